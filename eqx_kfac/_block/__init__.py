@@ -1,0 +1,12 @@
+from ._base import (
+    AbstractBlock as AbstractBlock,
+    AbstractFactors as AbstractFactors,
+    Rows as Rows,
+    Statistics as Statistics,
+)
+from ._kronecker import Kronecker as Kronecker, KroneckerFactors as KroneckerFactors
+from ._sharing import (
+    AbstractSharing as AbstractSharing,
+    Expand as Expand,
+    Reduce as Reduce,
+)

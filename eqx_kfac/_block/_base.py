@@ -1,0 +1,63 @@
+import abc
+from typing import Any, NamedTuple
+
+import equinox as eqx
+from jaxtyping import Array, Float, PyTree
+
+from .._form import AbstractForm
+
+
+class Statistics(eqx.Module):
+    """What a block collects, as sums over rows. Also the type of a tag's *slots*: then
+    the leaves are `None`, or zeros while curvature is being collected."""
+
+    inputs: PyTree  # Depends on the layer's inputs only: the same for every pullback.
+    outputs: PyTree  # Depends on the gradients at the outputs: adds up over pullbacks.
+
+
+class Rows(NamedTuple):
+    """All that has passed through a layer: inputs `x`, gradients `g` at the outputs, and
+    example weights or `None`. The first `stack` axes of each index separate layers; the
+    next ones are example axes, outermost (the batch) first."""
+
+    x: Float[Array, "*rows d_in"]
+    g: Float[Array, "*rows d_out"]
+    weights: Float[Array, "..."] | None
+    stack: int
+
+
+class AbstractFactors(eqx.Module):
+    """The curvature of one layer, as its block keeps it."""
+
+    l2: eqx.AbstractVar[Float[Array, "*stack"]]
+
+
+class AbstractBlock(eqx.Module):
+    """How a layer's curvature is approximated: what is kept and what operator it is.
+
+    A block has no arrays: it is static data on the layer's [`eqx_kfac.Tag`][], compared
+    and hashed by value.
+    """
+
+    @abc.abstractmethod
+    def empty(self) -> Statistics:
+        """Statistics whose leaves are all `None`."""
+
+    @abc.abstractmethod
+    def slots(self, form: AbstractForm, layer: Any) -> Statistics:
+        """Zeros of the statistics' shapes for `layer`; `None` where a parameter is
+        missing or frozen."""
+
+    @abc.abstractmethod
+    def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
+        """Sums over `rows`. `slots` holds the abstract values that are wanted."""
+
+    @abc.abstractmethod
+    def factors(self, statistics: Statistics, count: Any, l2: Any) -> AbstractFactors:
+        r"""The curvature of the mean loss over `count` $= N$ terms, plus `l2`
+        $\cdot I$."""
+
+    @abc.abstractmethod
+    def operator(self, factors: Any) -> Any:
+        """The lineax operator that the factors of one layer (no stack axes) denote,
+        without its `l2`."""

@@ -1,0 +1,66 @@
+import abc
+
+import equinox as eqx
+import jax.numpy as jnp
+
+from .._misc import trailing
+from ._base import Rows
+
+
+class AbstractSharing(eqx.Module):
+    """How a Kronecker block treats positions (tokens, pixels, agents) that share the
+    layer's weight: every example axis of a layer but the outermost."""
+
+    @abc.abstractmethod
+    def __call__(self, rows: Rows) -> Rows:
+        """The rows whose moments are the two factors."""
+
+
+class Expand(AbstractSharing):
+    r"""Every (example, position) pair is a row of its own:
+
+    $$A = \frac1R \sum_{n,s} \bar x_{ns} \bar x_{ns}^\top, \qquad
+    G = \frac1N \sum_{n,s} g_{ns} g_{ns}^\top$$
+
+    Exact for deep linear networks with a loss term at every position (a language model);
+    the usual choice for convolutions.
+
+    ??? cite "Reference"
+
+        R. Eschenhagen et al., *Kronecker-Factored Approximate Curvature for Modern
+        Neural Network Architectures*, NeurIPS 2023.
+    """
+
+    def __call__(self, rows: Rows) -> Rows:
+        return rows
+
+
+class Reduce(AbstractSharing):
+    r"""Inputs are averaged over positions, output gradients summed:
+
+    $$A = \frac1R \sum_n \bar x_n \bar x_n^\top, \quad \bar x_n = \operatorname{mean}_s
+    \bar x_{ns}, \qquad G = \frac1N \sum_n g_n g_n^\top, \quad g_n = \sum_s g_{ns}$$
+
+    Exact for deep linear networks that pool over positions before the loss (a vision
+    transformer), and as many times cheaper as there are positions.
+
+    ??? cite "Reference"
+
+        R. Eschenhagen et al., *Kronecker-Factored Approximate Curvature for Modern
+        Neural Network Architectures*, NeurIPS 2023.
+    """
+
+    def __call__(self, rows: Rows) -> Rows:
+        x, g, weights, stack = rows
+        shared = tuple(range(stack + 1, x.ndim - 1))
+        if not shared:
+            return rows
+        if weights is None or weights.ndim == stack + 1:
+            mean = jnp.mean(x, axis=shared)
+        else:
+            # Positions of zero weight are left out, as if they were not there.
+            w = trailing(weights, x).astype(x.dtype)
+            total = jnp.sum(jnp.broadcast_to(w, x.shape), axis=shared)
+            mean = jnp.sum(x * w, axis=shared) / jnp.where(total == 0, 1, total)
+            weights = jnp.max(weights, axis=tuple(range(stack + 1, weights.ndim)))
+        return Rows(mean, jnp.sum(g, axis=shared), weights, stack)

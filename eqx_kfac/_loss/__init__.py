@@ -1,0 +1,11 @@
+from ._base import (
+    AbstractLoss as AbstractLoss,
+    AbstractObjective as AbstractObjective,
+    Penalty as Penalty,
+    Sum as Sum,
+    terms_of as terms_of,
+)
+from ._l2 import L2 as L2
+from ._sigmoid import SigmoidCrossEntropy as SigmoidCrossEntropy
+from ._softmax import SoftmaxCrossEntropy as SoftmaxCrossEntropy
+from ._squared import SquaredError as SquaredError

@@ -1,0 +1,222 @@
+import abc
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree
+
+from .._custom_types import Key
+
+
+class AbstractObjective(eqx.Module):
+    """Something to minimise. Objectives add up, and scale by numbers:
+    `a + 0.5 * b + kfac.L2(model, 1e-4) + penalty`."""
+
+    @property
+    @abc.abstractmethod
+    def value(self) -> Float[Array, ""]:
+        """The scalar."""
+
+    def __add__(self, other: Any) -> "Sum":
+        return Sum((*terms_of(self), *terms_of(other)))
+
+    def __radd__(self, other: Any) -> "Sum":
+        return Sum((*terms_of(other), *terms_of(self)))
+
+    def __mul__(self, coefficient: ArrayLike) -> "Sum":
+        if isinstance(coefficient, (int, float)) and coefficient < 0:
+            raise ValueError(
+                f"Losses scale by coefficients that are not negative, got {coefficient}: "
+                "the curvature would not be positive semidefinite."
+            )
+        return Sum(tuple((coefficient * c, o) for c, o in terms_of(self)))
+
+    def __rmul__(self, coefficient: ArrayLike) -> "Sum":
+        return self * coefficient
+
+    def __truediv__(self, divisor: ArrayLike) -> "Sum":
+        return self * (1 / divisor)
+
+
+class Sum(AbstractObjective):
+    """A linear combination of objectives. Made by `+` and `*`."""
+
+    terms: tuple[tuple[Any, AbstractObjective], ...]
+
+    @property
+    def weighted_losses(self) -> "list[tuple[Any, AbstractLoss]]":
+        """`(coefficient, loss)` for the terms that have a predictive distribution."""
+        return [(c, o) for c, o in self.terms if isinstance(o, AbstractLoss)]
+
+    @property
+    def losses(self) -> "list[AbstractLoss]":
+        """The terms that have a predictive distribution."""
+        return [loss for _, loss in self.weighted_losses]
+
+    @property
+    def value(self) -> Float[Array, ""]:
+        return sum((c * term.value for c, term in self.terms), jnp.zeros(()))
+
+
+class Penalty(AbstractObjective):
+    """A scalar whose gradient counts and whose curvature does not."""
+
+    penalty: Any
+
+    @property
+    def value(self) -> Float[Array, ""]:
+        return jnp.asarray(self.penalty)
+
+
+def terms_of(objective: Any) -> tuple[tuple[Any, AbstractObjective], ...]:
+    """Any objective, or number, as `(coefficient, objective)` pairs."""
+    if isinstance(objective, Sum):
+        return objective.terms
+    if isinstance(objective, AbstractObjective):
+        return ((1.0, objective),)
+    if jnp.ndim(objective) != 0:
+        raise ValueError(
+            "Only scalars can be added to a loss, but got an array of shape "
+            f"{jnp.shape(objective)}. Reduce it first, e.g. with `jnp.mean`."
+        )
+    if isinstance(objective, (int, float)) and objective == 0:
+        return ()  # So that `sum(losses)` works.
+    return ((1.0, Penalty(objective)),)
+
+
+class AbstractLoss(AbstractObjective):
+    r"""A negative log-likelihood that knows its predictive distribution.
+
+    The value is the weighted mean $\frac1N \sum_n w_n \ell_n$, $N = \sum_n w_n$, over all
+    leading axes of the outputs (batch, tokens, ...); the last axis of the outputs belongs
+    to one distribution.
+
+    A new loss is a subclass with the three arrays below and the four methods; everything
+    else follows.
+    """
+
+    targets: eqx.AbstractVar[PyTree]
+    weights: eqx.AbstractVar[Array | None]
+
+    @property
+    @abc.abstractmethod
+    def outputs(self) -> PyTree[Inexact[Array, "*leading k"]]:
+        """The distribution's parameters, as the model computed them."""
+
+    @abc.abstractmethod
+    def losses(self, outputs: PyTree, targets: PyTree) -> Float[Array, "*leading"]:
+        """The negative log-likelihood of every term, up to a constant."""
+
+    @abc.abstractmethod
+    def sample(self, key: Key) -> PyTree:
+        """Targets drawn from the predictive distribution."""
+
+    @abc.abstractmethod
+    def fisher_root(self, v: Float[Array, "*leading r"]) -> PyTree:
+        r"""$S v$ with $S S^\top$ the Fisher of each term with respect to `outputs`."""
+
+    @property
+    @abc.abstractmethod
+    def root_shape(self) -> tuple[int, ...]:
+        """The shape of the `v` of `fisher_root`."""
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """The shape of the loss terms."""
+        return self.root_shape[:-1]
+
+    @property
+    def term_weights(self) -> Float[Array, "*leading"]:
+        """The weights of all terms, one where none were given."""
+        if self.weights is None:
+            return jnp.ones(self.leading)
+        w = self.weights.astype(jnp.promote_types(self.weights.dtype, jnp.float32))
+        w = w.reshape(w.shape + (1,) * (len(self.leading) - w.ndim))
+        return jnp.broadcast_to(w, self.leading)
+
+    @property
+    def total(self) -> Float[Array, ""]:
+        r"""$\sum_n w_n \ell_n$."""
+        if self.targets is None:
+            raise ValueError(
+                f"This {type(self).__name__} has no targets, so it has no value. Pass "
+                "targets to train; they may only be left out for curvature alone."
+            )
+        losses = self.losses(self.outputs, self.targets)
+        return jnp.sum(losses * self.term_weights.astype(losses.dtype))
+
+    @property
+    def count(self) -> Float[Array, ""]:
+        r"""$N = \sum_n w_n$."""
+        return jnp.sum(self.term_weights)
+
+    @property
+    def value(self) -> Float[Array, ""]:
+        total = self.total
+        return total / self.count.astype(total.dtype)
+
+    def score(self, targets: PyTree) -> PyTree[Inexact[Array, "*leading k"]]:
+        """The gradient at the outputs of the sum of the losses at `targets`."""
+        return jax.grad(lambda outputs: jnp.sum(self.losses(outputs, targets)))(
+            self.outputs
+        )
+
+    def fisher_product(self, v: PyTree) -> PyTree:
+        r"""$H v = S S^\top v$: every term's output Fisher (for the losses whose outputs
+        are natural parameters also the Gauss-Newton curvature) times a vector."""
+        like = jax.ShapeDtypeStruct(self.root_shape, _float_dtype(self.outputs))
+        (root,) = jax.linear_transpose(self.fisher_root, like)(v)
+        return self.fisher_root(root)
+
+
+def _float_dtype(tree: PyTree) -> Any:
+    return jnp.promote_types(
+        jnp.result_type(*jtu.tree_leaves(tree)), jnp.float32
+    )
+
+
+def at_least_float32(x: Inexact[Array, "*s"]) -> Float[Array, "*s"]:
+    """Losses are computed in at least float32, whatever the model computes in."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def check_outputs(name: str, what: str, outputs: Any) -> Array:
+    """The model's outputs as an array `[*leading, k]`, or an error."""
+    outputs = jnp.asarray(outputs)
+    if not jnp.issubdtype(outputs.dtype, jnp.floating):
+        raise TypeError(f"{name}: {what} must be floating, but are {outputs.dtype}.")
+    if outputs.ndim < 2:
+        raise ValueError(
+            f"{name}: {what} must have shape [batch, ..., k], but have shape "
+            f"{outputs.shape}. The last axis belongs to one prediction. For one number "
+            f"per example write `{what}[:, None]`; for a single example "
+            f"`{what}[None, :]`."
+        )
+    if outputs.size == 0:
+        raise ValueError(f"{name}: got an empty batch ({what} of shape {outputs.shape}).")
+    return outputs
+
+
+def check_weights(name: str, weights: Any, leading: tuple[int, ...]) -> Array | None:
+    """Weights whose shape is `leading` or its beginning, or an error."""
+    if weights is None:
+        return None
+    weights = jnp.asarray(weights)
+    if weights.ndim == 0 or weights.shape != leading[: weights.ndim]:
+        raise ValueError(
+            f"{name}: weights must have the shape of the loss terms {leading}, or of "
+            f"its first axes, but have shape {weights.shape}."
+        )
+    return weights
+
+
+def check_targets(name: str, targets: Array, shape: tuple[int, ...]) -> Array:
+    """Targets of exactly `shape`, or an error."""
+    if targets.shape != shape:
+        raise ValueError(
+            f"{name}: targets must have shape {shape} to match the model's outputs, "
+            f"but have shape {targets.shape}."
+        )
+    return targets

@@ -1,0 +1,38 @@
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Float, PyTree
+
+from .._misc import tree_dot
+from .._tag import empty_tags
+from ._base import AbstractObjective
+
+
+class L2(AbstractObjective):
+    r"""$\frac{c}{2} \sum \theta^2$ over the inexact leaves of a model (or of a part of
+    it). Unlike any other penalty, its curvature $c I$ counts too.
+    """
+
+    parameters: PyTree[Array]
+    coefficient: Any
+
+    def __init__(self, model: Any, coefficient: Any):
+        """**Arguments:**
+
+        - `model`: any PyTree of parameters. Pass a part of the model to regularise only
+            that part.
+        - `coefficient`: $c \\ge 0$, a scalar.
+        """
+        self.parameters = eqx.filter(empty_tags(model), eqx.is_inexact_array)
+        self.coefficient = coefficient
+
+    @property
+    def value(self) -> Float[Array, ""]:
+        return 0.5 * self.coefficient * tree_dot(self.parameters, self.parameters)
+
+    def diagonal(self, scale: Any = 1.0) -> PyTree[Array]:
+        """The diagonal of its curvature at `parameters`, times `scale`."""
+        curvature = scale * self.coefficient
+        return jtu.tree_map(lambda p: jnp.full_like(p, curvature), self.parameters)

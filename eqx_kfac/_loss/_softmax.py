@@ -1,0 +1,70 @@
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Inexact, Shaped
+
+from .._custom_types import Key
+from ._base import (
+    AbstractLoss,
+    at_least_float32,
+    check_outputs,
+    check_targets,
+    check_weights,
+)
+
+
+class SoftmaxCrossEntropy(AbstractLoss):
+    r"""A categorical distribution over classes: $\ell = -\sum_c t_c \log p_c$ with
+    $p = \operatorname{softmax}(\text{logits})$. Its Fisher (and GGN) at the logits is
+    $\operatorname{diag}(p) - p p^\top$.
+    """
+
+    logits: Inexact[Array, "*leading classes"]
+    targets: Shaped[Array, "..."] | None
+    weights: Shaped[Array, "..."] | None
+
+    def __init__(self, logits, targets=None, weights=None):
+        """**Arguments:**
+
+        - `logits`: `[*leading, classes]`, at least one leading axis.
+        - `targets`: integer classes `[*leading]`, or probabilities
+            `[*leading, classes]`. May be left out when only curvature is wanted.
+        - `weights`: a weight (or a mask) for every term, `[*leading]` or its first axes.
+        """
+        name = "SoftmaxCrossEntropy"
+        self.logits = check_outputs(name, "logits", logits)
+        shape = self.logits.shape
+        if targets is not None:
+            targets = jnp.asarray(targets)
+            integer = jnp.issubdtype(targets.dtype, jnp.integer)
+            if not (integer or jnp.issubdtype(targets.dtype, jnp.floating)):
+                raise TypeError(
+                    f"{name}: targets must be integer classes or floating "
+                    f"probabilities, but are {targets.dtype}."
+                )
+            targets = check_targets(name, targets, shape[:-1] if integer else shape)
+        self.targets = targets
+        self.weights = check_weights(name, weights, shape[:-1])
+
+    @property
+    def outputs(self):
+        return self.logits
+
+    @property
+    def root_shape(self) -> tuple[int, ...]:
+        return self.logits.shape
+
+    def losses(self, outputs, targets) -> Float[Array, "*leading"]:
+        log_p = jax.nn.log_softmax(at_least_float32(outputs), axis=-1)
+        if jnp.issubdtype(targets.dtype, jnp.integer):
+            targets = jax.nn.one_hot(targets, log_p.shape[-1], dtype=log_p.dtype)
+        return -jnp.sum(targets.astype(log_p.dtype) * log_p, axis=-1)
+
+    def sample(self, key: Key):
+        return jax.random.categorical(key, at_least_float32(self.logits), axis=-1)
+
+    def fisher_root(self, v):
+        # S = (I - p 1ᵀ) diag(√p)
+        p = jax.nn.softmax(at_least_float32(self.logits), axis=-1)
+        sv = jnp.sqrt(p) * v.astype(p.dtype)
+        out = sv - p * jnp.sum(sv, axis=-1, keepdims=True)
+        return out.astype(self.logits.dtype)

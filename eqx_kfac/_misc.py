@@ -1,0 +1,103 @@
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Inexact, PyTree, Shaped
+
+
+def varying_axes(tree: PyTree) -> frozenset:
+    """The `shard_map` axes over which any array of `tree` varies."""
+    axes = frozenset()
+    for leaf in jtu.tree_leaves(tree):
+        if isinstance(leaf, jax.Array):
+            axes |= jax.typeof(leaf).manual_axis_type.varying
+    return axes
+
+
+def cast_varying(tree: PyTree, axes: frozenset) -> PyTree:
+    """Marks every array of `tree` as varying over (at least) the `shard_map` `axes`.
+
+    The transpose of this is a `psum`: what is collected on each device is added up.
+    """
+
+    def cast(x):
+        missing = tuple(sorted(axes - varying_axes(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jtu.tree_map(cast, tree)
+
+
+def explicit_sharding(aval: Any) -> NamedSharding | None:
+    """The sharding of an abstract value if it lives on an explicit mesh, else `None`:
+    there, a contraction over a sharded axis has to be told where its result goes."""
+    sharding = getattr(aval, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        if AxisType.Explicit in sharding.mesh.axis_types:
+            return sharding
+    return None
+
+
+def zeros_beside(leaf: Array, shape: Sequence[int], dtype: Any, stack: int) -> Array:
+    """Zeros that are sharded like `leaf` along their first `stack` axes, and replicated
+    along the others; within `shard_map` they vary as `leaf` does."""
+    zeros = jnp.zeros(shape, dtype)
+    sharding = explicit_sharding(jax.typeof(leaf)) if stack > 0 else None
+    if sharding is not None:
+        spec = PartitionSpec(*sharding.spec[:stack])
+        zeros = jax.sharding.reshard(zeros, NamedSharding(sharding.mesh, spec))
+    return cast_varying(zeros, varying_axes(leaf))
+
+
+def moment(
+    a: Inexact[Array, "*rows m"], b: Inexact[Array, "*rows n"], stack: int, like: Any
+) -> Float[Array, "*stack m n"]:
+    r"""$\sum_\text{rows} a b^\top$, in one contraction over all axes but the first
+    `stack` ones, accumulated in at least float32; `like` is the result's type."""
+    batch = tuple(range(stack))
+    rows = tuple(range(stack, a.ndim - 1))
+    out = jax.lax.dot_general(
+        a,
+        b,
+        ((rows, rows), (batch, batch)),
+        preferred_element_type=jnp.promote_types(a.dtype, jnp.float32),
+        out_sharding=explicit_sharding(like),
+    )
+    return out.astype(like.dtype)
+
+
+def trailing(a: Shaped[Array, "..."], like: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """`a` with axes of length one behind its own, up to the rank of `like`."""
+    return a.reshape(a.shape + (1,) * (like.ndim - a.ndim))
+
+
+def all_finite(tree: PyTree) -> Bool[Array, ""]:
+    """Whether every number in `tree` is finite."""
+    leaves = [x for x in jtu.tree_leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in leaves] + [True]))
+
+
+def tree_where(pred: Bool[Array, ""], true: PyTree, false: PyTree) -> PyTree:
+    """`jnp.where` over two trees of arrays of one structure."""
+    return jtu.tree_map(lambda t, f: jnp.where(pred, t, f), true, false)
+
+
+def tree_dot(a: PyTree, b: PyTree) -> Shaped[Array, ""]:
+    """The inner product of two trees of arrays, accumulated in at least float32."""
+
+    def dot(x, y):
+        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        return jnp.sum(x.astype(dtype) * y.astype(dtype))
+
+    products = jtu.tree_leaves(jtu.tree_map(dot, a, b))
+    dtype = jnp.result_type(jnp.float32, *products)
+    return sum((p.astype(dtype) for p in products), jnp.zeros((), dtype))
+
+
+def names(paths: Sequence[str], limit: int = 8) -> str:
+    """A readable list of leaf or layer paths, for error messages."""
+    shown = ", ".join(f"`{path}`" for path in paths[:limit])
+    more = len(paths) - limit
+    return shown if more <= 0 else f"{shown} and {more} more"

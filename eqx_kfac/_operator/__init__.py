@@ -1,0 +1,1 @@
+from ._kronecker import KroneckerOperator as KroneckerOperator

@@ -1,0 +1,3 @@
+from ._base import AbstractDampedSolver as AbstractDampedSolver
+from ._cholesky import Cholesky as Cholesky, damped_factors as damped_factors
+from ._eigh import Eigh as Eigh

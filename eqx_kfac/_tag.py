@@ -1,0 +1,304 @@
+"""The tag primitive: statistics as cotangents.
+
+`tag(y, x)` is `y`. Its JVP binds a linear twin in which the *slots* are inputs that do
+not touch the value, and whose transpose passes the cotangent of `y` through and *defines*
+the cotangent of the slots as the layer's statistics. One `jax.vjp` of any function of a
+model then returns the gradient in its weights and the statistics in its tags; whatever
+JAX can differentiate, it can collect curvature from.
+
+This is the only file that touches JAX's extension points.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array, Inexact, Shaped
+
+from ._block import AbstractBlock, Rows, Statistics
+from ._form import AbstractForm
+from ._misc import cast_varying, names, varying_axes
+
+
+class Tag(eqx.Module):
+    """Ends a layer's forward pass: `return self.tag(y, x)`.
+
+    It says how the layer is linear in its parameters (its *form*) and how its curvature
+    is approximated (its *block*). It has no leaves, and calling it returns `y` itself,
+    except while curvature is being collected: then its slots are filled.
+    """
+
+    form: AbstractForm = eqx.field(static=True)
+    block: AbstractBlock = eqx.field(static=True)
+    slots: Statistics
+    weights: Array | None
+
+    def __init__(self, form: AbstractForm, block: AbstractBlock):
+        """**Arguments:**
+
+        - `form`: how the output depends on the parameters, e.g. `kfac.Dense()`.
+        - `block`: what is kept of its curvature, e.g. `kfac.Kronecker()`.
+        """
+        self.form = form
+        self.block = block
+        self.slots = block.empty()
+        self.weights = None
+
+    def __call__(
+        self, y: Inexact[Array, "*y"], x: Shaped[Array, "*x"]
+    ) -> Inexact[Array, "*y"]:
+        """**Arguments:**
+
+        - `y`: the layer's output.
+        - `x`: the layer's input.
+
+        **Returns:**
+
+        `y`. Differentiating it with respect to filled slots gives the statistics.
+        """
+        slots, treedef = jtu.tree_flatten(self.slots)
+        if not slots:
+            return y
+        shared = [] if self.weights is None else [self.weights]
+        operands = [y, x, *shared, *slots]
+        y, *rest = cast_varying(operands, varying_axes(operands))
+        layout = _Layout(self.form, self.block, treedef, len(shared))
+        return tag_p.bind(y, *rest, layout=layout, stack=0, examples=0)
+
+    @property
+    def collecting(self) -> bool:
+        """Whether the slots are filled."""
+        return bool(jtu.tree_leaves(self.slots))
+
+    def fill(self, layer: Any, weights: Array | None) -> "Tag":
+        """This tag, ready to collect. `weights` are example weights, or `None`."""
+        slots = self.block.slots(self.form, layer)
+        if not jtu.tree_leaves(slots):
+            return self
+        if weights is not None:
+            stack, _, _ = self.form.sizes(layer)
+            weights = jnp.broadcast_to(weights, stack + weights.shape)
+        return eqx.tree_at(
+            lambda t: (t.slots, t.weights),
+            self,
+            (slots, weights),
+            is_leaf=lambda x: x is None or isinstance(x, Statistics),
+        )
+
+    def empty(self) -> "Tag":
+        """This tag without its slots."""
+        return Tag(self.form, self.block)
+
+
+class _Layout(NamedTuple):
+    """What the operands `y, x, *shared, *slots` of a tag are. `shared` arrays belong to
+    the layer and not to an example; like the slots, they are mapped over stacks only."""
+
+    form: AbstractForm
+    block: AbstractBlock
+    slots: Any  # treedef of the slots
+    num_shared: int
+
+    def split(self, operands):
+        k = 2 + self.num_shared
+        return operands[0], operands[1], operands[2:k], operands[k:]
+
+
+tag_p = Primitive("kfac_tag")
+tag_linear_p = Primitive("kfac_tag_linear")
+
+
+def _value(y, *_, **__):
+    return y
+
+
+def _batch(primitive, operands, dims, *, layout, stack, examples):
+    """Every operand's mapped axis moves to the front of its kind: stacked layers first,
+    then examples. Only a mapped slot means a stack: separate layers, separate statistics;
+    otherwise the new axis is an example axis, outside the earlier ones."""
+    size = next(
+        x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None
+    )
+    stacked = any(d is not None for d in dims[2:])
+    axis = 0 if stacked else stack
+
+    def place(x, d):
+        if d is not None:
+            return jnp.moveaxis(x, d, axis)
+        shape = x.shape[:axis] + (size,) + x.shape[axis:]
+        return jnp.broadcast_to(jnp.expand_dims(x, axis), shape)
+
+    num_placed = len(operands) if stacked else 2
+    placed = list(map(place, operands[:num_placed], dims[:num_placed]))
+    out = primitive.bind(
+        *placed,
+        *operands[num_placed:],
+        layout=layout,
+        stack=stack + stacked,
+        examples=examples + (not stacked),
+    )
+    return out, axis
+
+
+def _linear_tangent(y_dot, operands, slot_dots, layout, **params):
+    if all(type(s) is ad.Zero for s in slot_dots):
+        return y_dot
+    _, x, shared, _ = layout.split(operands)
+    y_dot, *slot_dots = map(ad.instantiate_zeros, (y_dot, *slot_dots))
+    return tag_linear_p.bind(y_dot, x, *shared, *slot_dots, layout=layout, **params)
+
+
+def _jvp(primitive, primals, tangents, *, layout, **params):
+    """Neither tag depends on anything but its first operand, and linearly on that."""
+    out = primitive.bind(*primals, layout=layout, **params)
+    y_dot, _, _, slot_dots = layout.split(tangents)
+    return out, _linear_tangent(y_dot, primals, slot_dots, layout, **params)
+
+
+def _transpose(ct, *operands, layout, stack, examples):
+    _, x, shared, slots = layout.split(operands)
+    nothing = [None] * (1 + len(shared))
+    if type(ct) is ad.Zero:
+        return [ct, *nothing, *[None] * len(slots)]
+    avals = [s.aval if ad.is_undefined_primal(s) else jax.typeof(s) for s in slots]
+    like = jtu.tree_unflatten(layout.slots, avals)
+
+    def statistics(x, ct, *shared):
+        axes = stack + examples
+        x = layout.form.inputs(x, axes)
+        g = layout.form.outputs(ct, axes)
+        weights = _row_weights(*shared, stack=stack, shape=x.shape[: stack + examples])
+        stats = layout.block.statistics(Rows(x, g, weights, stack), like)
+        return jtu.tree_leaves(stats)
+
+    stats = _not_differentiable(statistics)(x, ct, *shared)
+    stats = [
+        cast_varying(s, a.manual_axis_type.varying)
+        for s, a in zip(stats, avals, strict=True)
+    ]
+    wanted = [s if ad.is_undefined_primal(t) else None for s, t in zip(stats, slots)]
+    return [ct, *nothing, *wanted]
+
+
+def _row_weights(weights=None, *, stack, shape):
+    """Example weights on the axes of this layer that they speak of: the longest run of
+    example axes, from the outermost, whose lengths agree. Over the weights' further axes
+    (tokens, when the layer acts on whole sequences) the mean is taken."""
+    if weights is None:
+        return None
+    matching = stack
+    for have, want in zip(shape[stack:], weights.shape[stack:]):
+        if have != want:
+            break
+        matching += 1
+    if matching == stack:
+        return None  # Not a per-example layer.
+    return jnp.mean(weights, axis=tuple(range(matching, weights.ndim)))
+
+
+def _not_differentiable(fn: Callable) -> Callable:
+    fn = jax.custom_jvp(fn)
+
+    @fn.defjvp
+    def _(primals, tangents):
+        raise TypeError(
+            "Tried to differentiate curvature statistics. They are defined by a "
+            "transpose rule and have no derivative. If the loss function takes gradients "
+            "with respect to the model itself, take them with respect to "
+            "`kfac.revert(model)`; if the result of `kfac.curvature` (or of "
+            "`value_grad_and_curvature`) is being differentiated, wrap it in "
+            "`jax.lax.stop_gradient` inside a function that is not."
+        )
+
+    return fn
+
+
+for _p in (tag_p, tag_linear_p):
+    _p.def_impl(_value)
+    _p.def_abstract_eval(_value)
+    mlir.register_lowering(_p, mlir.lower_fun(_value, multiple_results=False))
+    batching.primitive_batchers[_p] = jtu.Partial(_batch, _p)
+    ad.primitive_jvps[_p] = jtu.Partial(_jvp, _p)
+ad.primitive_transposes[tag_linear_p] = _transpose
+
+
+#
+# Tagged layers in a model
+#
+
+
+def is_tagged(node: Any) -> bool:
+    """Whether `node` is a tagged layer: a Module with a `tag` that is a `Tag`."""
+    return isinstance(node, eqx.Module) and isinstance(
+        getattr(node, "tag", None), Tag
+    )
+
+
+def map_tagged(fn: Callable, tree: Any, *rest: Any, others: Callable = lambda x, *_: x):
+    """Maps `fn(layer, *rest)` over the tagged layers of a model-shaped tree and `others`
+    over its other leaves."""
+
+    def apply(node, *nodes):
+        return fn(node, *nodes) if is_tagged(node) else others(node, *nodes)
+
+    return jtu.tree_map(apply, tree, *rest, is_leaf=is_tagged)
+
+
+def tagged_layers(model: Any) -> list[tuple[str, Any]]:
+    """`(path, layer)` for every tagged layer of a model."""
+    nodes, _ = jtu.tree_flatten_with_path(model, is_leaf=is_tagged)
+    return [(jtu.keystr(path), node) for path, node in nodes if is_tagged(node)]
+
+
+def is_trainable(layer: Any) -> bool:
+    """Whether any parameter of a tagged layer is there to be trained."""
+    return any(p is not None for p in layer.tag.form.parameters(layer))
+
+
+class LayerError(ValueError):
+    """A tagged layer was misused. Carries the layer, so that its path can be named."""
+
+    def __init__(self, layer: Any, message: str):
+        super().__init__(message)
+        self.layer = layer
+
+
+@contextlib.contextmanager
+def naming_layers(model: Any):
+    """Adds to any `LayerError` where in `model` the layer is. (A layer does not know its
+    path; layers that look alike are all named.)"""
+    try:
+        yield
+    except LayerError as error:
+        looks = jtu.tree_structure(empty_tags(error.layer))
+        paths = [
+            path
+            for path, layer in tagged_layers(model)
+            if jtu.tree_structure(empty_tags(layer)) == looks
+        ]
+        if paths:
+            error.add_note(f"The layer is {names(paths)} of the model.")
+        raise
+
+
+def with_tag(layer: Any, tag: Tag) -> Any:
+    """`layer` with another tag."""
+    return eqx.tree_at(
+        lambda m: m.tag, layer, tag, is_leaf=lambda x: isinstance(x, Tag)
+    )
+
+
+def fill_tags(model: Any, weights: Array | None = None) -> Any:
+    """The model with its tags ready to collect."""
+    return map_tagged(lambda m: with_tag(m, m.tag.fill(m, weights)), model)
+
+
+def empty_tags(model: Any) -> Any:
+    """The model (or a tree of gradients of it) without its tags' slots."""
+    return map_tagged(lambda m: with_tag(m, m.tag.empty()), model)

@@ -1,0 +1,70 @@
+from typing import Any, Literal
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Shaped
+
+from .._block import AbstractBlock, Kronecker
+from .._form import Dense
+from .._tag import LayerError, Tag
+
+
+class Linear(eqx.nn.Linear):
+    """A drop-in for `equinox.nn.Linear` from which curvature can be collected. Same
+    constructor, same leaves, same outputs; `isinstance(layer, eqx.nn.Linear)` holds."""
+
+    tag: Tag
+
+    def __init__(
+        self,
+        in_features: int | Literal["scalar"],
+        out_features: int | Literal["scalar"],
+        use_bias: bool = True,
+        dtype: Any = None,
+        *,
+        key: Any,
+        block: AbstractBlock = Kronecker(),
+    ):
+        """**Arguments:** as `equinox.nn.Linear`, and
+
+        - `block`: how the layer's curvature is approximated.
+        """
+        super().__init__(in_features, out_features, use_bias, dtype, key=key)
+        self.tag = Tag(Dense(), block)
+
+    def __call__(
+        self, x: Shaped[Array, "..."], *, key: Any = None
+    ) -> Shaped[Array, "..."]:
+        """**Arguments:**
+
+        - `x`: a single input, of shape `(in_features,)`, or `()` if
+            `in_features="scalar"`. Use `jax.vmap` for a batch.
+        - `key`: ignored.
+
+        **Returns:**
+
+        An array of shape `(out_features,)`, or `()` if `out_features="scalar"`.
+
+        **Raises:** `ValueError` for an input of another shape; while curvature is being
+        collected, for an integer input.
+        """
+        shape = () if self.in_features == "scalar" else (self.in_features,)
+        if jnp.shape(x) != shape:
+            raise LayerError(
+                self,
+                f"`kfac.Linear({self.in_features!r}, {self.out_features!r})` acts on one "
+                f"input of shape {shape}, but got an array of shape {jnp.shape(x)}. For "
+                "batched inputs use `jax.vmap(layer)(x)`.",
+            )
+        if self.tag.collecting and not _is_inexact(x):
+            raise LayerError(
+                self,
+                f"`kfac.Linear({self.in_features!r}, {self.out_features!r})` got an input "
+                f"of type {jnp.result_type(x)}, which has no second moments. Convert it "
+                "first, e.g. with `x.astype(jnp.float32)`.",
+            )
+        return self.tag(super().__call__(x, key=key), x)
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
