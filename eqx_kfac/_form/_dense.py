@@ -50,7 +50,8 @@ class Dense(AbstractForm):
     ) -> Any:
         weight, bias = self.parameters(layer)
         if weight is not None:
-            weight, matrix = jnp.split(matrix, [weight.shape[-1]], axis=-1)
+            d_in = weight.shape[-1]
+            weight, matrix = matrix[..., :d_in].astype(weight.dtype), matrix[..., d_in:]
         if bias is not None:
-            bias = jnp.squeeze(matrix, axis=-1)
+            bias = jnp.squeeze(matrix, axis=-1).astype(bias.dtype)
         return self.replace(layer, weight, bias)

@@ -1,0 +1,146 @@
+"""The optax faces of K-FAC."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from ._custom_types import Model
+from ._optimizer import KFAC
+from ._precondition import (
+    average,
+    check_covered,
+    init_curvature,
+    init_fallback,
+    init_inverse,
+    partition_tagged,
+    precondition,
+    refactorise,
+    update_fallback,
+)
+from ._schedule import at, when_due
+from ._solver import AbstractDampedSolver, Cholesky
+
+
+class ScaleByKFACState(NamedTuple):
+    """The state of [`eqx_kfac.scale_by_kfac`][]."""
+
+    count: Int[Array, ""]
+    curvature: Model
+    inverse: Model
+    weight: Float[Array, ""]
+    fallback: Any
+
+
+def scale_by_kfac(
+    damping: Any = 1e-3,
+    *,
+    solver: AbstractDampedSolver = Cholesky(),
+    inverse_period: int = 5,
+    ema: Any = 0.95,
+    fallback: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""K-FAC preconditioning, $\nabla h \mapsto \hat F^{-1} \nabla h$, as an optax
+    transformation to be chained with others. Its `update` takes the curvature as an extra
+    argument; leaving it out keeps the average as it is.
+
+    **Arguments:** as [`eqx_kfac.KFAC`][], but `fallback` transforms the gradients of the
+    parameters that no tag covers (`optax.scale_by_adam()`, say), and what follows in the
+    chain applies to its result too.
+
+    **Raises:** `ValueError` from `init`, as [`eqx_kfac.KFAC`][] does.
+
+    !!! Example
+
+        ```python
+        optimizer = optax.chain(
+            kfac.scale_by_kfac(damping=1e-3),
+            optax.trace(0.9),
+            optax.scale_by_learning_rate(1e-2),
+        )
+        value_and_all = kfac.value_grad_and_curvature(loss_fn)
+        loss, grads, curvature = value_and_all(model, x, y, key=key)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = optimizer.update(
+            grads, opt_state, params, curvature=curvature
+        )
+        model = eqx.apply_updates(model, updates)
+        ```
+    """
+
+    def init(params):
+        check_covered(params, fallback)
+        curvature = init_curvature(params)
+        return ScaleByKFACState(
+            count=jnp.zeros((), jnp.int32),
+            curvature=curvature,
+            inverse=init_inverse(curvature, params, solver),
+            weight=jnp.zeros((), float),
+            fallback=init_fallback(params, fallback),
+        )
+
+    def update(updates, state, params=None, *, curvature=None, **extra):
+        del extra
+        damping_now = at(damping, state.count)
+        averaged, weight = state.curvature, state.weight
+        if curvature is not None:
+            averaged, weight = average(
+                averaged, weight, curvature, at(ema, state.count)
+            )
+        inverse = when_due(
+            state.count,
+            state.weight,
+            inverse_period,
+            lambda: refactorise(state.inverse, averaged, updates, solver, damping_now),
+            state.inverse,
+        )
+        gradient, _ = partition_tagged(updates)
+        natural = precondition(gradient, averaged, inverse, solver, damping_now)
+        others, fallback_state = update_fallback(
+            updates, state.fallback, params, fallback
+        )
+        state = ScaleByKFACState(
+            state.count + 1, averaged, inverse, weight, fallback_state
+        )
+        return eqx.combine(natural, others), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def kfac(
+    learning_rate: Any, momentum: Any = 0.9, damping: Any = 1e-3, **options: Any
+) -> optax.GradientTransformationExtraArgs:
+    """[`eqx_kfac.KFAC`][] as an optax optimizer: the same arguments, the same steps.
+
+    Its `update` takes `curvature` (leaving it out keeps the average as it is) and `value`
+    as extra arguments. The choices that concern estimating the curvature (`fisher`,
+    `curvature_period`, `burn_in`) are then the caller's, who estimates it.
+
+    !!! Example
+
+        ```python
+        optimizer = kfac.kfac(1e-2, momentum=0.9, damping=1e-3)
+        value_and_all = kfac.value_grad_and_curvature(loss_fn)
+        loss, grads, curvature = value_and_all(model, x, y, key=key)
+        updates, opt_state = optimizer.update(
+            grads, opt_state, params, curvature=curvature
+        )
+        ```
+    """
+    for name in ("fisher", "curvature_period", "burn_in"):
+        if name in options:
+            raise TypeError(
+                f"`kfac.kfac` has no `{name}`: the caller of `update` estimates the "
+                "curvature. Use `kfac.value_grad_and_curvature(loss_fn, fisher=...)`."
+            )
+    optimizer = KFAC(learning_rate, momentum, damping, **options)
+
+    def update(updates, state, params=None, *, curvature=None, value=None, **extra):
+        del extra
+        return optimizer.update(
+            updates, state, params, curvature=curvature, value=value
+        )
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)

@@ -1,0 +1,177 @@
+"""What every K-FAC optimizer does to the tagged layers of a model: average their
+curvature, factorise it, precondition gradients with it. Pure functions over trees that
+are shaped like the model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+import optax
+from jaxtyping import Array, Float
+
+from ._block import AbstractFactors
+from ._custom_types import Model
+from ._misc import all_finite, names, tree_where
+from ._solver import AbstractDampedSolver
+from ._tag import is_trainable, map_tagged
+
+
+def partition_tagged(model: Model) -> tuple[Model, Model]:
+    """Splits a model (or gradients of it) into the parameters that tags cover and the
+    other inexact arrays. `eqx.combine` joins them again."""
+
+    def covered(layer):
+        mask = jtu.tree_map(lambda _: False, layer)
+        form = layer.tag.form
+        yes = [None if p is None else True for p in form.parameters(layer)]
+        return form.replace(mask, *yes)
+
+    mask = map_tagged(covered, model, others=lambda *_: False)
+    tagged, rest = eqx.partition(model, mask)
+    return tagged, eqx.filter(rest, eqx.is_inexact_array)
+
+
+def check_covered(model: Model, fallback: Any) -> None:
+    """Raises if there are parameters that neither a tag nor a fallback looks after."""
+    tagged, rest = partition_tagged(model)
+    leaves, _ = jtu.tree_flatten_with_path(rest)
+    if leaves and fallback is None:
+        paths = [jtu.keystr(path) for path, _ in leaves]
+        raise ValueError(
+            f"No tagged layer covers the parameters {names(paths)}. Either convert their "
+            "layers (`kfac.convert(model)`, or write them with `kfac.Linear`), or freeze "
+            "them (`eqx.partition` them out of the model that is trained), or pass "
+            "`fallback=` with any optax transformation for them, such as "
+            "`fallback=optax.adam(1e-3)`."
+        )
+    if not jtu.tree_leaves((tagged, rest)):
+        raise ValueError(
+            "The model has no parameters to train: it has no floating-point arrays."
+        )
+
+
+def init_curvature(model: Model) -> Model:
+    """Zero factors for every tagged layer."""
+
+    def factors(layer):
+        if not is_trainable(layer):
+            return None
+        block, form = layer.tag.block, layer.tag.form
+        stack, _, _ = form.sizes(layer)
+        slots = block.slots(form, layer)
+        return block.factors(slots, jnp.ones(()), jnp.zeros(stack))
+
+    return map_tagged(factors, model, others=lambda *_: None)
+
+
+def init_inverse(curvature: Model, model: Model, solver: AbstractDampedSolver) -> Model:
+    """Zeros in the place of every layer's factorisation."""
+    shapes = eqx.filter_eval_shape(factorise, curvature, model, solver, jnp.zeros(()))
+    return jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+
+def average(
+    curvature: Model, weight: Float[Array, ""], new: Model, ema: Float[Array, ""]
+) -> tuple[Model, Float[Array, ""]]:
+    r"""One step of an exponential moving average that is never biased towards its start:
+    $w \leftarrow \rho w + 1$, $V \leftarrow V + (X - V) / w$. Curvature that is not finite
+    is left out."""
+    new_weight = ema * weight + 1
+
+    def blend(old, new):
+        return old + (new - old) / new_weight.astype(old.dtype)
+
+    blended = jtu.tree_map(blend, curvature, new)
+    finite = all_finite(new)
+    return tree_where(finite, (blended, new_weight), (curvature, weight))
+
+
+def factorise(
+    curvature: Model, model: Model, solver: AbstractDampedSolver, damping: Any
+) -> Model:
+    """The solver's state for every layer."""
+
+    def layer_state(layer, factors):
+        if factors is None:
+            return None
+
+        def init(factors):
+            operator = layer.tag.block.operator(factors)
+            return solver.init(operator, {"damping": _damping(damping, factors)})
+
+        return _over_stack(init, factors)(factors)
+
+    return map_tagged(layer_state, model, curvature, others=lambda *_: None)
+
+
+def refactorise(
+    inverse: Model,
+    curvature: Model,
+    model: Model,
+    solver: AbstractDampedSolver,
+    damping: Any,
+) -> Model:
+    """The factorisation of `curvature`; the previous one if that is not finite."""
+    new = factorise(curvature, model, solver, damping)
+    return tree_where(all_finite(new), new, inverse)
+
+
+def precondition(
+    grads: Model,
+    curvature: Model,
+    inverse: Model,
+    solver: AbstractDampedSolver,
+    damping: Any,
+) -> Model:
+    r"""$\hat F^{-1} \nabla h$ for the tagged layers; other leaves stay what they are."""
+
+    def layer_direction(layer, factors, state):
+        if factors is None:
+            return layer
+
+        def solve(matrix, factors, state):
+            return lx.linear_solve(
+                layer.tag.block.operator(factors),
+                matrix,
+                solver,
+                options={"damping": _damping(damping, factors)},
+                state=state,
+                throw=False,
+            ).value
+
+        matrix = layer.tag.form.to_matrix(layer).astype(factors.l2.dtype)
+        solution = _over_stack(solve, factors)(matrix, factors, state)
+        return layer.tag.form.from_matrix(solution, layer)
+
+    return map_tagged(layer_direction, grads, curvature, inverse)
+
+
+def _damping(damping: Any, factors: AbstractFactors) -> Array:
+    """An L2 term is damping that the objective itself asks for."""
+    return jnp.asarray(damping, factors.l2.dtype) + factors.l2
+
+
+def _over_stack(fn: Callable, factors: AbstractFactors) -> Callable:
+    """`fn`, mapped over the axes along which layers are stacked."""
+    for _ in range(factors.l2.ndim):
+        fn = jax.vmap(fn)
+    return fn
+
+
+def init_fallback(model: Model, fallback: optax.GradientTransformation | None) -> Any:
+    """The fallback's state for the parameters that no tag covers."""
+    _, rest = partition_tagged(model)
+    return None if fallback is None else fallback.init(rest)
+
+
+def update_fallback(grads: Model, state: Any, model: Model, fallback: Any) -> Any:
+    """The fallback's updates (`None` at covered leaves) and its new state."""
+    _, grads = partition_tagged(grads)
+    if fallback is None:
+        return grads, state
+    _, params = partition_tagged(model)
+    return fallback.update(grads, state, params)
