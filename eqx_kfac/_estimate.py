@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PyTree
 from ._block import Statistics
 from ._custom_types import Key, Model
 from ._fisher import AbstractFisher, MonteCarlo
-from ._loss import AbstractLoss, AbstractObjective, L2, Sum
+from ._loss import AbstractLoss, AbstractObjective, L2, linear_combination, Sum
 from ._misc import varying_axes
 from ._tag import empty_tags, fill_tags, is_trainable, map_tagged, naming_layers
 
@@ -248,9 +248,8 @@ def _value(objective: Sum, axes: frozenset) -> Float[Array, ""]:
         value, split = term.value, varying_axes(term) & axes
         return jax.lax.pmean(value, tuple(sorted(split))) if split else value
 
-    values = [c * value(term) for c, term in objective.terms]
-    dtype = jnp.result_type(jnp.float32, *values)
-    return sum(v.astype(dtype) for v in values)
+    coefficients = [c for c, _ in objective.terms]
+    return linear_combination(coefficients, [value(o) for _, o in objective.terms])
 
 
 def _psum(x: Array, axes: frozenset) -> Array:

@@ -8,6 +8,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Inexact, PyTree, Shaped
 
 
+def accumulator(*dtypes: Any) -> Any:
+    """The type to add things up in: at least float32, and no narrower than any input."""
+    double = jnp.dtype(jnp.float64)
+    return double if double in dtypes else jnp.dtype(jnp.float32)
+
+
 def varying_axes(tree: PyTree) -> frozenset:
     """The `shard_map` axes over which any array of `tree` varies."""
     axes = frozenset()
@@ -62,7 +68,7 @@ def moment(
         a,
         b,
         ((rows, rows), (batch, batch)),
-        preferred_element_type=jnp.promote_types(a.dtype, jnp.float32),
+        preferred_element_type=accumulator(a.dtype),
         out_sharding=explicit_sharding(like),
     )
     return out.astype(like.dtype)
@@ -87,13 +93,12 @@ def tree_where(pred: Bool[Array, ""], true: PyTree, false: PyTree) -> PyTree:
 def tree_dot(a: PyTree, b: PyTree) -> Shaped[Array, ""]:
     """The inner product of two trees of arrays, accumulated in at least float32."""
 
-    def dot(x, y):
-        dtype = jnp.promote_types(x.dtype, jnp.float32)
-        return jnp.sum(x.astype(dtype) * y.astype(dtype))
-
-    products = jtu.tree_leaves(jtu.tree_map(dot, a, b))
-    dtype = jnp.result_type(jnp.float32, *products)
-    return sum((p.astype(dtype) for p in products), jnp.zeros((), dtype))
+    products = jtu.tree_map(
+        lambda x, y: jnp.sum(x * y, dtype=accumulator(x.dtype)), a, b
+    )
+    leaves = jtu.tree_leaves(products)
+    dtype = accumulator(*[x.dtype for x in leaves])
+    return sum((x.astype(dtype) for x in leaves), jnp.zeros((), dtype))
 
 
 def names(paths: Sequence[str], limit: int = 8) -> str:

@@ -349,6 +349,6 @@ class KFAC(eqx.Module):
             weight=weight,
             velocity=velocity,
             fallback=fallback,
-            rejected=state.rejected + ~finite,
+            rejected=state.rejected + (~finite).astype(jnp.int32),
         )
         return updates, state, info

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._form import AbstractForm
-from .._misc import moment, trailing, zeros_beside
+from .._misc import accumulator, moment, trailing, zeros_beside
 from .._operator import KroneckerOperator
 from ._base import AbstractBlock, AbstractFactors, Rows, Statistics
 from ._sharing import AbstractSharing, Expand
@@ -60,7 +60,7 @@ class Kronecker(AbstractBlock):
         if leaf is None:
             return self.empty()
         stack, d_in, d_out = form.sizes(layer)
-        dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+        dtype = accumulator(leaf.dtype)
 
         def zeros(*shape):
             return zeros_beside(leaf, stack + shape, dtype, len(stack))
@@ -81,7 +81,7 @@ class Kronecker(AbstractBlock):
             number = math.prod(x.shape[stack:-1])
             count = jnp.full(x.shape[:stack], number, like.rows.dtype)
         else:
-            w = trailing(weights, x).astype(jnp.promote_types(x.dtype, jnp.float32))
+            w = trailing(weights, x).astype(accumulator(x.dtype))
             x = x.astype(w.dtype)
             wx = x * w
             count = jnp.sum(jnp.broadcast_to(w[..., 0], x.shape[:-1]), axis=examples)

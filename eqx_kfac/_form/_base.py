@@ -15,7 +15,7 @@ class AbstractForm(eqx.Module):
     """
 
     @abc.abstractmethod
-    def parameters(self, layer: Any) -> tuple[Array | None, Array | None]:
+    def parameters(self, layer: Any) -> tuple[Any, Any]:
         """The layer's `(weight, bias)` leaves. Either is `None` when the layer does not
         have it, or when it is frozen (partitioned away)."""
 

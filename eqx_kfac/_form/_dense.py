@@ -18,7 +18,7 @@ class Dense(AbstractForm):
     Scalar inputs and outputs (shape `()`) count as vectors of length one.
     """
 
-    def parameters(self, layer: Any) -> tuple[Array | None, Array | None]:
+    def parameters(self, layer: Any) -> tuple[Any, Any]:
         return layer.weight, layer.bias
 
     def replace(self, layer: Any, weight: Any, bias: Any) -> Any:

@@ -1,6 +1,7 @@
 from ._base import (
     AbstractLoss as AbstractLoss,
     AbstractObjective as AbstractObjective,
+    linear_combination as linear_combination,
     Penalty as Penalty,
     Sum as Sum,
     terms_of as terms_of,

@@ -1,4 +1,5 @@
 import abc
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -8,6 +9,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree
 
 from .._custom_types import Key
+from .._misc import accumulator
 
 
 class AbstractObjective(eqx.Module):
@@ -57,7 +59,18 @@ class Sum(AbstractObjective):
 
     @property
     def value(self) -> Float[Array, ""]:
-        return sum((c * term.value for c, term in self.terms), jnp.zeros(()))
+        return linear_combination([c for c, _ in self.terms], [o.value for _, o in self.terms])
+
+
+def linear_combination(
+    coefficients: Sequence[Any], values: Sequence[Float[Array, ""]]
+) -> Float[Array, ""]:
+    """`sum(c * v)`, in the widest type of the values."""
+    dtype = accumulator(*[v.dtype for v in values])
+    total = jnp.zeros((), dtype)
+    for c, v in zip(coefficients, values, strict=True):
+        total = total + jnp.asarray(c, dtype) * v.astype(dtype)
+    return total
 
 
 class Penalty(AbstractObjective):
@@ -132,7 +145,7 @@ class AbstractLoss(AbstractObjective):
         """The weights of all terms, one where none were given."""
         if self.weights is None:
             return jnp.ones(self.leading)
-        w = self.weights.astype(jnp.promote_types(self.weights.dtype, jnp.float32))
+        w = self.weights.astype(accumulator(self.weights.dtype))
         w = w.reshape(w.shape + (1,) * (len(self.leading) - w.ndim))
         return jnp.broadcast_to(w, self.leading)
 
@@ -166,20 +179,15 @@ class AbstractLoss(AbstractObjective):
     def fisher_product(self, v: PyTree) -> PyTree:
         r"""$H v = S S^\top v$: every term's output Fisher (for the losses whose outputs
         are natural parameters also the Gauss-Newton curvature) times a vector."""
-        like = jax.ShapeDtypeStruct(self.root_shape, _float_dtype(self.outputs))
+        dtypes = [leaf.dtype for leaf in jtu.tree_leaves(self.outputs)]
+        like = jax.ShapeDtypeStruct(self.root_shape, accumulator(*dtypes))
         (root,) = jax.linear_transpose(self.fisher_root, like)(v)
         return self.fisher_root(root)
 
 
-def _float_dtype(tree: PyTree) -> Any:
-    return jnp.promote_types(
-        jnp.result_type(*jtu.tree_leaves(tree)), jnp.float32
-    )
-
-
 def at_least_float32(x: Inexact[Array, "*s"]) -> Float[Array, "*s"]:
     """Losses are computed in at least float32, whatever the model computes in."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(accumulator(x.dtype))
 
 
 def check_outputs(name: str, what: str, outputs: Any) -> Array:
