@@ -63,7 +63,7 @@ class Linearisation(eqx.Module):
         if number == 1:
             return statistics
 
-        # What depends on the inputs alone is the same in every pullback; the rest adds up.
+        # What depends on inputs alone is the same in every pullback; the rest adds up.
         def body(index, outputs):
             return jtu.tree_map(jnp.add, outputs, _outputs(pull(index)))
 
@@ -116,9 +116,7 @@ class Linearisation(eqx.Module):
         def parameters(objective):
             return [o.parameters for _, o in objective.terms if isinstance(o, L2)]
 
-        diagonals = [
-            o.diagonal(c) for c, o in self.objective.terms if isinstance(o, L2)
-        ]
+        diagonals = [o.diagonal(c) for c, o in self.objective.terms if isinstance(o, L2)]
         if not diagonals:
             return jtu.tree_map(lambda _: None, self.model)
         cotangent = eqx.tree_at(parameters, _zeros_like(self.objective), diagonals)
@@ -276,7 +274,7 @@ def _example_weights(losses: list[AbstractLoss]) -> Float[Array, "*leading"] | N
         jnp.mean(loss.term_weights, axis=tuple(range(shared, len(loss.leading))))
         for loss in losses
     ]
-    return sum(means) / len(means)
+    return jnp.mean(jnp.stack(means), axis=0)
 
 
 def _mean_over_layer(layer: Any, diagonal: Any) -> Float[Array, "*stack"]:

@@ -67,9 +67,9 @@ class MonteCarlo(AbstractFisher):
     def cotangents(self, losses, index, key):
         if key is None:
             raise ValueError(
-                "`kfac.MonteCarlo` samples targets from the model, so it needs randomness: "
-                "pass `key=...`, a fresh one every step. (Or use `fisher=kfac.Exact()` or "
-                "`fisher=kfac.Empirical()`, which need none.)"
+                "`kfac.MonteCarlo` samples targets from the model, so it needs "
+                "randomness: pass `key=...`, a fresh one every step. (Or use "
+                "`fisher=kfac.Exact()` or `fisher=kfac.Empirical()`, which need none.)"
             )
         key = jax.random.fold_in(key, index)
         keys = jax.random.split(key, len(losses))

@@ -93,9 +93,7 @@ def tree_where(pred: Bool[Array, ""], true: PyTree, false: PyTree) -> PyTree:
 def tree_dot(a: PyTree, b: PyTree) -> Shaped[Array, ""]:
     """The inner product of two trees of arrays, accumulated in at least float32."""
 
-    products = jtu.tree_map(
-        lambda x, y: jnp.sum(x * y, dtype=accumulator(x.dtype)), a, b
-    )
+    products = jtu.tree_map(lambda x, y: jnp.sum(x * y, dtype=accumulator(x.dtype)), a, b)
     leaves = jtu.tree_leaves(products)
     dtype = accumulator(*[x.dtype for x in leaves])
     return sum((x.astype(dtype) for x in leaves), jnp.zeros((), dtype))

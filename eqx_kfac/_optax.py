@@ -1,6 +1,6 @@
 """The optax faces of K-FAC."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -24,10 +24,10 @@ from ._schedule import at, when_due
 from ._solver import AbstractDampedSolver, Cholesky
 
 
-class ScaleByKFACState(NamedTuple):
+class ScaleByKFACState(eqx.Module):
     """The state of [`eqx_kfac.scale_by_kfac`][]."""
 
-    count: Int[Array, ""]
+    step: Int[Array, ""]
     curvature: Model
     inverse: Model
     weight: Float[Array, ""]
@@ -70,27 +70,25 @@ def scale_by_kfac(
         ```
     """
 
-    def init(params):
+    def init(params) -> Any:
         check_covered(params, fallback)
         curvature = init_curvature(params)
         return ScaleByKFACState(
-            count=jnp.zeros((), jnp.int32),
+            step=jnp.zeros((), jnp.int32),
             curvature=curvature,
             inverse=init_inverse(curvature, params, solver),
             weight=jnp.zeros((), float),
             fallback=init_fallback(params, fallback),
         )
 
-    def update(updates, state, params=None, *, curvature=None, **extra):
+    def update(updates, state, params=None, *, curvature=None, **extra) -> Any:
         del extra
-        damping_now = at(damping, state.count)
+        damping_now = at(damping, state.step)
         averaged, weight = state.curvature, state.weight
         if curvature is not None:
-            averaged, weight = average(
-                averaged, weight, curvature, at(ema, state.count)
-            )
+            averaged, weight = average(averaged, weight, curvature, at(ema, state.step))
         inverse = when_due(
-            state.count,
+            state.step,
             state.weight,
             inverse_period,
             lambda: refactorise(state.inverse, averaged, updates, solver, damping_now),
@@ -102,7 +100,7 @@ def scale_by_kfac(
             updates, state.fallback, params, fallback
         )
         state = ScaleByKFACState(
-            state.count + 1, averaged, inverse, weight, fallback_state
+            state.step + 1, averaged, inverse, weight, fallback_state
         )
         return eqx.combine(natural, others), state
 
@@ -137,10 +135,13 @@ def kfac(
             )
     optimizer = KFAC(learning_rate, momentum, damping, **options)
 
-    def update(updates, state, params=None, *, curvature=None, value=None, **extra):
-        del extra
-        return optimizer.update(
-            updates, state, params, curvature=curvature, value=value
-        )
+    def init(params) -> Any:
+        return optimizer.init(params)
 
-    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+    def update(
+        updates, state, params=None, *, curvature=None, value=None, **extra
+    ) -> Any:
+        del extra
+        return optimizer.update(updates, state, params, curvature=curvature, value=value)
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -75,8 +75,9 @@ class KFAC(eqx.Module):
     term). The object only holds choices; all that changes is in its state. Jit, scan,
     shard and donate as you like.
 
-    Any number may be an optax schedule instead: a function of the step. Numbers are copied
-    into the state by `init`; change them there, at any time and without recompiling:
+    Any number may be an optax schedule instead: a function of the step. Numbers are
+    copied into the state by `init`; change them there, at any time and without
+    recompiling:
     `eqx.tree_at(lambda s: s.damping, state, jnp.array(1e-2))`.
 
     !!! Example
@@ -310,9 +311,7 @@ class KFAC(eqx.Module):
         )
         grads = eqx.filter(grads, eqx.is_inexact_array)
         gradient, _ = partition_tagged(grads)
-        natural = precondition(
-            gradient, curvature, inverse, self.solver, state.damping
-        )
+        natural = precondition(gradient, curvature, inverse, self.solver, state.damping)
         scale = state.learning_rate
         if state.norm_constraint is not None:
             norm = scale**2 * tree_dot(natural, gradient).astype(scale.dtype)

@@ -78,8 +78,8 @@ def average(
     curvature: Model, weight: Float[Array, ""], new: Model, ema: Float[Array, ""]
 ) -> tuple[Model, Float[Array, ""]]:
     r"""One step of an exponential moving average that is never biased towards its start:
-    $w \leftarrow \rho w + 1$, $V \leftarrow V + (X - V) / w$. Curvature that is not finite
-    is left out."""
+    $w \leftarrow \rho w + 1$, $V \leftarrow V + (X - V) / w$. Curvature that is not
+    finite is left out."""
     new_weight = ema * weight + 1
 
     def blend(old, new):

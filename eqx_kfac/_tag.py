@@ -122,9 +122,7 @@ def _batch(primitive, operands, dims, *, layout, stack, examples):
     """Every operand's mapped axis moves to the front of its kind: stacked layers first,
     then examples. Only a mapped slot means a stack: separate layers, separate statistics;
     otherwise the new axis is an example axis, outside the earlier ones."""
-    size = next(
-        x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None
-    )
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     stacked = any(d is not None for d in dims[2:])
     axis = 0 if stacked else stack
 
@@ -235,9 +233,7 @@ ad.primitive_transposes[tag_linear_p] = _transpose
 
 def is_tagged(node: Any) -> bool:
     """Whether `node` is a tagged layer: a Module with a `tag` that is a `Tag`."""
-    return isinstance(node, eqx.Module) and isinstance(
-        getattr(node, "tag", None), Tag
-    )
+    return isinstance(node, eqx.Module) and isinstance(getattr(node, "tag", None), Tag)
 
 
 def map_tagged(fn: Callable, tree: Any, *rest: Any, others: Callable = lambda x, *_: x):
@@ -289,9 +285,7 @@ def naming_layers(model: Any):
 
 def with_tag(layer: Any, tag: Tag) -> Any:
     """`layer` with another tag."""
-    return eqx.tree_at(
-        lambda m: m.tag, layer, tag, is_leaf=lambda x: isinstance(x, Tag)
-    )
+    return eqx.tree_at(lambda m: m.tag, layer, tag, is_leaf=lambda x: isinstance(x, Tag))
 
 
 def fill_tags(model: Any, weights: Array | None = None) -> Any:

@@ -91,15 +91,9 @@ class Kronecker(AbstractBlock):
         if like.second is not None:
             second = moment(wx, x, stack, like.second)
         moments = InputMoments(count.astype(like.rows.dtype), first, second)
-        return Statistics(
-            inputs=moments, outputs=moment(g, g, stack, slots.outputs)
-        )
+        return Statistics(inputs=moments, outputs=moment(g, g, stack, slots.outputs))
 
-    def factors(
-        self, statistics: Statistics, count: Any, l2: Any
-    ) -> KroneckerFactors | None:
-        if statistics.outputs is None:
-            return None
+    def factors(self, statistics: Statistics, count: Any, l2: Any) -> KroneckerFactors:
         # A layer that nothing passed through has no curvature, rather than 0/0.
         rows = statistics.inputs.rows
         scale = jnp.where(rows == 0, 0, 1 / jnp.where(rows == 0, 1, rows))

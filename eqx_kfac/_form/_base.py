@@ -45,7 +45,5 @@ class AbstractForm(eqx.Module):
         """The canonical matrix of a layer (or of its gradient), of what is present."""
 
     @abc.abstractmethod
-    def from_matrix(
-        self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Any
-    ) -> Any:
+    def from_matrix(self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Any) -> Any:
         """Inverse of `to_matrix`: `layer` with its leaves taken from `matrix`."""

@@ -45,9 +45,7 @@ class Dense(AbstractForm):
         columns += [] if bias is None else [bias[..., None]]
         return columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=-1)
 
-    def from_matrix(
-        self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Any
-    ) -> Any:
+    def from_matrix(self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Any) -> Any:
         weight, bias = self.parameters(layer)
         if weight is not None:
             d_in = weight.shape[-1]

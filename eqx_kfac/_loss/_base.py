@@ -59,7 +59,9 @@ class Sum(AbstractObjective):
 
     @property
     def value(self) -> Float[Array, ""]:
-        return linear_combination([c for c, _ in self.terms], [o.value for _, o in self.terms])
+        return linear_combination(
+            [c for c, _ in self.terms], [o.value for _, o in self.terms]
+        )
 
 
 def linear_combination(

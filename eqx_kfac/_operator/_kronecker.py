@@ -38,9 +38,7 @@ class KroneckerOperator(lx.AbstractLinearOperator):
         self.output_factor = output_factor
         self.input_factor = input_factor
 
-    def mv(
-        self, vector: Float[Array, "d_out d_in"]
-    ) -> Float[Array, "d_out d_in"]:
+    def mv(self, vector: Float[Array, "d_out d_in"]) -> Float[Array, "d_out d_in"]:
         right = jnp.matmul(vector, self.input_factor, precision=_highest)
         return jnp.matmul(self.output_factor, right, precision=_highest)
 
@@ -82,9 +80,7 @@ class KroneckerOperator(lx.AbstractLinearOperator):
         )
 
 
-def _matrix_power(
-    matrix: Float[Array, "d d"], exponent: float
-) -> Float[Array, "d d"]:
+def _matrix_power(matrix: Float[Array, "d d"], exponent: float) -> Float[Array, "d d"]:
     values, vectors = jnp.linalg.eigh(matrix)
     return jnp.matmul(vectors * values**exponent, vectors.T, precision=_highest)
 

@@ -41,7 +41,9 @@ class Cholesky(AbstractDampedSolver[CholeskyState]):
         output_factor, input_factor = factors_of(operator, self)
         damping = jnp.asarray(options.get("damping", 0.0), input_factor.dtype)
         return CholeskyState(
-            *map(jnp.linalg.cholesky, damped_factors(output_factor, input_factor, damping))
+            *map(
+                jnp.linalg.cholesky, damped_factors(output_factor, input_factor, damping)
+            )
         )
 
     def compute(

@@ -6,7 +6,7 @@ import jax.tree_util as jtu
 
 from .._block import AbstractBlock, Kronecker
 from .._form import Dense
-from .._tag import Tag, is_tagged
+from .._tag import is_tagged, Tag
 from ._linear import Linear
 
 

@@ -59,9 +59,9 @@ class Linear(eqx.nn.Linear):
         if self.tag.collecting and not _is_inexact(x):
             raise LayerError(
                 self,
-                f"`kfac.Linear({self.in_features!r}, {self.out_features!r})` got an input "
-                f"of type {jnp.result_type(x)}, which has no second moments. Convert it "
-                "first, e.g. with `x.astype(jnp.float32)`.",
+                f"`kfac.Linear({self.in_features!r}, {self.out_features!r})` got an "
+                f"input of type {jnp.result_type(x)}. Curvature needs floating-point "
+                "inputs: convert them first, e.g. with `x.astype(jnp.float32)`.",
             )
         return self.tag(super().__call__(x, key=key), x)
 
