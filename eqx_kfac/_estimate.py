@@ -14,7 +14,14 @@ from ._custom_types import Key, Model
 from ._fisher import AbstractFisher, MonteCarlo
 from ._loss import AbstractLoss, AbstractObjective, L2, linear_combination, Sum
 from ._misc import varying_axes
-from ._tag import empty_tags, fill_tags, is_trainable, map_tagged, naming_layers
+from ._tag import (
+    check_tagged,
+    empty_tags,
+    fill_tags,
+    is_trainable,
+    map_tagged,
+    naming_layers,
+)
 
 
 class Linearisation(eqx.Module):
@@ -135,6 +142,7 @@ def linearise(
         objective, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
         return _check_objective(objective), aux
 
+    check_tagged(model)
     filled = fill_tags(model)
     objective, pullback, aux = eqx.filter_vjp(run, filled, has_aux=True)
     collect = pullback

@@ -93,8 +93,11 @@ def tree_where(pred: Bool[Array, ""], true: PyTree, false: PyTree) -> PyTree:
 def tree_dot(a: PyTree, b: PyTree) -> Shaped[Array, ""]:
     """The inner product of two trees of arrays, accumulated in at least float32."""
 
-    products = jtu.tree_map(lambda x, y: jnp.sum(x * y, dtype=accumulator(x.dtype)), a, b)
-    leaves = jtu.tree_leaves(products)
+    def dot(x, y):
+        dtype = accumulator(x.dtype)
+        return jnp.sum(x.astype(dtype) * y.astype(dtype))
+
+    leaves = jtu.tree_leaves(jtu.tree_map(dot, a, b))
     dtype = accumulator(*[x.dtype for x in leaves])
     return sum((x.astype(dtype) for x in leaves), jnp.zeros((), dtype))
 

@@ -255,10 +255,12 @@ class KFAC(eqx.Module):
         """
         state = self._scheduled(state)
         value = jnp.zeros(()) if value is None else value
-        averaged = state.curvature, state.weight
+        averaged, weight = state.curvature, state.weight
         if curvature is not None:
-            averaged = average(*averaged, curvature, state.ema)
-        updates, state, _ = self._advance(grads, model, state, *averaged, value, None)
+            averaged, weight = average(averaged, weight, curvature, state.ema)
+        updates, state, _ = self._advance(
+            grads, model, state, averaged, weight, value, None
+        )
         return updates, state
 
     def _scheduled(self, state: KFACState) -> KFACState:
@@ -279,8 +281,9 @@ class KFAC(eqx.Module):
         """The averaged curvature and its weight, with this step's if one is due."""
 
         def estimate(averaged, key, ema):
+            curvature, weight = averaged
             new = linearisation.curvature(self.fisher, key)
-            return average(*averaged, new, ema)
+            return average(curvature, weight, new, ema)
 
         def burn_in(index, averaged):
             index_key = None if key is None else jax.random.fold_in(key, index)
@@ -325,7 +328,10 @@ class KFAC(eqx.Module):
         others, fallback = update_fallback(grads, state.fallback, model, self.fallback)
         updates = eqx.combine(velocity, others)
 
-        finite = jnp.isfinite(value) & all_finite((grads, updates))
+        # Cheaper than looking at every number; a norm that overflows has diverged too.
+        gradient_norm = jnp.sqrt(tree_dot(grads, grads))
+        update_norm = jnp.sqrt(tree_dot(updates, updates))
+        finite = all_finite((value, gradient_norm, update_norm))
         updates = jtu.tree_map(lambda u: jnp.where(finite, u, 0), updates)
         velocity, fallback = tree_where(
             finite, (velocity, fallback), (state.velocity, state.fallback)
@@ -336,8 +342,8 @@ class KFAC(eqx.Module):
             learning_rate=state.learning_rate,
             momentum=state.momentum,
             damping=state.damping,
-            gradient_norm=jnp.sqrt(tree_dot(grads, grads)),
-            update_norm=jnp.sqrt(tree_dot(updates, updates)),
+            gradient_norm=gradient_norm,
+            update_norm=jnp.where(finite, update_norm, 0),
             rejected=~finite,
         )
         state = dataclasses.replace(

@@ -17,7 +17,7 @@ from ._block import AbstractFactors
 from ._custom_types import Model
 from ._misc import all_finite, names, tree_where
 from ._solver import AbstractDampedSolver
-from ._tag import is_trainable, map_tagged
+from ._tag import check_tagged, is_trainable, map_tagged
 
 
 def partition_tagged(model: Model) -> tuple[Model, Model]:
@@ -37,7 +37,8 @@ def partition_tagged(model: Model) -> tuple[Model, Model]:
 
 def check_covered(model: Model, fallback: Any) -> None:
     """Raises if there are parameters that neither a tag nor a fallback looks after."""
-    tagged, rest = partition_tagged(model)
+    check_tagged(model)
+    _, rest = partition_tagged(model)
     leaves, _ = jtu.tree_flatten_with_path(rest)
     if leaves and fallback is None:
         paths = [jtu.keystr(path) for path, _ in leaves]
@@ -47,10 +48,6 @@ def check_covered(model: Model, fallback: Any) -> None:
             "them (`eqx.partition` them out of the model that is trained), or pass "
             "`fallback=` with any optax transformation for them, such as "
             "`fallback=optax.adam(1e-3)`."
-        )
-    if not jtu.tree_leaves((tagged, rest)):
-        raise ValueError(
-            "The model has no parameters to train: it has no floating-point arrays."
         )
 
 

@@ -252,6 +252,16 @@ def tagged_layers(model: Any) -> list[tuple[str, Any]]:
     return [(jtu.keystr(path), node) for path, node in nodes if is_tagged(node)]
 
 
+def check_tagged(model: Any) -> None:
+    """Raises if there is nothing in a model that curvature could be collected from."""
+    if not any(is_trainable(layer) for _, layer in tagged_layers(model)):
+        raise ValueError(
+            "The model has no tagged layer with parameters to train, so there is no "
+            "curvature to collect. Convert it with `kfac.convert(model)`, or write its "
+            "layers with `kfac.Linear`."
+        )
+
+
 def is_trainable(layer: Any) -> bool:
     """Whether any parameter of a tagged layer is there to be trained."""
     return any(p is not None for p in layer.tag.form.parameters(layer))

@@ -1,5 +1,6 @@
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import jax.scipy.linalg as jsl
 import lineax as lx
@@ -9,10 +10,10 @@ from ._base import AbstractDampedSolver, factors_of
 
 
 class CholeskyState(NamedTuple):
-    """Lower Cholesky factors of both damped factors."""
+    """The inverses of both damped factors."""
 
-    output_root: Float[Array, "*stack d_out d_out"]
-    input_root: Float[Array, "*stack d_in d_in"]
+    output_inverse: Float[Array, "*stack d_out d_out"]
+    input_inverse: Float[Array, "*stack d_in d_in"]
 
 
 class Cholesky(AbstractDampedSolver[CholeskyState]):
@@ -22,8 +23,9 @@ class Cholesky(AbstractDampedSolver[CholeskyState]):
     \left(A + \pi \sqrt\lambda I\right), \qquad
     \pi = \sqrt{\frac{\operatorname{tr} A / d_A}{\operatorname{tr} G / d_G}}$$
 
-    through two Cholesky decompositions. The damping enters the factorisation: a new one
-    takes effect when the operator is factorised again.
+    through two Cholesky decompositions. The state holds the inverses themselves, so that
+    applying them takes two matrix products. The damping enters them: a new one takes
+    effect when the operator is factorised again.
 
     Where $\pi$ has no meaning the exact inverse is cheap, and is used instead: a
     $1 \times 1$ factor $b$ leaves $A + (\lambda/b) I$; a zero factor leaves
@@ -40,11 +42,8 @@ class Cholesky(AbstractDampedSolver[CholeskyState]):
     ) -> CholeskyState:
         output_factor, input_factor = factors_of(operator, self)
         damping = jnp.asarray(options.get("damping", 0.0), input_factor.dtype)
-        return CholeskyState(
-            *map(
-                jnp.linalg.cholesky, damped_factors(output_factor, input_factor, damping)
-            )
-        )
+        damped = damped_factors(output_factor, input_factor, damping)
+        return CholeskyState(*map(_inverse, damped))
 
     def compute(
         self,
@@ -53,9 +52,16 @@ class Cholesky(AbstractDampedSolver[CholeskyState]):
         options: dict[str, Any],
     ) -> tuple[Float[Array, "d_out d_in"], lx.RESULTS, dict[str, Any]]:
         del options
-        left = jsl.cho_solve((state.output_root, True), vector)
-        solution = jsl.cho_solve((state.input_root, True), left.T).T
+        with jax.default_matmul_precision("highest"):
+            solution = state.output_inverse @ vector @ state.input_inverse
         return solution, lx.RESULTS.successful, {}
+
+
+def _inverse(matrix: Float[Array, "d d"]) -> Float[Array, "d d"]:
+    eye = jnp.eye(matrix.shape[0], dtype=matrix.dtype)
+    root = jnp.linalg.cholesky(matrix)
+    inverse_root = jsl.solve_triangular(root, eye, lower=True)
+    return jnp.matmul(inverse_root.T, inverse_root, precision="highest")
 
 
 def damped_factors(
