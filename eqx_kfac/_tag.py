@@ -209,9 +209,9 @@ def _not_differentiable(fn: Callable) -> Callable:
             "Tried to differentiate curvature statistics. They are defined by a "
             "transpose rule and have no derivative. If the loss function takes gradients "
             "with respect to the model itself, take them with respect to "
-            "`kfac.revert(model)`; if the result of `kfac.curvature` (or of "
-            "`value_grad_and_curvature`) is being differentiated, wrap it in "
-            "`jax.lax.stop_gradient` inside a function that is not."
+            "`kfac.revert(model)`. If curvature is computed inside a function that is "
+            "differentiated, apply `jax.lax.stop_gradient` to the model and the batch "
+            "that it is computed from."
         )
 
     return fn
