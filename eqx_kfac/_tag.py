@@ -66,10 +66,9 @@ class Tag(eqx.Module):
         if not slots:
             return y
         shared = [] if self.weights is None else [self.weights]
-        operands = [y, x, *shared, *slots]
-        y, *rest = cast_varying(operands, varying_axes(operands))
+        y, x, slots = cast_varying((y, x, slots), varying_axes((y, x, slots)))
         layout = _Layout(self.form, self.block, treedef, len(shared))
-        return tag_p.bind(y, *rest, layout=layout, stack=0, examples=0)
+        return tag_p.bind(y, x, *shared, *slots, layout=layout, stack=0, examples=0)
 
     @property
     def collecting(self) -> bool:
@@ -171,7 +170,7 @@ def _transpose(ct, *operands, layout, stack, examples):
         axes = stack + examples
         x = layout.form.inputs(x, axes)
         g = layout.form.outputs(ct, axes)
-        weights = _row_weights(*shared, stack=stack, shape=x.shape[: stack + examples])
+        weights = _row_weights(*shared, x=x, stack=stack, axes=axes)
         stats = layout.block.statistics(Rows(x, g, weights, stack), like)
         return jtu.tree_leaves(stats)
 
@@ -184,20 +183,40 @@ def _transpose(ct, *operands, layout, stack, examples):
     return [ct, *nothing, *wanted]
 
 
-def _row_weights(weights=None, *, stack, shape):
+def _row_weights(weights=None, *, x, stack, axes):
     """Example weights on the axes of this layer that they speak of: the longest run of
     example axes, from the outermost, whose lengths agree. Over the weights' further axes
     (tokens, when the layer acts on whole sequences) the mean is taken."""
-    if weights is None:
+    if weights is None or axes == stack:
         return None
+    weights = _local_weights(weights, x, stack)
     matching = stack
-    for have, want in zip(shape[stack:], weights.shape[stack:]):
+    for have, want in zip(x.shape[stack:axes], weights.shape[stack:]):
         if have != want:
             break
         matching += 1
     if matching == stack:
         return None  # Not a per-example layer.
     return jnp.mean(weights, axis=tuple(range(matching, weights.ndim)))
+
+
+def _local_weights(weights, x, stack):
+    """Within a `shard_map` inside the loss function, a device sees its own examples but
+    the weights of all: its part of them."""
+    split = varying_axes(x) - varying_axes(weights)
+    if not split:
+        return weights
+    number = x.shape[stack]
+    if len(split) > 1 or number * jax.lax.axis_size(*split) != weights.shape[stack]:
+        raise ValueError(
+            "Cannot tell which example weights belong to which device: a layer inside "
+            f"`shard_map` sees {number} examples, varying over the mesh axes "
+            f"{sorted(map(str, split))}, and the loss has {weights.shape[stack]} "
+            "weights. Put the whole loss function inside the `shard_map`, where every "
+            "device has its own weights."
+        )
+    start = jax.lax.axis_index(*split) * number
+    return jax.lax.dynamic_slice_in_dim(weights, start, number, axis=stack)
 
 
 def _not_differentiable(fn: Callable) -> Callable:
