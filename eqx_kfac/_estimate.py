@@ -230,12 +230,15 @@ def curvature(loss_fn: Callable, fisher: AbstractFisher = MonteCarlo()) -> Calla
 
 def _check_objective(objective: Any) -> Sum:
     if not isinstance(objective, AbstractObjective):
+        got = type(objective).__name__
+        if isinstance(objective, jax.Array):
+            got = f"an array of type {objective.dtype} and shape {objective.shape}"
         raise TypeError(
             "`loss_fn` must return a loss that knows its predictive distribution, such "
             "as `kfac.SoftmaxCrossEntropy(logits, targets)`, `kfac.SigmoidCrossEntropy` "
             "or `kfac.SquaredError` (or `(loss, aux)`), but returned "
-            f"{type(objective).__name__}. K-FAC cannot take the curvature of a bare "
-            "number; add penalties to the loss object instead: `loss + penalty`."
+            f"{got}. A bare number has no curvature to collect; add penalties to the "
+            "loss object instead: `loss + penalty`."
         )
     objective = objective + 0
     if not objective.losses:

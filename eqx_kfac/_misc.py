@@ -102,6 +102,30 @@ def tree_dot(a: PyTree, b: PyTree) -> Shaped[Array, ""]:
     return sum((x.astype(dtype) for x in leaves), jnp.zeros((), dtype))
 
 
+def check_same_shapes(state: PyTree, expected: PyTree) -> None:
+    """Raises unless an optimizer's state has the structure and the shapes that belong to
+    its model."""
+
+    def shapes(tree):
+        leaves, _ = jtu.tree_flatten_with_path(tree)
+        return {jtu.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
+
+    have, want = shapes(state), shapes(expected)
+    if have == want:
+        return
+    path = next(p for p in [*want, *have] if have.get(p) != want.get(p))
+    raise ValueError(
+        f"The state does not belong to this optimizer and model: its `{path}` is "
+        f"{_described(have, path)}, but should be {_described(want, path)}. Make it with "
+        "`optimizer.init(model)`, with the same optimizer and the same trained "
+        "parameters that `step` (or `update`) gets."
+    )
+
+
+def _described(shapes: dict, path: str) -> str:
+    return f"an array of shape {shapes[path]}" if path in shapes else "missing"
+
+
 def names(paths: Sequence[str], limit: int = 8) -> str:
     """A readable list of leaf or layer paths, for error messages."""
     shown = ", ".join(f"`{path}`" for path in paths[:limit])

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ._custom_types import Key, Model
 from ._estimate import Linearisation, linearise
 from ._fisher import AbstractFisher, MonteCarlo
-from ._misc import all_finite, tree_dot, tree_where
+from ._misc import all_finite, check_same_shapes, tree_dot, tree_where
 from ._precondition import (
     average,
     check_covered,
@@ -223,7 +223,7 @@ class KFAC(eqx.Module):
         model and the state stay as they are (but for the counters) and `info.rejected` is
         true.
         """
-        state = self._scheduled(state)
+        state = self._prepare(state, model)
         linearisation = linearise(loss_fn, model, args, kwargs)
         value, grads = linearisation.value(), linearisation.grads()
         curvature, weight = self._collect(linearisation, state, key)
@@ -253,7 +253,7 @@ class KFAC(eqx.Module):
 
         **Returns:** `(updates, state)`; apply with `eqx.apply_updates`.
         """
-        state = self._scheduled(state)
+        state = self._prepare(state, model)
         value = jnp.zeros(()) if value is None else value
         averaged, weight = state.curvature, state.weight
         if curvature is not None:
@@ -263,17 +263,18 @@ class KFAC(eqx.Module):
         )
         return updates, state
 
-    def _scheduled(self, state: KFACState) -> KFACState:
-        """The state with the values of this step in the place of scheduled numbers."""
-        fields = ["learning_rate", "momentum", "damping", "ema", "norm_constraint"]
-        names = [name for name in fields if callable(getattr(self, name))]
-        if not names:
-            return state
-        return eqx.tree_at(
-            lambda s: [getattr(s, name) for name in names],
-            state,
-            [at(getattr(self, name), state.step) for name in names],
-        )
+    def _prepare(self, state: KFACState, model: Model) -> KFACState:
+        """The state with the values of this step in the place of scheduled numbers. Raises
+        if it is the state of something else."""
+
+        def now(name):
+            chosen = getattr(self, name)
+            return at(chosen if callable(chosen) else getattr(state, name), state.step)
+
+        names = ["learning_rate", "momentum", "damping", "ema", "norm_constraint"]
+        state = dataclasses.replace(state, **{name: now(name) for name in names})
+        check_same_shapes(state, eqx.filter_eval_shape(self.init, model))
+        return state
 
     def _collect(
         self, linearisation: Linearisation, state: KFACState, key: Key | None

@@ -41,6 +41,8 @@ class Reduce(AbstractSharing):
     $$A = \frac1R \sum_n \bar x_n \bar x_n^\top, \quad \bar x_n = \operatorname{mean}_s
     \bar x_{ns}, \qquad G = \frac1N \sum_n g_n g_n^\top, \quad g_n = \sum_s g_{ns}$$
 
+    where $R$ counts the examples that pass through the layer.
+
     Exact for deep linear networks that pool over positions before the loss (a vision
     transformer), and as many times cheaper as there are positions.
 

@@ -27,6 +27,14 @@ class AbstractObjective(eqx.Module):
     def __radd__(self, other: Any) -> "Sum":
         return Sum((*terms_of(other), *terms_of(self)))
 
+    def __sub__(self, other: Any) -> "Sum":
+        if isinstance(other, AbstractObjective):
+            raise TypeError(
+                "Losses cannot be subtracted: the curvature of the difference would not "
+                "be positive semidefinite. Only scalars can: `loss - bonus`."
+            )
+        return self + -other
+
     def __mul__(self, coefficient: ArrayLike) -> "Sum":
         if isinstance(coefficient, (int, float)) and coefficient < 0:
             raise ValueError(

@@ -41,6 +41,12 @@ class SoftmaxCrossEntropy(AbstractLoss):
                     f"{name}: targets must be integer classes or floating "
                     f"probabilities, but are {targets.dtype}."
                 )
+            if not integer and targets.shape == shape[:-1]:
+                raise TypeError(
+                    f"{name}: floating targets are probabilities and must have shape "
+                    f"{shape}, but have shape {targets.shape}. If they are classes, make "
+                    "them integers: `targets.astype(jnp.int32)`."
+                )
             targets = check_targets(name, targets, shape[:-1] if integer else shape)
         self.targets = targets
         self.weights = check_weights(name, weights, shape[:-1])

@@ -24,9 +24,9 @@ class Eigh(AbstractDampedSolver[EighState]):
     Q_G \left[\frac{Q_G^\top V Q_A}{\lambda_G \lambda_A^\top + \lambda}\right]
     Q_A^\top\right)$$
 
-    The state does not depend on $\lambda$: a new damping costs nothing. Factorising
-    costs about ten times a Cholesky decomposition; applying it takes four products where
-    [`eqx_kfac.Cholesky`][] takes two triangular solves a side.
+    The state does not depend on $\lambda$: a new damping costs nothing. Factorising costs
+    several times what [`eqx_kfac.Cholesky`][] costs; applying it takes four matrix
+    products instead of two.
 
     ??? cite "Reference"
 

@@ -1,0 +1,55 @@
+"""The examples run, and leave behind what they say."""
+
+import re
+import subprocess
+import sys
+
+from tests.test_readme import plain_environment, root
+
+
+NUMBER = r"\d+\.?\d*(?:e[+-]\d+)?"
+
+
+def run(script, *arguments):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(root / "examples" / script), *arguments],
+        capture_output=True,
+        text=True,
+        env=plain_environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_digits(tmp_path):
+    picture = tmp_path / "deeper" / "digits.png"
+    printed = run("digits.py", "--toy", "--steps", "5", "--out", str(picture))
+
+    header, *rows = printed.splitlines()[:5]
+    assert header.split()[:3] == ["task", "method", "rate"]
+    methods = [tuple(row.split()[:2]) for row in rows]
+    tasks = ("classifier", "autoencoder")
+    assert methods == [(task, method) for task in tasks for method in ("K-FAC", "Adam")]
+    losses = {}
+    for row in rows:
+        task, method, rate, loss, measure, score, steps, seconds, compiling = row.split()
+        assert steps == "5" and measure in ("accuracy", "mse")
+        assert 0 < float(score) < 1 and 0 <= float(seconds) and 0 < float(compiling)
+        losses[task, method] = float(loss)
+
+    # The verdict is about the numbers in the table, whoever wins.
+    for task in tasks:
+        (verdict,) = re.findall(rf"^{task}: after .*$", printed, re.MULTILINE)
+        found = re.search(
+            rf"steps (\S+) reached the lower training loss, ({NUMBER}) .* (\S+) reached "
+            rf"({NUMBER})",
+            verdict,
+        )
+        assert found is not None, verdict
+        lower, low, higher, high = found.groups()
+        assert float(low) == losses[task, lower] <= losses[task, higher] == float(high)
+        assert {lower, higher} == {"K-FAC", "Adam"}
+
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 20_000
+    assert str(picture) in printed

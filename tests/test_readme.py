@@ -1,0 +1,112 @@
+"""README and documentation do what they say: their commands name what exists, their
+Python runs, and the API pages have everything that is public."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import eqx_kfac as kfac
+
+
+root = Path(__file__).parent.parent
+readme = root / "README.md"
+pages = sorted((root / "docs").rglob("*.md"))
+
+# One namespace, in order; line numbers are those of the page.
+run_blocks = """
+import json, sys
+
+page, blocks = json.load(sys.stdin)
+namespace = {"__name__": "__main__"}
+for line, source in blocks:
+    exec(compile("\\n" * line + source, page, "exec"), namespace)
+"""
+
+
+def blocks(page: Path, language: str) -> list[tuple[int, str]]:
+    """`(line of the fence, source)` of every fenced block of a language."""
+    text = page.read_text()
+    fenced = rf"^```{language}\n(.*?)^```$"
+    found = re.finditer(fenced, text, re.MULTILINE | re.DOTALL)
+    return [(text[: m.start()].count("\n") + 1, m.group(1)) for m in found]
+
+
+def plain_environment() -> dict[str, str]:
+    """As in a user's shell: float32, one device."""
+    hidden = ("JAX_", "XLA_")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
+    return {**env, "JAX_PLATFORMS": "cpu"}
+
+
+def run_python(page: Path) -> str:
+    """Runs all Python of a page; what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", run_blocks],
+        input=json.dumps([str(page), blocks(page, "python")]),
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env=plain_environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_readme_runs():
+    assert len(blocks(readme, "python")) >= 8
+    printed = run_python(readme)
+    assert "steps rejected 0" in printed
+    assert "`.layers[1].weight`" in printed
+
+
+@pytest.mark.parametrize("name", ["index.md", "choosing.md", "idea.md"])
+def test_documentation_runs(name):
+    page = root / "docs" / name
+    assert blocks(page, "python")
+    run_python(page)
+
+
+def test_no_other_page_has_python():
+    with_python = {page.name for page in pages if blocks(page, "python")}
+    assert with_python == {"index.md", "choosing.md", "idea.md"}
+
+
+def test_commands_come_first():
+    commands = [source for _, source in blocks(readme, "bash")]
+    text = readme.read_text()
+    assert len(commands) == 2
+    assert text.index("```bash") < text.index("\n## ")
+    for command, extra in zip(commands, ("examples", "tests")):
+        assert command.startswith("python3 -m venv .venv && .venv/bin/pip install -e ")
+        assert f".[{extra}]" in command
+        assert command.count("\n") == 1
+    assert commands[0].endswith(".venv/bin/python examples/digits.py\n")
+    assert commands[1].endswith(".venv/bin/python -m pytest\n")
+
+
+@pytest.mark.parametrize("page", [readme, *pages], ids=lambda page: page.name)
+def test_links_exist(page):
+    for path in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", page.read_text()):
+        assert (page.parent / path).exists(), path
+
+
+def test_api_pages_have_everything_public():
+    public = {
+        f"eqx_kfac.{name}"
+        for name, value in vars(kfac).items()
+        if not name.startswith("_") and not isinstance(value, type(kfac))
+    }
+    text = "\n".join(page.read_text() for page in pages)
+    documented = re.findall(r"^::: (eqx_kfac\.\w+)$", text, re.MULTILINE)
+    assert sorted(documented) == sorted(public)
+
+
+def test_citations_of_the_api_are_public():
+    for page in pages:
+        for name in re.findall(r"\[`eqx_kfac\.(\w+)`\]\[\]", page.read_text()):
+            assert hasattr(kfac, name), (page.name, name)
