@@ -138,7 +138,9 @@ def linearise(
 
     def run(model):
         with naming_layers(model):
-            out = loss_fn(model, *args, **kwargs)
+            # Copies: an `eqx.nn.State` may be used once only.
+            args_, kwargs_ = jtu.tree_map(lambda x: x, (args, kwargs))
+            out = loss_fn(model, *args_, **kwargs_)
         objective, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
         return _check_objective(objective), aux
 

@@ -102,6 +102,11 @@ def tree_dot(a: PyTree, b: PyTree) -> Shaped[Array, ""]:
     return sum((x.astype(dtype) for x in leaves), jnp.zeros((), dtype))
 
 
+def tree_norm(tree: PyTree) -> Shaped[Array, ""]:
+    """The Euclidean norm of a tree of arrays."""
+    return jnp.sqrt(tree_dot(tree, tree))
+
+
 def check_same_shapes(state: PyTree, expected: PyTree) -> None:
     """Raises unless an optimizer's state has the structure and the shapes that belong to
     its model."""

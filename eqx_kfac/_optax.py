@@ -1,14 +1,16 @@
 """The optax faces of K-FAC."""
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import optax
 from jaxtyping import Array, Float, Int
 
 from ._custom_types import Model
-from ._optimizer import KFAC
+from ._optimizer import KFAC, NUMBERS
 from ._precondition import (
     average,
     check_covered,
@@ -20,8 +22,9 @@ from ._precondition import (
     refactorise,
     update_fallback,
 )
-from ._schedule import at, when_due
+from ._schedule import at, check_preconditioner, when_due
 from ._solver import AbstractDampedSolver, Cholesky
+from ._tag import is_trainable, map_tagged
 
 
 class ScaleByKFACState(eqx.Module):
@@ -70,7 +73,10 @@ def scale_by_kfac(
         ```
     """
 
+    check_preconditioner(damping, solver, inverse_period, ema, fallback)
+
     def init(params) -> Any:
+        params = _unmask(params)
         check_covered(params, fallback)
         curvature = init_curvature(params)
         return ScaleByKFACState(
@@ -83,9 +89,12 @@ def scale_by_kfac(
 
     def update(updates, state, params=None, *, curvature=None, **extra) -> Any:
         del extra
+        updates, params = _unmask(updates), _unmask(params)
+        check_covered(updates, fallback)
         damping_now = at(damping, state.step)
         averaged, weight = state.curvature, state.weight
         if curvature is not None:
+            curvature = _trained(curvature, updates)
             averaged, weight = average(averaged, weight, curvature, at(ema, state.step))
         inverse = when_due(
             state.step,
@@ -108,13 +117,21 @@ def scale_by_kfac(
 
 
 def kfac(
-    learning_rate: Any, momentum: Any = 0.9, damping: Any = 1e-3, **options: Any
+    learning_rate: Any,
+    momentum: Any = 0.9,
+    damping: Any = 1e-3,
+    *,
+    solver: AbstractDampedSolver = Cholesky(),
+    norm_constraint: Any = None,
+    inverse_period: int = 5,
+    ema: Any = 0.95,
+    fallback: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """[`eqx_kfac.KFAC`][] as an optax optimizer: the same arguments, the same steps.
 
     Its `update` takes `curvature` (leaving it out keeps the average as it is) and `value`
     as extra arguments. The choices that concern estimating the curvature (`fisher`,
-    `curvature_period`, `burn_in`) are then the caller's, who estimates it.
+    `curvature_period`, `burn_in`) are the caller's, who estimates it.
 
     !!! Example
 
@@ -127,21 +144,56 @@ def kfac(
         )
         ```
     """
-    for name in ("fisher", "curvature_period", "burn_in"):
-        if name in options:
-            raise TypeError(
-                f"`kfac.kfac` has no `{name}`: the caller of `update` estimates the "
-                "curvature. Use `kfac.value_grad_and_curvature(loss_fn, fisher=...)`."
-            )
-    optimizer = KFAC(learning_rate, momentum, damping, **options)
+    optimizer = KFAC(
+        learning_rate,
+        momentum,
+        damping,
+        solver=solver,
+        norm_constraint=norm_constraint,
+        inverse_period=inverse_period,
+        ema=ema,
+        fallback=fallback,
+    )
+    # Arrays here come from `optax.inject_hyperparams`: they are the current values.
+    chosen = {name: getattr(optimizer, name) for name in NUMBERS}
+    injected = {name: value for name, value in chosen.items() if eqx.is_array(value)}
 
     def init(params) -> Any:
-        return optimizer.init(params)
+        # Of one type for good, also where optax joins states of two branches.
+        state = optimizer.init(_unmask(params))
+        numbers = {name: getattr(state, name) for name in NUMBERS}
+        fixed = {
+            k: None if v is None else jnp.array(v, float) for k, v in numbers.items()
+        }
+        return dataclasses.replace(state, **fixed)
 
     def update(
         updates, state, params=None, *, curvature=None, value=None, **extra
     ) -> Any:
         del extra
+        updates, params = _unmask(updates), _unmask(params)
+        if curvature is not None:
+            curvature = _trained(curvature, updates)
+        state = dataclasses.replace(state, **injected)
         return optimizer.update(updates, state, params, curvature=curvature, value=value)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def _unmask(tree: Any) -> Any:
+    """`optax.masked` hides what is not to be trained; here, that is `None`."""
+    return jtu.tree_map(lambda n: None if _is_masked(n) else n, tree, is_leaf=_is_masked)
+
+
+def _trained(curvature: Model, updates: Model) -> Model:
+    """The curvature of the layers that are trained."""
+    return map_tagged(
+        lambda layer, factors: factors if is_trainable(layer) else None,
+        updates,
+        curvature,
+        others=lambda *_: None,
+    )

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ._custom_types import Key, Model
 from ._estimate import Linearisation, linearise
 from ._fisher import AbstractFisher, MonteCarlo
-from ._misc import all_finite, check_same_shapes, tree_dot, tree_where
+from ._misc import all_finite, check_same_shapes, tree_dot, tree_norm, tree_where
 from ._precondition import (
     average,
     check_covered,
@@ -24,8 +24,19 @@ from ._precondition import (
     refactorise,
     update_fallback,
 )
-from ._schedule import at, check_number, when_due
+from ._schedule import (
+    at,
+    check_count,
+    check_instance,
+    check_number,
+    check_preconditioner,
+    when_due,
+)
 from ._solver import AbstractDampedSolver, Cholesky
+
+
+# The hyper-parameters that are numbers, or schedules of numbers.
+NUMBERS = ("learning_rate", "momentum", "damping", "ema", "norm_constraint")
 
 
 class KFACState(eqx.Module):
@@ -77,8 +88,7 @@ class KFAC(eqx.Module):
 
     Any number may be an optax schedule instead: a function of the step. Numbers are
     copied into the state by `init`; change them there, at any time and without
-    recompiling:
-    `eqx.tree_at(lambda s: s.damping, state, jnp.array(1e-2))`.
+    recompiling: `eqx.tree_at(lambda s: s.damping, state, jnp.array(1e-2))`.
 
     !!! Example
 
@@ -144,21 +154,21 @@ class KFAC(eqx.Module):
         - `ema`: $\rho \in [0, 1]$, the decay of the moving average of the curvature. 1 is
             the mean over all steps; 0 keeps only the latest estimate.
         - `burn_in`: how many more estimates of the curvature are averaged on the first
-            batch, before the first step.
+            batch (that is finite), before the first step.
         - `fallback`: an optax optimizer for the parameters that no tag covers, e.g.
             `optax.adam(1e-3)`. Its updates are applied as they come.
 
-        **Raises:** `ValueError` for a number out of its range.
+        **Raises:** `ValueError` for a number out of its range, `TypeError` for something
+        of another kind.
         """
         check_number("learning_rate", learning_rate, lambda v: v > 0, "positive")
         check_number("momentum", momentum, lambda v: 0 <= v < 1, "in [0, 1)")
-        check_number("damping", damping, lambda v: v >= 0, "at least 0")
-        check_number("ema", ema, lambda v: 0 <= v <= 1, "in [0, 1]")
+        check_preconditioner(damping, solver, inverse_period, ema, fallback)
+        check_instance("fisher", fisher, AbstractFisher, "kfac.MonteCarlo()")
         if norm_constraint is not None:
             check_number("norm_constraint", norm_constraint, lambda v: v > 0, "positive")
-        check_number("curvature_period", curvature_period, lambda v: v >= 1, "at least 1")
-        check_number("inverse_period", inverse_period, lambda v: v >= 1, "at least 1")
-        check_number("burn_in", burn_in, lambda v: v >= 0, "at least 0")
+        check_count("curvature_period", curvature_period, 1)
+        check_count("burn_in", burn_in, 0)
         self.learning_rate = learning_rate
         self.momentum = momentum
         self.damping = damping
@@ -219,14 +229,15 @@ class KFAC(eqx.Module):
         - `args`, `kwargs`: for `loss_fn`: the batch, dropout keys, an `eqx.nn.State`, ...
         - `key`: randomness for the Fisher estimate; not handed to `loss_fn`.
 
-        **Returns:** `(model, state, info)`. If the loss or the step is not finite, the
-        model and the state stay as they are (but for the counters) and `info.rejected` is
-        true.
+        **Returns:** `(model, state, info)`. If the loss, its gradient or the step is not
+        finite, `info.rejected` is true and the model stays as it is; so does the state,
+        but for its counters.
         """
         state = self._prepare(state, model)
         linearisation = linearise(loss_fn, model, args, kwargs)
         value, grads = linearisation.value(), linearisation.grads()
-        curvature, weight = self._collect(linearisation, state, key)
+        finite = all_finite((value, tree_norm(grads)))
+        curvature, weight = self._collect(linearisation, state, finite, key)
         updates, state, info = self._advance(
             grads, model, state, curvature, weight, value, linearisation.aux
         )
@@ -253,33 +264,47 @@ class KFAC(eqx.Module):
 
         **Returns:** `(updates, state)`; apply with `eqx.apply_updates`.
         """
-        state = self._prepare(state, model)
+        grads = eqx.filter(grads, eqx.is_inexact_array)
+        state = self._prepare(state, grads if model is None else model)
         value = jnp.zeros(()) if value is None else value
         averaged, weight = state.curvature, state.weight
         if curvature is not None:
-            averaged, weight = average(averaged, weight, curvature, state.ema)
+            finite = all_finite((value, tree_norm(grads)))
+            averaged, weight = tree_where(
+                finite,
+                average(averaged, weight, curvature, state.ema),
+                (averaged, weight),
+            )
         updates, state, _ = self._advance(
             grads, model, state, averaged, weight, value, None
         )
         return updates, state
 
     def _prepare(self, state: KFACState, model: Model) -> KFACState:
-        """The state with the values of this step in the place of scheduled numbers. Raises
+        """The state with scheduled numbers at their value of this step. Raises
         if it is the state of something else."""
 
-        def now(name):
-            chosen = getattr(self, name)
-            return at(chosen if callable(chosen) else getattr(state, name), state.step)
+        check_covered(model, self.fallback)
 
-        names = ["learning_rate", "momentum", "damping", "ema", "norm_constraint"]
-        state = dataclasses.replace(state, **{name: now(name) for name in names})
+        def now(name):
+            chosen, value = getattr(self, name), getattr(state, name)
+            if callable(chosen):
+                return at(chosen, state.step)
+            return value if eqx.is_array(value) else at(value, state.step)
+
+        state = dataclasses.replace(state, **{name: now(name) for name in NUMBERS})
         check_same_shapes(state, eqx.filter_eval_shape(self.init, model))
         return state
 
     def _collect(
-        self, linearisation: Linearisation, state: KFACState, key: Key | None
+        self,
+        linearisation: Linearisation,
+        state: KFACState,
+        finite: Bool[Array, ""],
+        key: Key | None,
     ) -> tuple[Model, Float[Array, ""]]:
         """The averaged curvature and its weight, with this step's if one is due."""
+        first = state.weight == 0
 
         def estimate(averaged, key, ema):
             curvature, weight = averaged
@@ -288,22 +313,24 @@ class KFAC(eqx.Module):
 
         def burn_in(index, averaged):
             index_key = None if key is None else jax.random.fold_in(key, index)
-            return estimate(averaged, index_key, jnp.where(state.step == 0, 1, state.ema))
+            return estimate(averaged, index_key, jnp.where(first, 1, state.ema))
 
         averaged = (state.curvature, state.weight)
 
         def collect():
             if self.burn_in == 0:
                 return estimate(averaged, key, state.ema)
-            number = jnp.where(state.step == 0, 1 + self.burn_in, 1)
+            number = jnp.where(first, 1 + self.burn_in, 1)
             return jax.lax.fori_loop(0, number, burn_in, averaged)
 
         return when_due(
-            state.step, state.weight, self.curvature_period, collect, averaged
+            state.step, state.weight, self.curvature_period, collect, averaged, finite
         )
 
     def _advance(self, grads, model, state, curvature, weight, value, aux):
         """Factorise (if due), precondition, constrain, add momentum."""
+        gradient_norm = tree_norm(grads)
+        finite = all_finite((value, gradient_norm))
         inverse = when_due(
             state.step,
             state.weight,
@@ -312,8 +339,8 @@ class KFAC(eqx.Module):
                 state.inverse, curvature, model, self.solver, state.damping
             ),
             state.inverse,
+            finite,
         )
-        grads = eqx.filter(grads, eqx.is_inexact_array)
         gradient, _ = partition_tagged(grads)
         natural = precondition(gradient, curvature, inverse, self.solver, state.damping)
         scale = state.learning_rate
@@ -330,9 +357,8 @@ class KFAC(eqx.Module):
         updates = eqx.combine(velocity, others)
 
         # Cheaper than looking at every number; a norm that overflows has diverged too.
-        gradient_norm = jnp.sqrt(tree_dot(grads, grads))
-        update_norm = jnp.sqrt(tree_dot(updates, updates))
-        finite = all_finite((value, gradient_norm, update_norm))
+        update_norm = tree_norm(updates)
+        finite = finite & all_finite(update_norm)
         updates = jtu.tree_map(lambda u: jnp.where(finite, u, 0), updates)
         velocity, fallback = tree_where(
             finite, (velocity, fallback), (state.velocity, state.fallback)

@@ -1,4 +1,4 @@
-"""Numbers that may be schedules, and work that is not due at every step."""
+"""Choices: numbers that may be schedules, work that is not due at every step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,15 +6,23 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from ._solver import AbstractDampedSolver
 
 
 def at(value: Any, step: Int[Array, ""]) -> Any:
-    """A number, or a schedule at `step`, as an array of the default float type."""
+    """A number, or a schedule at `step`, as an array.
+
+    A Python number becomes what `jnp.array` makes of it, so that setting it to another
+    `jnp.array(number)` is no new type, and no new compilation. Arrays are copied: the
+    state may be donated.
+    """
     if value is None:
         return None
-    value = value(step) if callable(value) else value
-    return jnp.asarray(value, float)
+    if isinstance(value, (int, float)):
+        return jnp.array(float(value))
+    return jnp.array(value(step), float) if callable(value) else jnp.array(value)
 
 
 def when_due(
@@ -23,19 +31,62 @@ def when_due(
     period: int,
     compute: Callable,
     otherwise: Any,
+    finite: Bool[Array, ""] | bool = True,
 ) -> Any:
-    """`compute()` every `period` steps, else `otherwise`. Until there is any curvature
-    (its `weight` is zero), every step."""
-    if period == 1:
+    """`compute()` every `period` steps, and at every step until there is any curvature
+    (its `weight` is zero), but only if all is `finite`; else `otherwise`."""
+    if period == 1 and finite is True:
         return compute()
     due = (step % period == 0) | (weight == 0)
-    return jax.lax.cond(due, compute, lambda: otherwise)
+    return jax.lax.cond(due & finite, compute, lambda: otherwise)
+
+
+#
+# What a user chose
+#
 
 
 def check_number(name: str, value: Any, valid: Callable, range_: str) -> None:
-    """Raises unless `value` is a number in its range, an array, or a schedule."""
+    """Raises unless `value` is a number in its range, a scalar array, or a schedule."""
     number = isinstance(value, (int, float))
     if number and not valid(value):
         raise ValueError(f"`{name}` must be {range_}, but is {value}.")
-    if not (number or callable(value) or eqx.is_array(value)):
-        raise TypeError(f"`{name}` must be a number or a schedule, but is {value!r}.")
+    if not (number or callable(value) or (eqx.is_array(value) and value.ndim == 0)):
+        raise TypeError(
+            f"`{name}` must be a number or a schedule (of scalars), but is {value!r}."
+        )
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """Raises unless `value` is an integer that is at least `least`."""
+    if not isinstance(value, int):
+        raise TypeError(f"`{name}` must be an integer, but is {value!r}.")
+    if value < least:
+        raise ValueError(f"`{name}` must be at least {least}, but is {value}.")
+
+
+def check_instance(name: str, value: Any, cls: type, example: str) -> None:
+    """Raises unless `value` is an instance of `cls`."""
+    if isinstance(value, cls):
+        return
+    hint = f"such as `{example}`"
+    if isinstance(value, type) and issubclass(value, cls):
+        hint = f"not its class: did you mean `kfac.{value.__name__}()`?"
+    raise TypeError(f"`{name}` must be an object {hint}, but is {value!r}.")
+
+
+def check_preconditioner(
+    damping: Any, solver: Any, inverse_period: Any, ema: Any, fallback: Any
+) -> None:
+    """Raises for choices that no K-FAC preconditioner can have."""
+    check_number("damping", damping, lambda v: v >= 0, "at least 0")
+    check_number("ema", ema, lambda v: 0 <= v <= 1, "in [0, 1]")
+    check_count("inverse_period", inverse_period, 1)
+    check_instance("solver", solver, AbstractDampedSolver, "kfac.Cholesky()")
+    if fallback is not None and not all(
+        callable(getattr(fallback, name, None)) for name in ("init", "update")
+    ):
+        raise TypeError(
+            "`fallback` must be an optax transformation such as `optax.adam(1e-3)`, but "
+            f"is {fallback!r}."
+        )

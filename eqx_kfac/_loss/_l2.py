@@ -25,6 +25,8 @@ class L2(AbstractObjective):
             that part.
         - `coefficient`: $c \\ge 0$, a scalar.
         """
+        if isinstance(coefficient, (int, float)) and coefficient < 0:
+            raise ValueError(f"L2: the coefficient must be at least 0: {coefficient}.")
         self.parameters = eqx.filter(empty_tags(model), eqx.is_inexact_array)
         self.coefficient = coefficient
 

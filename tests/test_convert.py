@@ -1,0 +1,415 @@
+"""Tagged layers as drop-ins, `kfac.convert` and `kfac.revert`."""
+
+import copy
+import io
+import pickle
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+
+import eqx_kfac as kfac
+
+
+def key_of(seed=0):
+    return jax.random.key(seed)
+
+
+def array_leaves(tree):
+    return jtu.tree_leaves(eqx.filter(tree, eqx.is_array))
+
+
+def assert_identical(a, b):
+    """The same structure and the same leaves, bit for bit."""
+    assert jtu.tree_structure(a) == jtu.tree_structure(b)
+    assert_same_leaves(a, b)
+
+
+def assert_same_leaves(a, b):
+    for x, y in zip(jtu.tree_leaves(a), jtu.tree_leaves(b), strict=True):
+        if eqx.is_array(x):
+            assert x.dtype == y.dtype and x.shape == y.shape
+            np.testing.assert_array_equal(x, y)
+        else:
+            assert x is y or x == y
+
+
+def layers(model, cls):
+    """All nodes of exactly this class."""
+    nodes = jtu.tree_leaves(model, is_leaf=lambda n: type(n) is cls)
+    return [node for node in nodes if type(node) is cls]
+
+
+#
+# kfac.Linear
+#
+
+
+@pytest.mark.parametrize("in_features", [3, "scalar"])
+@pytest.mark.parametrize("out_features", [2, "scalar"])
+@pytest.mark.parametrize("use_bias", [True, False])
+@pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
+def test_linear_is_equinox_linear(in_features, out_features, use_bias, dtype):
+    args = in_features, out_features, use_bias, dtype
+    ours = kfac.Linear(*args, key=key_of())
+    theirs = eqx.nn.Linear(*args, key=key_of())
+    assert isinstance(ours, eqx.nn.Linear)
+    assert_same_leaves(ours, theirs)
+    for name in ("in_features", "out_features", "use_bias"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    shape = () if in_features == "scalar" else (3,)
+    x = jax.random.normal(key_of(1), shape, ours.weight.dtype)
+    y = ours(x)
+    assert y.dtype == theirs(x).dtype
+    np.testing.assert_array_equal(y, theirs(x))
+    np.testing.assert_array_equal(ours(x, key=key_of()), y)  # Ignored, as in Equinox.
+    assert_identical(kfac.convert(theirs), ours)
+    assert_identical(kfac.revert(ours), theirs)
+
+
+def test_linear_is_the_same_program():
+    x = jnp.ones(3)
+    ours = kfac.Linear(3, 2, key=key_of())
+    jaxprs = [
+        str(jax.make_jaxpr(lambda weight, x: eqx.tree_at(get, m, weight)(x))(get(m), x))
+        for get, m in (
+            (lambda m: m.weight, ours),
+            (lambda m: m.weight, kfac.revert(ours)),
+        )
+    ]
+    assert jaxprs[0] == jaxprs[1]
+
+
+def test_keyword_arguments_of_the_constructor():
+    args = dict(in_features=3, out_features=2, use_bias=False, dtype=jnp.float32)
+    ours = kfac.Linear(**args, key=key_of())
+    assert_same_leaves(ours, eqx.nn.Linear(**args, key=key_of()))
+
+
+def test_tree_surgery_by_class():
+    """The usual way to find layers finds ours too."""
+    model = kfac.convert(eqx.nn.MLP(3, 2, 4, 2, key=key_of()))
+    is_linear = lambda node: isinstance(node, eqx.nn.Linear)
+    weights = lambda m: [
+        node.weight for node in jtu.tree_leaves(m, is_leaf=is_linear) if is_linear(node)
+    ]
+    assert len(weights(model)) == 3
+    zeroed = eqx.tree_at(weights, model, replace_fn=jnp.zeros_like)
+    assert not any(np.any(w) for w in weights(zeroed))
+    assert jtu.tree_structure(zeroed) == jtu.tree_structure(model)
+
+
+#
+# convert and revert
+#
+
+
+class Recurrent(eqx.Module):
+    cell: eqx.nn.GRUCell
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key)
+        self.cell = eqx.nn.GRUCell(3, 4, key=keys[0])
+        self.head = eqx.nn.Linear(4, 2, key=keys[1])
+
+    def __call__(self, x):
+        step = lambda h, x: (self.cell(x, h), None)
+        h, _ = jax.lax.scan(step, jnp.zeros(4), jnp.stack([x, 2 * x]))
+        return self.head(h)
+
+
+class Containers(eqx.Module):
+    """Layers in all kinds of containers, and one activation function in many places."""
+
+    mapping: dict
+    listed: list
+    activation: object
+    name: str = eqx.field(static=True)
+
+    def __init__(self, key):
+        linear = lambda i: eqx.nn.Linear(3, 3, key=jax.random.fold_in(key, i))
+        self.mapping = {"a": linear(0), "b": (linear(1), jax.nn.gelu)}
+        self.listed = [linear(2), [linear(3)], None, jax.nn.gelu, 1.5]
+        self.activation = jax.nn.gelu
+        self.name = "containers"
+
+    def __call__(self, x):
+        nested, activation = self.mapping["b"]
+        x = activation(nested(self.mapping["a"](x)))
+        return self.activation(self.listed[1][0](self.listed[0](x))) * self.listed[4]
+
+
+def attend(model, x):
+    sequence = jnp.stack([x, 2 * x, -x])
+    return model(sequence, sequence, sequence)
+
+
+models = {
+    "mlp": (lambda k: eqx.nn.MLP(3, 2, 4, 2, key=k), 3),
+    "mlp of scalars": (lambda k: eqx.nn.MLP("scalar", "scalar", 4, 1, key=k), 2),
+    "sequential": (
+        lambda k: eqx.nn.Sequential(
+            [
+                eqx.nn.Linear(3, 4, key=k),
+                eqx.nn.Lambda(jax.nn.relu),
+                eqx.nn.LayerNorm(4),
+                eqx.nn.Linear(4, 2, use_bias=False, key=k),
+            ]
+        ),
+        2,
+    ),
+    "attention": (lambda k: eqx.nn.MultiheadAttention(1, 3, key=k), 4),
+    "recurrent": (Recurrent, 1),
+    "containers": (Containers, 4),
+    "tuple": (lambda k: (eqx.nn.Linear(3, 2, key=k), eqx.nn.Linear(2, 3, key=k)), 2),
+    "list": (lambda k: [eqx.nn.Linear(3, 2, key=k), None, jnp.tanh], 1),
+    "dict": (lambda k: {"x": eqx.nn.Linear(3, 2, key=k), "y": 3}, 1),
+    "layer": (lambda k: eqx.nn.Linear(3, 2, key=k), 1),
+    "stack": (
+        lambda k: eqx.filter_vmap(lambda k: eqx.nn.Linear(3, 2, key=k))(
+            jax.random.split(k, 5)
+        ),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", models)
+def test_round_trip(name):
+    make, number = models[name]
+    model = make(key_of())
+    converted = kfac.convert(model)
+    assert len(layers(converted, kfac.Linear)) == number
+    assert len(layers(converted, eqx.nn.Linear)) == 0
+    assert type(converted) is type(model) or name in ("layer", "stack")
+    assert_same_leaves(converted, model)
+    assert_identical(kfac.revert(converted), model)
+    # Both are idempotent.
+    assert_identical(kfac.convert(converted), converted)
+    assert_identical(kfac.revert(model), model)
+    # The original is what it was.
+    assert len(layers(model, eqx.nn.Linear)) == number
+    # And conversion commutes with abstraction.
+    abstract = eqx.filter_eval_shape(make, key_of())
+    converted_abstract = kfac.convert(abstract)
+    assert jtu.tree_structure(converted_abstract) == jtu.tree_structure(converted)
+    assert jtu.tree_structure(kfac.revert(converted_abstract)) == jtu.tree_structure(
+        abstract
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mlp", "mlp of scalars", "sequential", "recurrent", "containers", "attention"],
+)
+def test_same_outputs(name):
+    model = models[name][0](key_of())
+    x = jnp.array(0.3) if "scalars" in name else jnp.array([0.3, -0.2, 0.1])
+    run = attend if name == "attention" else lambda model, x: model(x)
+    np.testing.assert_array_equal(run(kfac.convert(model), x), run(model, x))
+
+
+@pytest.mark.parametrize("name", models)
+@pytest.mark.parametrize("forwards", [True, False])
+def test_files_load_both_ways(name, forwards):
+    make, _ = models[name]
+    trained, like = make(key_of()), make(key_of(1))
+    if forwards:
+        like = kfac.convert(like)
+    else:
+        trained = kfac.convert(trained)
+    file = io.BytesIO()
+    eqx.tree_serialise_leaves(file, trained)
+    file.seek(0)
+    assert_same_leaves(eqx.tree_deserialise_leaves(file, like), trained)
+
+
+def test_activations_are_shared_still():
+    model = kfac.convert(Containers(key_of()))
+    assert model.activation is model.listed[3] is model.mapping["b"][1] is jax.nn.gelu
+    assert model.name == "containers" and model.listed[4] == 1.5
+
+
+class Doubled(eqx.nn.Linear):
+    """A subclass may compute anything."""
+
+    def __call__(self, x, *, key=None):
+        return 2 * super().__call__(x, key=key)
+
+
+def test_subclasses_are_left_alone():
+    model = [Doubled(3, 2, key=key_of()), eqx.nn.Linear(3, 2, key=key_of())]
+    converted = kfac.convert(model)
+    assert type(converted[0]) is Doubled and type(converted[1]) is kfac.Linear
+    assert_identical(kfac.revert(converted), model)
+
+    class Tagged(kfac.Linear):
+        def __call__(self, x, *, key=None):
+            return super().__call__(2 * x, key=key)
+
+    model = [Tagged(3, 2, key=key_of())]
+    assert_identical(kfac.convert(model), model)
+    assert_identical(kfac.revert(model), model)
+
+
+def test_reparametrised_layers_are_left_alone():
+    def make(key):
+        linear = eqx.nn.Linear(3, 2, key=key)
+        spectral = eqx.nn.SpectralNorm(linear, "weight", key=key)
+        return [eqx.nn.WeightNorm(linear), spectral, linear]
+
+    model, _ = eqx.nn.make_with_state(make)(key_of())
+    converted = kfac.convert(model)
+    assert_identical(converted[:2], model[:2])
+    assert type(converted[0].layer) is eqx.nn.Linear
+    assert type(converted[1].layer) is eqx.nn.Linear
+    assert type(converted[2]) is kfac.Linear
+    # Their parameters are not covered: this must not pass silently.
+    with pytest.raises(ValueError, match=r"\[0\]\.layer\.weight"):
+        kfac.KFAC(0.1).init(converted)
+
+
+def test_tagged_layers_are_left_alone():
+    reduce = kfac.Kronecker(kfac.Reduce())
+    model = [
+        kfac.Linear(3, 2, key=key_of(), block=reduce),
+        eqx.nn.Linear(3, 2, key=key_of()),
+    ]
+    converted = kfac.convert(model)
+    assert_identical(converted[0], model[0])
+    assert converted[0].tag.block == reduce
+    assert converted[1].tag.block == kfac.Kronecker(kfac.Expand())
+
+
+def test_block():
+    reduce = kfac.Kronecker(kfac.Reduce())
+    converted = kfac.convert(models["mlp"][0](key_of()), block=reduce)
+    assert all(layer.tag.block == reduce for layer in converted.layers)
+    default = kfac.convert(models["mlp"][0](key_of()))
+    assert jtu.tree_structure(default) != jtu.tree_structure(converted)
+    assert_same_leaves(default, converted)
+
+
+def test_converts_a_partition():
+    """Halves of a partitioned model convert as the whole does."""
+    model = models["mlp"][0](key_of())
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    whole = eqx.combine(kfac.convert(params), kfac.convert(static))
+    assert_identical(whole, kfac.convert(model))
+
+
+#
+# Tagged models as PyTrees
+#
+
+
+def test_ensembles():
+    keys = jax.random.split(key_of(), 4)
+    ours = eqx.filter_vmap(lambda key: kfac.Linear(3, 2, key=key))(keys)
+    theirs = eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 2, key=key))(keys)
+    assert ours.weight.shape == (4, 2, 3)
+    assert_identical(ours, kfac.convert(theirs))
+    x = jnp.ones(3)
+    run = eqx.filter_vmap(lambda layer, x: layer(x), in_axes=(eqx.if_array(0), None))
+    np.testing.assert_array_equal(run(ours, x), run(theirs, x))
+
+    factors = kfac.curvature(ensemble_loss, kfac.Exact())(ours, jnp.ones((6, 3)))
+    assert factors.input_factor.shape == (4, 4, 4)
+    assert factors.output_factor.shape == (4, 2, 2)
+
+
+def ensemble_loss(ensemble, x):
+    run = eqx.filter_vmap(
+        lambda layer: jax.vmap(layer)(x), in_axes=eqx.if_array(0), out_axes=1
+    )
+    return kfac.SquaredError(run(ensemble))
+
+
+@pytest.mark.parametrize("copying", [copy.copy, copy.deepcopy, "pickle", "flatten"])
+def test_copies(copying):
+    model = kfac.convert([eqx.nn.Linear(3, 2, key=key_of()), None, "text"])
+    if copying == "pickle":
+        copying = lambda m: pickle.loads(pickle.dumps(m))
+    if copying == "flatten":
+        copying = lambda m: jtu.tree_unflatten(*reversed(jtu.tree_flatten(m)))
+    copied = copying(model)
+    assert type(copied[0]) is kfac.Linear
+    assert jtu.tree_structure(copied) == jtu.tree_structure(model)
+    for a, b in zip(array_leaves(copied), array_leaves(model), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert copied[0].tag == model[0].tag
+
+
+def test_tree_map_over_several():
+    a, b = (kfac.convert(models["mlp"][0](key_of(i))) for i in range(2))
+    a_params, b_params = (eqx.filter(m, eqx.is_inexact_array) for m in (a, b))
+    mean = jax.tree.map(lambda x, y: (x + y) / 2, a_params, b_params)
+    expected = (a.layers[0].weight + b.layers[0].weight) / 2
+    np.testing.assert_array_equal(mean.layers[0].weight, expected)
+    mean = eqx.combine(mean, eqx.partition(a, eqx.is_inexact_array)[1])
+    assert mean(jnp.ones(3)).shape == (2,)
+
+
+def test_tree_at():
+    model = kfac.convert(models["mlp"][0](key_of()))
+    bias = jnp.arange(4.0)
+    changed = eqx.tree_at(lambda m: m.layers[1].bias, model, bias)
+    np.testing.assert_array_equal(changed.layers[1].bias, bias)
+    assert jtu.tree_structure(changed) == jtu.tree_structure(model)
+    # A tagged layer for another one, and for an untagged one.
+    new = kfac.Linear(4, 4, key=key_of(3))
+    assert_identical(eqx.tree_at(lambda m: m.layers[1], model, new).layers[1], new)
+    back = eqx.tree_at(lambda m: m.layers[1], model, kfac.revert(new))
+    assert type(back.layers[1]) is eqx.nn.Linear
+
+
+def test_readable():
+    text = repr(kfac.convert(eqx.nn.Linear(3, 2, key=key_of())))
+    assert text.startswith("Linear(")
+    for part in ("weight=f64[2,3]", "form=Dense()", "block=Kronecker"):
+        assert part in text
+    assert "Reduce()" in repr(kfac.Linear(3, 2, key=key_of(), block=reduce_block()))
+
+
+def reduce_block():
+    return kfac.Kronecker(kfac.Reduce())
+
+
+def test_tags_compare_by_value():
+    make = lambda: kfac.Tag(kfac.Dense(), kfac.Kronecker())
+    assert make() == make() and hash(make()) == hash(make())
+    other = kfac.Tag(kfac.Dense(), reduce_block())
+    assert make() != other
+    assert reduce_block() == reduce_block()
+    assert hash(reduce_block()) == hash(reduce_block())
+    assert reduce_block() != kfac.Kronecker(kfac.Expand())
+
+
+def test_equal_models_share_a_compiled_function():
+    traces = []
+
+    @eqx.filter_jit
+    def run(model, x):
+        traces.append(None)
+        return model(x)
+
+    def run_and_collect(model):
+        x = jnp.ones(3)
+        run(model, x)
+        collect(model, x[None])
+
+    @eqx.filter_jit
+    def collect(model, x):
+        traces.append(None)
+        loss_fn = lambda model: kfac.SquaredError(jax.vmap(model)(x))
+        return kfac.curvature(loss_fn, kfac.Exact())(model)
+
+    run_and_collect(kfac.convert(models["mlp"][0](key_of())))
+    run_and_collect(kfac.convert(models["mlp"][0](key_of(1))))
+    assert len(traces) == 2
+    run_and_collect(kfac.convert(models["mlp"][0](key_of(1)), block=reduce_block()))
+    assert len(traces) == 4

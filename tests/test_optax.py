@@ -1,0 +1,509 @@
+"""The optax faces: `kfac.kfac` and `kfac.scale_by_kfac`."""
+
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.flatten_util as jfu
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import pytest
+
+import eqx_kfac as kfac
+
+
+learning_rate = 0.1
+
+
+def make_model(seed=0, dtype=None):
+    key = jax.random.key(seed)
+    return kfac.convert(eqx.nn.MLP(3, 2, 4, 1, activation=jnp.tanh, dtype=dtype, key=key))
+
+
+def make_data(seed=0, number=8, dtype=float):
+    keys = jax.random.split(jax.random.key(1000 + seed))
+    x = jax.random.normal(keys[0], (number, 3), dtype)
+    return x, jax.random.normal(keys[1], (number, 2), dtype)
+
+
+def squared(model, x, y):
+    return kfac.SquaredError(jax.vmap(model)(x), y)
+
+
+@eqx.filter_jit
+def value_grad_and_curvature(model, *batch):
+    return kfac.value_grad_and_curvature(squared, kfac.Exact())(model, *batch)
+
+
+def params_of(model):
+    return eqx.filter(model, eqx.is_inexact_array)
+
+
+def assert_same(a, b, rtol=0.0):
+    assert jtu.tree_structure(a) == jtu.tree_structure(b)
+    a, b = (jtu.tree_leaves(eqx.filter(t, eqx.is_array)) for t in (a, b))
+    for x, y in zip(a, b, strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(
+            np.asarray(x, float), np.asarray(y, float), rtol=rtol, atol=rtol
+        )
+
+
+def relative(a, b):
+    a, b = (jfu.ravel_pytree(params_of(t))[0] for t in (a, b))
+    return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
+
+
+@ft.cache
+def traced(optimizer, max_traces=1):
+    update = optimizer.update
+    return eqx.filter_jit(eqx.debug.assert_max_traces(update, max_traces=max_traces))
+
+
+def train(optimizer, number=4, with_value=False, every=1, change=lambda state: state):
+    """Trains as users of optax do: on the model's parameters, jitted."""
+    model = make_model()
+    opt_state = optimizer.init(params_of(model))
+
+    # With new curvature or without: two signatures.
+    update = traced(optimizer, 1 if every == 1 else 2)
+    for index in range(number):
+        value, grads, curvature = value_grad_and_curvature(model, *make_data(index))
+        extra = dict(curvature=curvature) if index % every == 0 else {}
+        extra |= dict(value=value) if with_value else {}
+        opt_state = change(opt_state) if index == number // 2 else opt_state
+        updates, opt_state = update(grads, opt_state, params_of(model), **extra)
+        model = eqx.apply_updates(model, updates)
+    return model, opt_state
+
+
+def chain(*between, **options):
+    return optax.chain(
+        kfac.scale_by_kfac(**options),
+        *between,
+        optax.trace(0.9),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+solvers = [kfac.Cholesky(), kfac.Eigh()]
+
+
+def test_faces_are_optax_transformations():
+    for face in (kfac.kfac(0.1), kfac.scale_by_kfac()):
+        assert isinstance(face, optax.GradientTransformationExtraArgs)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("solver", solvers)
+def test_chain_equals_by_hand(solver, every):
+    """`scale_by_kfac`, momentum and a learning rate, against dense linear algebra.
+    (optax's trace is momentum on the direction: the same as on the update, as long as
+    the learning rate is constant.) `every`: how often there is new curvature."""
+    damping, ema = 1e-1, 0.5
+    options = dict(damping=damping, ema=ema, solver=solver, inverse_period=1)
+    got, _ = train(chain(**options), every=every)
+
+    model = make_model()
+    average, weight = None, 0.0
+    velocity = [np.zeros((4, 4)), np.zeros((2, 5))]
+    for index in range(4):
+        _, grads, curvature = value_grad_and_curvature(model, *make_data(index))
+        new = [(c.output_factor, c.input_factor) for c in curvature.layers]
+        if index % every == 0:
+            average = new if average is None else average
+            weight = ema * weight + 1
+            average = [
+                tuple(v + (n - v) / weight for v, n in zip(*pair))
+                for pair in zip(average, new, strict=True)
+            ]
+        bars = []
+        for i, layer in enumerate(model.layers):
+            gradient = grads.layers[i]
+            matrix = np.column_stack((gradient.weight, gradient.bias))
+            inverse = dense_inverse(*average[i], damping, solver)
+            direction = (inverse @ matrix.ravel()).reshape(matrix.shape)
+            velocity[i] = direction + 0.9 * velocity[i]
+            bar = np.column_stack((layer.weight, layer.bias))
+            bars.append(jnp.asarray(bar - learning_rate * velocity[i]))
+        model = eqx.tree_at(
+            lambda m: [leaf for q in m.layers for leaf in (q.weight, q.bias)],
+            model,
+            [leaf for bar in bars for leaf in (bar[:, :-1], bar[:, -1])],
+        )
+    assert relative(got, model) <= 1e-11
+    assert relative(got, make_model()) > 1e-2
+
+
+def dense_inverse(g, a, damping, solver):
+    eye_g, eye_a = np.eye(len(g)), np.eye(len(a))
+    if isinstance(solver, kfac.Eigh):
+        return np.linalg.inv(np.kron(g, a) + damping * np.kron(eye_g, eye_a))
+    pi = np.sqrt((np.trace(a) / len(a)) / (np.trace(g) / len(g)))
+    root = np.sqrt(damping)
+    return np.linalg.inv(np.kron(g + root / pi * eye_g, a + root * pi * eye_a))
+
+
+@pytest.mark.parametrize("solver", solvers)
+def test_kfac_takes_the_steps_of_step(solver):
+    options = dict(solver=solver, norm_constraint=1e-2, ema=0.9)
+    numbers = 0.1, 0.8, 1e-2
+    optimizer = kfac.KFAC(*numbers, fisher=kfac.Exact(), **options)
+    step = eqx.filter_jit(optimizer.step)
+    model = make_model()
+    state = optimizer.init(model)
+    for index in range(6):
+        model, state, _ = step(squared, model, state, *make_data(index))
+    for with_value in (False, True):
+        got, got_state = train(
+            kfac.kfac(*numbers, **options), number=6, with_value=with_value
+        )
+        assert_same(got, model, rtol=1e-11)
+        assert_same(got_state.inverse, params_of(state).inverse, rtol=1e-9)
+
+
+def test_chain_and_kfac_agree():
+    """Constant learning rate, no norm constraint: the two faces are one algorithm."""
+    one, _ = train(chain(damping=1e-2, ema=0.9))
+    two, _ = train(kfac.kfac(learning_rate, 0.9, 1e-2, ema=0.9))
+    assert relative(one, two) <= 1e-12
+    other, _ = train(kfac.kfac(learning_rate, 0.9, 1e-1, ema=0.9))
+    assert relative(one, other) > 1e-3
+
+
+faces = {
+    "kfac": lambda **kwargs: kfac.kfac(learning_rate, **kwargs),
+    "scale_by_kfac": lambda **kwargs: chain(**kwargs),
+}
+
+
+@pytest.mark.parametrize("face", faces)
+def test_without_curvature(face):
+    """The average stays; before there is any, the layers count as dead, (G ⊗ A) = 0."""
+    optimizer = faces[face](damping=0.5)
+    model = make_model()
+    opt_state = optimizer.init(params_of(model))
+    _, grads, curvature = value_grad_and_curvature(model, *make_data())
+    updates, _ = optimizer.update(grads, opt_state, params_of(model))
+    expected = jtu.tree_map(lambda g: -learning_rate * g / 0.5, grads)
+    assert_same(updates, params_of(expected), rtol=1e-12)
+
+    _, opt_state = optimizer.update(
+        grads, opt_state, params_of(model), curvature=curvature
+    )
+    _, after = optimizer.update(grads, opt_state, params_of(model))
+    find = lambda state: (
+        optax.tree.get(state, "curvature"),
+        optax.tree.get(state, "weight", filtering=is_scalar),
+    )
+    assert_same(find(after), find(opt_state))
+
+
+def is_scalar(_, value):
+    return eqx.is_array(value) and value.ndim == 0
+
+
+def step_function(before, after, boundary=2):
+    return lambda step: jnp.where(step < boundary, before, after)
+
+
+@pytest.mark.parametrize("face", faces)
+def test_damping_may_be_a_schedule(face):
+    scheduled = faces[face](damping=step_function(1e-2, 10.0), inverse_period=1)
+    constant = faces[face](damping=1e-2, inverse_period=1)
+    got, expected = (train(o, number=2)[0] for o in (scheduled, constant))
+    assert relative(got, expected) <= 1e-12
+    got, expected = (train(o, number=4)[0] for o in (scheduled, constant))
+    assert relative(got, expected) > 1e-3
+
+
+@pytest.mark.parametrize("face", faces)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_dtype_is_kept(face, dtype):
+    optimizer = faces[face]()
+    model = make_model(dtype=dtype)
+    params = params_of(model)
+    opt_state = optimizer.init(params)
+    _, grads, curvature = value_grad_and_curvature(model, *make_data(dtype=dtype))
+    updates, new_state = jax.jit(optimizer.update)(
+        grads, opt_state, params, curvature=curvature
+    )
+    same_types(updates, params)
+    same_types(new_state, opt_state)
+    same_types(optax.apply_updates(params, updates), params)
+
+
+def same_types(a, b):
+    assert jtu.tree_structure(a) == jtu.tree_structure(b)
+    for x, y in zip(jtu.tree_leaves(a), jtu.tree_leaves(b), strict=True):
+        assert jax.typeof(x) == jax.typeof(y)
+
+
+@pytest.mark.parametrize("face", faces)
+def test_inside_cond_and_scan(face):
+    optimizer = faces[face](damping=1e-2)
+    model = make_model()
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    batches = jtu.tree_map(lambda *b: jnp.stack(b), *map(make_data, range(6)))
+    skipped = jnp.arange(6) % 3 == 2
+
+    def body(carry, inputs):
+        (x, y), skip = inputs
+        model = eqx.combine(carry[0], static)
+        _, grads, curvature = value_grad_and_curvature(model, x, y)
+
+        def take(params, opt_state):
+            updates, opt_state = optimizer.update(
+                grads, opt_state, params, curvature=curvature
+            )
+            return optax.apply_updates(params, updates), opt_state
+
+        return jax.lax.cond(skip, lambda *c: c, take, *carry), None
+
+    @jax.jit
+    def scan(params, opt_state):
+        return jax.lax.scan(body, (params, opt_state), (batches, skipped))[0]
+
+    got, got_state = scan(params, optimizer.init(params))
+
+    opt_state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
+    for index in (0, 1, 3, 4):
+        model = eqx.combine(params, static)
+        _, grads, curvature = value_grad_and_curvature(model, *make_data(index))
+        updates, opt_state = update(grads, opt_state, params, curvature=curvature)
+        params = optax.apply_updates(params, updates)
+    assert_same(got, params, rtol=1e-11)
+    assert_same(got_state, opt_state, rtol=1e-9)
+
+
+#
+# optax's wrappers. Some of optax does not run under strict type promotion.
+#
+
+
+@pytest.fixture
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def test_extra_arguments_pass_through_chains():
+    """Arguments for others in the chain do not disturb, and vice versa."""
+    seen = []
+
+    def update(updates, state, params=None, *, curvature, value, note):
+        seen.append((curvature is not None, value is not None, note))
+        return updates, state
+
+    other = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    model = make_model()
+    value, grads, curvature = value_grad_and_curvature(model, *make_data())
+    extra = dict(curvature=curvature, value=value, note="hello")
+    for face in (kfac.scale_by_kfac(), kfac.kfac(learning_rate)):
+        optimizer = optax.chain(optax.identity(), optax.chain(other, face))
+        opt_state = optimizer.init(params_of(model))
+        updates, _ = optimizer.update(grads, opt_state, params_of(model), **extra)
+        alone, _ = face.update(
+            grads, face.init(params_of(model)), params_of(model), curvature=curvature
+        )
+        assert_same(updates, alone)
+    assert seen == [(True, True, "hello")] * 2
+
+
+@pytest.mark.parametrize("face", faces)
+def test_multi_steps(face, standard_promotion):
+    """Gradients are averaged over micro-batches; the curvature of the last one counts."""
+    inner = faces[face](damping=1e-2)
+    optimizer = optax.MultiSteps(inner, 2, accumulator_dtype=jnp.float64)
+    got, got_state = train(optimizer, number=4)
+
+    model = make_model()
+    opt_state = inner.init(params_of(model))
+    update = jax.jit(inner.update)
+    for index in (0, 2):
+        _, one, _ = value_grad_and_curvature(model, *make_data(index))
+        _, two, curvature = value_grad_and_curvature(model, *make_data(index + 1))
+        grads = jtu.tree_map(lambda a, b: (a + b) / 2, params_of(one), params_of(two))
+        updates, opt_state = update(
+            grads, opt_state, params_of(model), curvature=curvature
+        )
+        model = eqx.apply_updates(model, updates)
+    assert_same(got, model, rtol=1e-11)
+    assert_same(got_state.inner_opt_state, opt_state, rtol=1e-9)
+
+
+def set_hyperparameter(name, value):
+    def change(state):
+        changed = state.hyperparams | {name: jnp.asarray(value, float)}
+        return state._replace(hyperparams=changed)
+
+    return change
+
+
+@pytest.mark.parametrize("name,value", [("damping", 1.0), ("ema", 0.1)])
+def test_inject_hyperparams_scale_by_kfac(name, value, standard_promotion):
+    """Changed between two steps, or by a schedule: without a new trace, to the same
+    end."""
+    numbers = dict(damping=1e-2, ema=0.9)
+    inject = optax.inject_hyperparams(kfac.scale_by_kfac, static_args="inverse_period")
+    fixed = dict(inverse_period=1, solver=kfac.Eigh())
+
+    injected = scaled_down(inject(**numbers, **fixed))
+    unchanged, _ = train(injected)
+    plain, _ = train(scaled_down(kfac.scale_by_kfac(**numbers, **fixed)))
+    assert relative(unchanged, plain) <= 1e-12
+
+    change = lambda s: (set_hyperparameter(name, value)(s[0]), *s[1:])
+    changed, _ = train(injected, change=change)
+    schedule = step_function(numbers[name], value)
+    scheduled, _ = train(scaled_down(inject(**(numbers | {name: schedule}), **fixed)))
+    assert relative(changed, scheduled) <= 1e-12
+    assert relative(changed, unchanged) > 1e-5
+
+
+def scaled_down(transformation):
+    return optax.chain(transformation, optax.scale(-learning_rate))
+
+
+hyperparameters = {
+    "learning_rate": 0.02,
+    "momentum": 0.5,
+    "damping": 1.0,
+    "ema": 0.1,
+    "norm_constraint": 1e-5,
+}
+
+
+numbers = dict(
+    learning_rate=0.1, momentum=0.9, damping=1e-2, ema=0.9, norm_constraint=1.0
+)
+
+
+@ft.cache
+def injected_kfac():
+    inject = optax.inject_hyperparams(kfac.kfac, static_args="inverse_period")
+    return inject(**numbers, inverse_period=1)
+
+
+def test_inject_hyperparams_kfac(standard_promotion):
+    injected, _ = train(injected_kfac())
+    plain, _ = train(kfac.kfac(**numbers, inverse_period=1))
+    assert relative(injected, plain) <= 1e-12
+
+
+@pytest.mark.parametrize("name", hyperparameters)
+def test_inject_hyperparams_kfac_change(name, standard_promotion):
+    value = hyperparameters[name]
+    changed, _ = train(injected_kfac(), change=set_hyperparameter(name, value))
+    schedule = {name: step_function(numbers[name], value)}
+    scheduled, _ = train(kfac.kfac(**(numbers | schedule), inverse_period=1))
+    assert relative(changed, train(injected_kfac())[0]) > 1e-5
+    assert relative(changed, scheduled) <= 1e-12
+
+
+class Net(eqx.Module):
+    norm: eqx.nn.LayerNorm
+    linears: list
+
+    def __init__(self, key):
+        keys = jax.random.split(key)
+        self.norm = eqx.nn.LayerNorm(3)
+        self.linears = [kfac.Linear(3, 4, key=keys[0]), kfac.Linear(4, 2, key=keys[1])]
+
+    def __call__(self, x):
+        return self.linears[1](jnp.tanh(self.linears[0](self.norm(x))))
+
+
+def net_update(optimizer, model):
+    """The updates of a second step."""
+    params = params_of(model)
+    opt_state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
+    for index in range(2):
+        _, grads, curvature = value_grad_and_curvature(model, *make_data(index))
+        updates, opt_state = update(grads, opt_state, params, curvature=curvature)
+    return updates
+
+
+def adam_update(model, where):
+    """What Adam alone does to a part of the model."""
+    adam = optax.scale_by_adam()
+    state = adam.init(where(params_of(model)))
+    for index in range(2):
+        _, grads, _ = value_grad_and_curvature(model, *make_data(index))
+        updates, state = adam.update(where(params_of(grads)), state)
+    return updates
+
+
+def labels_of(params, where, inside, outside):
+    labels = jtu.tree_map(lambda _: outside, params)
+    nodes = jtu.tree_map(lambda _: inside, where(params))
+    labels = eqx.tree_at(where, labels, nodes)
+    return lambda _: labels  # A callable: optax would call a model that is one itself.
+
+
+def test_fallback_of_scale_by_kfac(standard_promotion):
+    model = Net(jax.random.key(0))
+    optimizer = kfac.scale_by_kfac(fallback=optax.scale_by_adam())
+    updates = net_update(optimizer, model)
+    assert_same(updates.norm, adam_update(model, lambda m: m.norm), rtol=1e-12)
+    assert relative(updates.linears, adam_update(model, lambda m: m.linears)) > 1e-2
+
+
+@pytest.mark.parametrize("wrapper", ["masked", "multi_transform"])
+@pytest.mark.parametrize("untagged", ["norm", "norm and a layer"])
+def test_part_of_the_parameters(wrapper, untagged, standard_promotion):
+    """optax's own ways to give K-FAC only some layers."""
+    model = Net(jax.random.key(0))
+    params = params_of(model)
+    if untagged == "norm":
+        where = lambda m: m.norm
+    else:
+        where = lambda m: (m.norm, m.linears[0])
+
+    if wrapper == "masked":
+        optimizer = optax.chain(
+            optax.masked(kfac.scale_by_kfac(), labels_of(params, where, False, True)),
+            optax.masked(optax.scale_by_adam(), labels_of(params, where, True, False)),
+        )
+    else:
+        optimizer = optax.multi_transform(
+            {"kfac": kfac.scale_by_kfac(), "adam": optax.scale_by_adam()},
+            labels_of(params, where, "adam", "kfac"),
+        )
+    updates = net_update(optimizer, model)
+    assert_same(where(updates), adam_update(model, where), rtol=1e-12)
+    expected = net_update(kfac.scale_by_kfac(fallback=optax.scale_by_adam()), model)
+    assert_same(updates.linears[1], expected.linears[1], rtol=1e-12)
+
+
+@pytest.mark.parametrize("face", faces)
+def test_missing_coverage(face):
+    model = Net(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"\.norm\.weight.*kfac\.convert.*fallback="):
+        faces[face]().init(params_of(model))
+
+
+@pytest.mark.parametrize("name", ["fisher", "curvature_period", "burn_in"])
+def test_choices_of_the_estimate_are_the_callers(name):
+    with pytest.raises(TypeError, match=name):
+        kfac.kfac(0.1, **{name: 1})
+
+
+def test_apply_if_finite(standard_promotion):
+    """optax's guard keeps `scale_by_kfac` from bad gradients."""
+    model = make_model()
+    params = params_of(model)
+    optimizer = optax.apply_if_finite(kfac.scale_by_kfac(), 3)
+    opt_state = optimizer.init(params)
+    _, grads, curvature = value_grad_and_curvature(model, *make_data())
+    bad = jtu.tree_map(lambda a: a * jnp.nan, (grads, curvature))
+    updates, opt_state = optimizer.update(bad[0], opt_state, params, curvature=bad[1])
+    assert not any(np.any(u) for u in jtu.tree_leaves(updates))
+    updates, opt_state = optimizer.update(grads, opt_state, params, curvature=curvature)
+    plain = kfac.scale_by_kfac()
+    expected, _ = plain.update(grads, plain.init(params), params, curvature=curvature)
+    assert_same(updates, expected, rtol=1e-11)

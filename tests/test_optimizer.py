@@ -1,0 +1,1164 @@
+"""The optimizer: `KFAC.init`, `KFAC.step`, `KFAC.update`."""
+
+import functools as ft
+import io
+
+import equinox as eqx
+import jax
+import jax.flatten_util as jfu
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import pytest
+
+import eqx_kfac as kfac
+
+
+solvers = [kfac.Cholesky(), kfac.Eigh()]
+
+
+def make_model(seed=0, d_in=3, d_out=2, dtype=None):
+    key = jax.random.key(seed)
+    return kfac.convert(
+        eqx.nn.MLP(d_in, d_out, 4, 1, activation=jnp.tanh, dtype=dtype, key=key)
+    )
+
+
+def make_data(seed=0, number=8, d_in=3, d_out=2):
+    keys = jax.random.split(jax.random.key(1000 + seed))
+    x = jax.random.normal(keys[0], (number, d_in))
+    return x, jax.random.normal(keys[1], (number, d_out))
+
+
+def squared(model, x, y):
+    return kfac.SquaredError(jax.vmap(model)(x), y)
+
+
+@eqx.filter_jit
+def train_step(optimizer, loss_fn, model, state, *args, key=None):
+    return optimizer.step(loss_fn, model, state, *args, key=key)
+
+
+def arrays(tree):
+    return [np.asarray(x) for x in jtu.tree_leaves(eqx.filter(tree, eqx.is_array))]
+
+
+def vector(tree):
+    """All inexact leaves in one vector."""
+    return jfu.ravel_pytree(eqx.filter(tree, eqx.is_inexact_array))[0]
+
+
+def relative(a, b):
+    a, b = vector(a), vector(b)
+    return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
+
+
+def assert_same(a, b, rtol=0.0):
+    """The same structure, types and numbers; bit for bit by default."""
+    assert jtu.tree_structure(a) == jtu.tree_structure(b)
+    for x, y in zip(arrays(a), arrays(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol)
+
+
+def set_number(state, name, value):
+    return eqx.tree_at(lambda s: getattr(s, name), state, jnp.array(value))
+
+
+#
+# Transformations
+#
+
+
+def test_eager_jit_scan_donation_agree():
+    optimizer = kfac.KFAC(0.1, 0.9, 1e-2, inverse_period=2, burn_in=1)
+    x, y = make_data()
+    keys = jax.random.split(jax.random.key(0), 2)
+    model = make_model()
+    state = optimizer.init(model)
+
+    def fresh():
+        return jtu.tree_map(lambda a: a.copy() if eqx.is_array(a) else a, (model, state))
+
+    def run(step):
+        carry, losses = fresh(), []
+        for key in keys:
+            *carry, loss = step(*carry, key)
+            losses.append(loss)
+        return *carry, jnp.stack(losses)
+
+    def step(model, state, key):
+        model, state, info = optimizer.step(squared, model, state, x, y, key=key)
+        return model, state, info.loss
+
+    @eqx.filter_jit
+    def scan(model, state, keys):
+        params, static = eqx.partition(model, eqx.is_array)
+
+        def body(carry, key):
+            model, state, loss = step(eqx.combine(carry[0], static), carry[1], key)
+            return (eqx.filter(model, eqx.is_array), state), loss
+
+        (params, state), losses = jax.lax.scan(body, (params, state), keys)
+        return eqx.combine(params, static), state, losses
+
+    @eqx.filter_jit(donate="all-except-first")
+    def donating(key, model, state):
+        return step(model, state, key)
+
+    @eqx.filter_jit(donate="all")
+    def donating_all(model, state):
+        return step(model, state, keys[state.step])
+
+    eager = run(step)
+    assert_same(run(eqx.filter_jit(step)), eager, rtol=1e-11)
+    assert_same(scan(*fresh(), keys), eager, rtol=1e-11)
+    assert_same(run(lambda m, s, key: donating(key, m, s)), eager, rtol=1e-11)
+    assert_same(run(lambda m, s, _: donating_all(m, s)), eager, rtol=1e-11)
+
+    # Donation did take place.
+    m, s = fresh()
+    donating_all(m, s)
+    assert s.damping.is_deleted() and s.velocity.layers[0].weight.is_deleted()
+
+
+def test_hyperparameter_arrays_survive_donation():
+    """Numbers may be arrays, even one array for two of them; the state is a copy."""
+    number = jnp.array(0.5, float)
+    optimizer = kfac.KFAC(number, number, number, fisher=kfac.Exact())
+    x, y = make_data()
+
+    @eqx.filter_jit(donate="all-except-first")
+    def step(batch, model, state):
+        return optimizer.step(squared, model, state, *batch)
+
+    for _ in range(2):
+        model = make_model()
+        step((x, y), model, optimizer.init(model))
+    assert not number.is_deleted()
+
+
+hyperparameters = {
+    "learning_rate": 0.2,
+    "momentum": 0.5,
+    "damping": 0.5,
+    "norm_constraint": 1e-4,
+    "ema": 0.25,
+}
+base = dict(
+    learning_rate=0.1,
+    momentum=0.9,
+    damping=1e-2,
+    norm_constraint=1.0,
+    ema=0.95,
+    inverse_period=1,
+    fisher=kfac.Exact(),
+)
+
+
+def run_steps(optimizer, number=3, step=train_step, change=lambda state, index: state):
+    """Trains on another batch every step."""
+    model = make_model()
+    state = optimizer.init(model)
+    for index in range(number):
+        state = change(state, index)
+        batch = make_data(index)
+        model, state, info = step(optimizer, squared, model, state, *batch)
+    return model, state, info
+
+
+base_optimizer = kfac.KFAC(**base)
+
+
+@eqx.filter_jit
+@eqx.debug.assert_max_traces(max_traces=1)
+def traced_once(model, state, x, y):
+    return base_optimizer.step(squared, model, state, x, y)
+
+
+@pytest.mark.parametrize("name", hyperparameters)
+def test_changing_a_number(name):
+    """... has its effect, from the next step on, and does not retrace."""
+    step = lambda optimizer, loss_fn, *args: traced_once(*args)
+    value = hyperparameters[name]
+
+    def change(state, index):
+        return set_number(state, name, value) if index == 1 else state
+
+    unchanged = run_steps(base_optimizer, step=step)
+    changed = run_steps(base_optimizer, step=step, change=change)
+    assert relative(changed[0], unchanged[0]) > 1e-5
+    assert float(getattr(changed[1], name)) == value
+
+
+def test_changing_a_number_as_documented():
+    """The spelling of `KFAC`'s docstring does not retrace either."""
+
+    @eqx.filter_jit
+    @eqx.debug.assert_max_traces(max_traces=1)
+    def identity(state):
+        return state
+
+    state = identity(base_optimizer.init(make_model()))
+    identity(eqx.tree_at(lambda s: s.damping, state, jnp.array(1e-2)))
+
+
+@pytest.mark.parametrize("name", hyperparameters)
+def test_changing_a_number_equals_constructing_with_it(name):
+    def run(optimizer, change=lambda state, index: state):
+        return run_steps(optimizer, change=change)
+
+    def construct(numbers):  # Arrays: one compilation for all.
+        numbers = {k: jnp.array(v) for k, v in numbers.items()}
+        return kfac.KFAC(**(base | numbers))
+
+    numbers = {k: base[k] for k in hyperparameters}
+    value = hyperparameters[name]
+    constructed = run(construct(numbers | {name: value}))
+    changed = run(construct(numbers), lambda state, _: set_number(state, name, value))
+    assert_same(changed, constructed, rtol=1e-11)
+    assert relative(changed[0], run(construct(numbers))[0]) > 1e-4
+
+
+def test_schedules():
+    schedules = {
+        name: optax.linear_schedule(base[name], value, 2)
+        for name, value in hyperparameters.items()
+    }
+
+    def change(state, index):
+        for name, schedule in schedules.items():
+            value = schedule(jnp.array(index, jnp.int32))
+            state = set_number(state, name, float(value))
+        return state
+
+    scheduled = run_steps(kfac.KFAC(**(base | schedules)))
+    assert_same(scheduled, run_steps(base_optimizer, change=change), rtol=1e-11)
+    for name, value in hyperparameters.items():
+        assert float(getattr(scheduled[1], name)) == pytest.approx(value)
+
+
+def test_info_reports_the_numbers_of_its_step():
+    schedule = optax.linear_schedule(1.0, 0.0, 4)
+    optimizer = kfac.KFAC(
+        schedule, 0.5, lambda step: 0.1 * (step.astype(float) + 1), fisher=kfac.Exact()
+    )
+    _, state, info = run_steps(optimizer)
+    assert float(info.learning_rate) == pytest.approx(0.5)
+    assert float(info.momentum) == 0.5
+    assert float(info.damping) == pytest.approx(0.3)
+    assert not bool(info.rejected) and int(state.step) == 3
+
+
+#
+# An independent implementation
+#
+
+
+def dense_factors(weights, x, example_grad=None):
+    """The factors of a one-hidden-layer tanh network with squared error, by jacobians
+    with respect to what is added to each layer's output, example by example."""
+    (w1, b1), (w2, b2) = weights
+
+    def forward(x, e1, e2):
+        hidden = jnp.tanh(w1 @ x + b1 + e1)
+        return w2 @ hidden + b2 + e2, hidden
+
+    zeros = jnp.zeros_like(b1), jnp.zeros_like(b2)
+    factors = [[0, 0], [0, 0]]
+    for xn in x:
+        jacobians = jax.jacobian(lambda *e: forward(xn, *e)[0], (0, 1))(*zeros)
+        inputs = xn, forward(xn, *zeros)[1]
+        for layer, j, h in zip(factors, jacobians, inputs, strict=True):
+            bar = jnp.append(h, 1.0)
+            layer[0] = layer[0] + jnp.outer(bar, bar) / len(x)
+            layer[1] = layer[1] + j.T @ j / len(x)
+    return factors
+
+
+@jax.jit
+def dense_gradient(weights, x, y):
+    def objective(weights):
+        (w1, b1), (w2, b2) = weights
+        out = jnp.tanh(x @ w1.T + b1[None]) @ w2.T + b2[None]
+        return 0.5 * jnp.sum((out - y) ** 2) / len(x)
+
+    return jax.value_and_grad(objective)(weights)
+
+
+dense_factors = jax.jit(dense_factors)
+
+
+def dense_inverse(a, g, damping, split):
+    """The dense damped curvature of one layer, ready to be solved with."""
+    if not split:
+        return np.kron(g, a) + damping * np.eye(len(a) * len(g))
+    pi = np.sqrt((np.trace(a) / len(a)) / (np.trace(g) / len(g)))
+    return np.kron(
+        g + np.sqrt(damping) / pi * np.eye(len(g)),
+        a + np.sqrt(damping) * pi * np.eye(len(a)),
+    )
+
+
+def dense_run(weights, batches, split, options, l2):
+    """K-FAC as the textbook has it, with dense matrices throughout."""
+    lr, mu, lam, rho = (
+        options[k] for k in ("learning_rate", "momentum", "damping", "ema")
+    )
+    average, weight, cached = [[0, 0], [0, 0]], 0.0, None
+    velocity = [np.zeros((w.shape[0], w.shape[1] + 1)) for w, _ in weights]
+    losses = []
+    for step, (x, y) in enumerate(batches):
+        loss, grads = dense_gradient(weights, x, y)
+        bars = [np.column_stack(layer) for layer in weights]
+        grads = [np.column_stack(g) + l2 * w for g, w in zip(grads, bars)]
+        losses.append(loss + l2 / 2 * sum(np.sum(w**2) for w in bars))
+        if step % options["curvature_period"] == 0:
+            new = jtu.tree_map(np.asarray, dense_factors(weights, x))
+            for _ in range(1 + options["burn_in"] if step == 0 else 1):
+                weight = (1.0 if step == 0 else rho) * weight + 1
+                average = [
+                    [v + (n - v) / weight for v, n in zip(*pair)]
+                    for pair in zip(average, new)
+                ]
+        if step % options["inverse_period"] == 0:
+            cached = [dense_inverse(a, g, lam + l2, split) for a, g in average]
+        natural = [
+            np.linalg.solve(c, g.ravel()).reshape(g.shape) for c, g in zip(cached, grads)
+        ]
+        scale = lr
+        if options["norm_constraint"] is not None:
+            norm = lr**2 * sum(np.sum(d * g) for d, g in zip(natural, grads))
+            scale = lr * min(1.0, np.sqrt(options["norm_constraint"] / norm))
+        velocity = [mu * v - scale * d for v, d in zip(velocity, natural)]
+        bars = [w + v for w, v in zip(bars, velocity)]
+        weights = [(jnp.asarray(w[:, :-1]), jnp.asarray(w[:, -1])) for w in bars]
+    return bars, losses
+
+
+plain = dict(
+    learning_rate=0.2,
+    momentum=0.9,
+    damping=1e-2,
+    ema=0.9,
+    norm_constraint=None,
+    curvature_period=1,
+    inverse_period=1,
+    burn_in=0,
+)
+variants = [
+    (dict(), 0.0),
+    (dict(curvature_period=2, inverse_period=3, burn_in=3), 0.0),
+    (dict(norm_constraint=1e-2, ema=0.5, inverse_period=2), 0.1),
+]
+
+
+@ft.cache
+def kfac_run(solver, variant):
+    changes, l2 = variants[variant]
+
+    def loss_fn(model, x, y):
+        loss = squared(model, x, y)
+        return loss + kfac.L2(model, l2) if l2 else loss
+
+    optimizer = kfac.KFAC(**(plain | changes), solver=solver, fisher=kfac.Exact())
+    model = make_model()
+    state = optimizer.init(model)
+    losses = []
+    for index in range(10):
+        batch = make_data(index)
+        model, state, info = train_step(optimizer, loss_fn, model, state, *batch)
+        losses.append(info.loss)
+    bars = [np.column_stack((layer.weight, layer.bias)) for layer in model.layers]
+    return bars, losses
+
+
+def weights_of(model):
+    return [(layer.weight, layer.bias) for layer in model.layers]
+
+
+@pytest.mark.parametrize("variant", range(len(variants)))
+@pytest.mark.parametrize("solver", solvers)
+def test_trajectory_equals_a_dense_implementation(solver, variant):
+    changes, l2 = variants[variant]
+    batches = [make_data(index) for index in range(10)]
+    split = isinstance(solver, kfac.Cholesky)
+    expected, losses = dense_run(
+        weights_of(make_model()), batches, split, plain | changes, l2
+    )
+    got, got_losses = kfac_run(solver, variant)
+    np.testing.assert_allclose(got_losses, losses, rtol=1e-8)
+    for a, b in zip(got, expected, strict=True):
+        assert np.linalg.norm(a - b) <= 1e-8 * np.linalg.norm(b)
+
+
+def test_the_two_solvers_and_all_variants_differ():
+    runs = [
+        np.concatenate([w.ravel() for w in kfac_run(solver, variant)[0]])
+        for solver in solvers
+        for variant in range(len(variants))
+    ]
+    for i, a in enumerate(runs):
+        for b in runs[:i]:
+            assert np.linalg.norm(a - b) > 1e-4 * np.linalg.norm(b)
+
+
+def test_inverse_is_stale_between_its_periods():
+    """... and the moving average between those of the curvature."""
+    optimizer = kfac.KFAC(0.1, fisher=kfac.Exact(), curvature_period=2, inverse_period=3)
+    model = make_model()
+    state = optimizer.init(model)
+    averages, inverses = [], []
+    for index in range(7):
+        model, state, _ = train_step(optimizer, squared, model, state, *make_data(index))
+        averages.append(vector(state.curvature))
+        inverses.append(vector(state.inverse))
+    changed = [bool(jnp.any(a != b)) for a, b in zip(averages, averages[1:])]
+    assert changed == [False, True, False, True, False, True]
+    changed = [bool(jnp.any(a != b)) for a, b in zip(inverses, inverses[1:])]
+    assert changed == [False, False, True, False, False, True]
+
+
+def test_least_squares_in_one_step():
+    x, y = make_data(number=12)
+    model = kfac.Linear(3, 2, key=jax.random.key(0))
+    optimizer = kfac.KFAC(1.0, 0.0, 0.0, fisher=kfac.Exact())
+    model, _, _ = train_step(optimizer, squared, model, optimizer.init(model), x, y)
+    bar = np.column_stack((x, np.ones(12)))
+    expected = np.linalg.lstsq(bar, y, rcond=None)[0].T
+    got = np.column_stack((model.weight, model.bias))
+    assert np.linalg.norm(got - expected) <= 1e-12 * np.linalg.norm(expected)
+
+
+#
+# Hand-made curvature
+#
+
+
+def hand_made(model, make):
+    """Factors `make(layer_index, size)` for every layer of an MLP."""
+
+    def factors(index, layer):
+        d_out, d_in = layer.weight.shape
+        return kfac.KroneckerFactors(
+            make(2 * index, d_in + 1), make(2 * index + 1, d_out), jnp.zeros(())
+        )
+
+    template = kfac.KFAC(0.1).init(model).curvature
+    layers = tuple(factors(i, layer) for i, layer in enumerate(model.layers))
+    return eqx.tree_at(lambda c: c.layers, template, layers)
+
+
+def random_factors(model, seed):
+    def make(index, size):
+        key = jax.random.fold_in(jax.random.key(seed), index)
+        root = jax.random.normal(key, (size, size))
+        return root @ root.T / size
+
+    return hand_made(model, make)
+
+
+@eqx.filter_jit
+def update(optimizer, grads, state, model, **kwargs):
+    return optimizer.update(grads, state, model, **kwargs)
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.5, 0.95, 1.0])
+def test_moving_average_has_no_bias(ema):
+    model = make_model()
+    state = kfac.KFAC(0.1, ema=ema).init(model)
+    new = [random_factors(model, seed) for seed in range(5)]
+    for curvature in new:
+        _, state = update(kfac.KFAC(0.1), model, state, model, curvature=curvature)
+    weights = [ema ** (4 - i) for i in range(5)]
+    expected = sum(w * vector(c) for w, c in zip(weights, new)) / sum(weights)
+    np.testing.assert_allclose(vector(state.curvature), expected, rtol=1e-12, atol=1e-13)
+    assert float(state.weight) == pytest.approx(sum(weights), rel=1e-12)
+
+    # No curvature this time: the average stays.
+    _, after = update(kfac.KFAC(0.1), model, state, model)
+    assert_same(after.curvature, state.curvature)
+    assert float(after.weight) == float(state.weight)
+
+
+@pytest.mark.parametrize("solver", solvers)
+def test_identity_factors_give_sgd_with_momentum(solver):
+    model = make_model()
+    optimizer = kfac.KFAC(0.1, 0.8, 0.0, solver=solver)
+    sgd = optax.sgd(0.1, momentum=0.8)
+    curvature = hand_made(model, lambda _, size: jnp.eye(size))
+    doubled = hand_made(model, lambda _, size: 2.0 * jnp.eye(size))
+
+    def run(curvature):
+        a = b = model
+        state, sgd_state = optimizer.init(model), sgd.init(params_of(model))
+        for index in range(4):
+            grads = gradient(a, *make_data(index))
+            updates, state = update(optimizer, grads, state, a, curvature=curvature)
+            a = eqx.apply_updates(a, updates)
+            grads = gradient(b, *make_data(index))
+            updates, sgd_state = sgd.update(grads, sgd_state)
+            b = eqx.apply_updates(b, updates)
+        return a, b
+
+    a, b = run(curvature)
+    assert relative(a, b) <= 1e-13
+    a, b = run(doubled)
+    assert relative(a, b) > 1e-3
+
+
+def params_of(model):
+    return eqx.filter(model, eqx.is_inexact_array)
+
+
+@eqx.filter_jit
+@eqx.filter_grad
+def gradient(model, x, y):
+    return squared(model, x, y).value
+
+
+#
+# Burn-in
+#
+
+
+def sampled(burn_in, fisher=kfac.MonteCarlo()):
+    optimizer = kfac.KFAC(1e-3, fisher=fisher, burn_in=burn_in)
+    model = make_model()
+    state = optimizer.init(model)
+    first = train_step(optimizer, squared, model, state, *make_data(), key=key_of(0))
+    second = train_step(optimizer, squared, *first[:2], *make_data(), key=key_of(1))
+    return first, second
+
+
+def key_of(seed):
+    return jax.random.key(seed)
+
+
+def test_burn_in_averages_on_the_first_batch():
+    x, y = make_data()
+    exact = kfac.curvature(squared, kfac.Exact())(make_model(), x, y)
+    errors = {}
+    for burn_in in (0, 99):
+        (_, first, info), (_, second, _) = sampled(burn_in)
+        assert float(first.weight) == 1 + burn_in
+        assert float(second.weight) == pytest.approx(0.95 * (1 + burn_in) + 1)
+        assert int(first.step) == 1
+        errors[burn_in] = relative(first.curvature, exact)
+    # Independent samples: a tenth of the error of one, give or take.
+    assert errors[99] < 0.25 * errors[0]
+    assert errors[0] > 0.05
+
+
+def test_burn_in_waits_for_a_finite_batch():
+    """The estimates of a first batch that is NaN are lost; the next one takes its
+    place."""
+    optimizer = kfac.KFAC(0.1, fisher=kfac.Exact(), burn_in=4)
+    model = make_model()
+    state = optimizer.init(model)
+    x, y = make_data()
+    _, state, info = train_step(optimizer, squared, model, state, x * jnp.nan, y)
+    assert bool(info.rejected) and float(state.weight) == 0
+    _, state, info = train_step(optimizer, squared, model, state, x, y)
+    assert not bool(info.rejected) and float(state.weight) == 5
+
+
+#
+# Norm constraint
+#
+
+
+def test_norm_constraint():
+    x, y = make_data()
+    model = make_model()
+    grads = gradient(model, x, y)
+
+    def first_update(constraint):  # An array: compiled once.
+        optimizer = kfac.KFAC(
+            0.5, 0.9, 1e-2, fisher=kfac.Exact(), norm_constraint=constraint
+        )
+        state = optimizer.init(model)
+        _, state, info = train_step(optimizer, squared, model, state, x, y)
+        return vector(state.velocity)
+
+    free = first_update(None)
+    # Without momentum yet, the update is -α d: α² <d, g> = -α <update, g>.
+    norm = -0.5 * float(free @ vector(grads))
+    assert norm > 0
+
+    np.testing.assert_allclose(first_update(jnp.array(norm * 1.01)), free, rtol=1e-12)
+
+    limit = 0.1 * norm
+    constrained = first_update(jnp.array(limit))
+    # Active: the direction is the same, and α² <d, g> is the limit.
+    factor = float(constrained @ free) / float(free @ free)
+    np.testing.assert_allclose(constrained, factor * free, rtol=1e-12)
+    alpha = 0.5 * factor
+    assert alpha**2 * (norm / 0.5**2) == pytest.approx(limit, rel=1e-12)
+
+
+#
+# Invariance
+#
+
+
+@pytest.mark.parametrize("solver", solvers)
+def test_step_is_invariant_to_affine_inputs(solver):
+    """The function after a step at damping 0 does not depend on the affine coordinates
+    of its inputs."""
+    model = make_model()
+    x, y = make_data(number=20)
+    matrix = jnp.eye(3) + 0.5 * jax.random.normal(key_of(7), (3, 3))
+    shift = jax.random.normal(key_of(8), (3,))
+    inverse = jnp.linalg.inv(matrix)
+    x2 = x @ matrix.T + shift[None]
+    first = model.layers[0]
+    weight = first.weight @ inverse
+    transformed = eqx.tree_at(
+        lambda m: (m.layers[0].weight, m.layers[0].bias),
+        model,
+        (weight, first.bias - weight @ shift),
+    )
+    np.testing.assert_allclose(jax.vmap(transformed)(x2), jax.vmap(model)(x), atol=1e-13)
+
+    def outputs(damping, solver):
+        optimizer = kfac.KFAC(
+            0.5, 0.9, jnp.array(damping), solver=solver, fisher=kfac.Exact()
+        )
+        results = []
+        for net, inputs in ((model, x), (transformed, x2)):
+            state = optimizer.init(net)
+            for _ in range(2):
+                net, state, info = train_step(optimizer, squared, net, state, inputs, y)
+                assert not bool(info.rejected)
+            results.append(jax.vmap(net)(inputs))
+        before = jax.vmap(model)(x)
+        change = float(jnp.linalg.norm(results[0] - before))
+        return float(jnp.linalg.norm(results[0] - results[1])) / change
+
+    assert outputs(0.0, solver) <= 1e-9
+    assert outputs(10.0, solver) > 1e-2
+
+
+#
+# Rejected steps
+#
+
+
+def assert_nothing_changed(before, after):
+    """All arrays, bit for bit, but for the two counters."""
+    (model, state), (new_model, new_state) = before, after
+    assert_same(new_model, model)
+    counters = lambda s: (s.step, s.rejected)
+    assert_same(eqx.tree_at(counters, new_state, counters(state)), state)
+
+
+@pytest.mark.parametrize("fisher", [kfac.MonteCarlo(), kfac.Empirical()])
+@pytest.mark.parametrize("where", ["inputs", "targets"])
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("good_steps", [0, 2])
+def test_rejected_step(fisher, where, value, good_steps):
+    optimizer = kfac.KFAC(
+        0.1, 0.0, 0.1, fisher=fisher, inverse_period=2, norm_constraint=1.0
+    )
+    model = make_model()
+    state = optimizer.init(model)
+    for index in range(good_steps):
+        model, state, info = train_step(
+            optimizer, squared, model, state, *make_data(index), key=key_of(index)
+        )
+        assert not bool(info.rejected)
+
+    x, y = make_data(9)
+    bad = (x.at[0, 0].set(value), y) if where == "inputs" else (x, y.at[0, 0].set(value))
+    if where == "inputs" and value == jnp.inf:
+        bad = (x * jnp.inf, y)  # tanh of a single infinity is finite.
+    new_model, new_state, info = train_step(
+        optimizer, squared, model, state, *bad, key=key_of(9)
+    )
+    assert bool(info.rejected) and int(new_state.rejected) == 1
+    assert int(new_state.step) == good_steps + 1
+    assert not np.isfinite(float(info.loss))
+    assert_nothing_changed((model, state), (new_model, new_state))
+
+    # Training continues.
+    losses = []
+    for _ in range(4):
+        new_model, new_state, info = train_step(
+            optimizer, squared, new_model, new_state, x, y, key=key_of(3)
+        )
+        assert not bool(info.rejected)
+        losses.append(float(info.loss))
+    assert losses[-1] < losses[0]
+    assert int(new_state.rejected) == 1
+
+
+def test_training_after_a_rejected_first_step_is_unharmed():
+    """The state after a NaN in the very first batch trains as a new one does."""
+    optimizer = kfac.KFAC(0.1, fisher=kfac.Exact(), inverse_period=3)
+    x, y = make_data()
+    runs = []
+    for bad in (False, True):
+        model = make_model()
+        state = optimizer.init(model)
+        if bad:
+            model, state, _ = train_step(optimizer, squared, model, state, x, y * jnp.nan)
+        model, state, info = train_step(optimizer, squared, model, state, x, y)
+        runs.append((model, state.curvature, state.inverse, state.velocity))
+    assert_same(*runs)
+
+
+def test_update_rejects_what_is_not_finite():
+    optimizer = kfac.KFAC(0.1)
+    model = make_model()
+    state = optimizer.init(model)
+    curvature = random_factors(model, 0)
+    grads = gradient(model, *make_data())
+    bad = jtu.tree_map(lambda g: g * jnp.nan, grads)
+    for args in (
+        (bad, dict(curvature=curvature)),
+        (grads, dict(curvature=curvature, value=jnp.array(jnp.nan))),
+    ):
+        updates, new_state = update(optimizer, args[0], state, model, **args[1])
+        assert int(new_state.rejected) == 1
+        assert not np.any(vector(updates))
+        assert_nothing_changed((model, state), (model, new_state))
+    updates, new_state = update(optimizer, grads, state, model, curvature=curvature)
+    assert int(new_state.rejected) == 0
+    assert np.any(vector(updates))
+
+
+def test_nan_curvature_alone_does_not_stop_training():
+    """The gradient is fine: the step is taken with the curvature there was."""
+    optimizer = kfac.KFAC(0.1, inverse_period=1)
+    model = make_model()
+    grads = gradient(model, *make_data())
+    curvature = random_factors(model, 0)
+    state = optimizer.init(model)
+    _, state = update(optimizer, grads, state, model, curvature=curvature)
+    bad = jtu.tree_map(lambda c: c * jnp.nan, curvature)
+    updates, new_state = update(optimizer, grads, state, model, curvature=bad)
+    without, expected = update(optimizer, grads, state, model)
+    assert_same(updates, without)
+    assert_same(new_state, expected)
+
+
+#
+# Checkpoints
+#
+
+
+@pytest.mark.parametrize("solver", solvers)
+def test_checkpoint_and_resume(solver):
+    optimizer = kfac.KFAC(
+        optax.linear_schedule(0.1, 0.01, 6), solver=solver, inverse_period=3
+    )
+
+    def train(model, state, steps):
+        for index in steps:
+            model, state, info = train_step(
+                optimizer, squared, model, state, *make_data(index), key=key_of(index)
+            )
+        return model, state, info
+
+    start = make_model()
+    straight = train(start, optimizer.init(start), range(6))
+
+    model, state, _ = train(start, optimizer.init(start), range(4))
+    file = io.BytesIO()
+    eqx.tree_serialise_leaves(file, (model, state))
+    file.seek(0)
+    like = make_model(seed=5)
+    model, state = eqx.tree_deserialise_leaves(file, (like, optimizer.init(like)))
+    assert_same(train(model, state, range(4, 6)), straight)
+
+
+#
+# Models
+#
+
+
+class Net(eqx.Module):
+    """With parameters that no tag covers, and some that are no parameters."""
+
+    embedding: eqx.nn.Embedding
+    norm: eqx.nn.LayerNorm
+    linears: list
+    table: jax.Array  # Integers: never trained.
+    activation: object
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 3)
+        self.embedding = eqx.nn.Embedding(5, 3, key=keys[0])
+        self.norm = eqx.nn.LayerNorm(3)
+        self.linears = [
+            kfac.Linear(3, 4, key=keys[1]),
+            kfac.Linear(4, 2, use_bias=False, key=keys[2]),
+        ]
+        self.table = jnp.arange(5)[::-1]
+        self.activation = jax.nn.gelu
+
+    def __call__(self, token):
+        h = self.norm(self.embedding(self.table[token]))
+        return self.linears[1](self.activation(self.linears[0](h)))
+
+
+@pytest.fixture
+def standard_promotion():
+    """Optax's Adam does not run under strict type promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def tokens():
+    return jnp.arange(10) % 5, jnp.arange(10) % 2
+
+
+def softmax(model, x, y):
+    return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y)
+
+
+def test_fallback_updates_are_applied_unchanged(standard_promotion):
+    adam = optax.adam(1e-2)
+    optimizer = kfac.KFAC(0.1, 0.9, fisher=kfac.Exact(), fallback=adam)
+    model = Net(key_of(0))
+    state = optimizer.init(model)
+    x, y = tokens()
+
+    def untagged(tree):
+        return tree.embedding, tree.norm
+
+    adam_state = adam.init(eqx.filter(untagged(model), eqx.is_inexact_array))
+    grad = eqx.filter_jit(eqx.filter_grad(lambda m: softmax(m, x, y).value))
+    for _ in range(3):
+        updates, adam_state = adam.update(untagged(grad(model)), adam_state)
+        expected = eqx.apply_updates(untagged(model), updates)
+        before = model
+        model, state, info = train_step(optimizer, softmax, model, state, x, y)
+        assert_same(untagged(model), expected, rtol=1e-12)
+        assert relative(model.linears, before.linears) > 1e-3
+        assert not bool(info.rejected)
+    assert_same(model.table, before.table)
+
+
+def test_fallback_state_is_kept_on_rejection(standard_promotion):
+    optimizer = kfac.KFAC(0.1, fisher=kfac.Exact(), fallback=optax.adam(1e-2))
+    model = Net(key_of(0))
+    x, y = tokens()
+    model, state, _ = train_step(optimizer, softmax, model, optimizer.init(model), x, y)
+
+    def bad(model, x, y):
+        return softmax(model, x, y) * jnp.nan
+
+    after = train_step(optimizer, bad, model, state, x, y)
+    assert_nothing_changed((model, state), after[:2])
+
+
+def test_structure_and_types_do_not_change(standard_promotion):
+    optimizer = kfac.KFAC(0.1, fallback=optax.adam(1e-2), norm_constraint=1.0)
+    model = Net(key_of(0))
+    state = optimizer.init(model)
+    x, y = tokens()
+    new_model, new_state, _ = train_step(
+        optimizer, softmax, model, state, x, y, key=key_of(0)
+    )
+    for old, new in ((model, new_model), (state, new_state)):
+        assert jtu.tree_structure(new) == jtu.tree_structure(old)
+        old, new = (jtu.tree_leaves(eqx.filter(t, eqx.is_array)) for t in (old, new))
+        for a, b in zip(old, new, strict=True):
+            assert jax.typeof(a) == jax.typeof(b)  # Shape, type and weakness.
+    assert new_model.activation is model.activation
+
+
+def test_state_is_shaped_like_the_model_and_printable():
+    optimizer = kfac.KFAC(0.1, fallback=optax.adam(1e-2))
+    state = optimizer.init(Net(key_of(0)))
+    assert state.curvature.linears[0].input_factor.shape == (4, 4)
+    assert state.curvature.linears[0].output_factor.shape == (4, 4)
+    assert state.curvature.linears[1].input_factor.shape == (4, 4)
+    assert state.curvature.linears[1].output_factor.shape == (2, 2)
+    assert state.curvature.embedding.weight is None
+    assert state.velocity.linears[1].weight.shape == (2, 4)
+    assert state.velocity.norm.weight is None
+    assert all(eqx.is_array(leaf) for leaf in jtu.tree_leaves(state))
+    for tree in (optimizer, state):
+        assert len(repr(tree)) > 100
+    assert "input_factor=f64[4,4]" in eqx.tree_pformat(state)
+    assert "KroneckerFactors" in repr(state.curvature)
+
+
+def test_state_needs_no_batch():
+    """`init` works on abstract models too."""
+    optimizer = kfac.KFAC(0.1)
+    model = make_model()
+    abstract = eqx.filter_eval_shape(optimizer.init, model)
+    state = optimizer.init(model)
+    assert jtu.tree_structure(abstract) == jtu.tree_structure(state)
+    assert [x.shape for x in jtu.tree_leaves(abstract)] == [
+        x.shape for x in jtu.tree_leaves(state)
+    ]
+
+
+@pytest.mark.parametrize("frozen", ["layer", "bias", "weight"])
+def test_frozen_parameters(frozen):
+    """Training a part equals, for that part, an optimizer that never sees the rest."""
+    model = make_model()
+    spec = jtu.tree_map(eqx.is_inexact_array, model)
+    where = dict(
+        layer=lambda m: (m.layers[0].weight, m.layers[0].bias),
+        bias=lambda m: (m.layers[0].bias,),
+        weight=lambda m: (m.layers[0].weight,),
+    )[frozen]
+    spec = eqx.tree_at(where, spec, replace_fn=lambda _: False)
+    trained, static = eqx.partition(model, spec)
+
+    def loss_fn(trained, static, x, y):
+        return squared(eqx.combine(trained, static), x, y)
+
+    optimizer = kfac.KFAC(0.1, fisher=kfac.Exact(), damping=1e-2)
+    state = optimizer.init(trained)
+    x, y = make_data()
+    losses = []
+    for _ in range(3):
+        trained, state, info = train_step(
+            optimizer, loss_fn, trained, state, static, x, y
+        )
+        losses.append(float(info.loss))
+        assert not bool(info.rejected)
+    assert losses[-1] < losses[0]
+    after = eqx.combine(trained, static)
+    assert_same(where(after), where(model))
+    assert relative(after.layers[1], model.layers[1]) > 1e-3
+    factors = state.curvature.layers[0]
+    if frozen == "layer":
+        assert factors is None
+    else:
+        assert factors.input_factor.shape == ((3, 3) if frozen == "bias" else (1, 1))
+
+
+def test_frozen_layer_is_as_if_it_were_a_preprocessing():
+    model = make_model()
+    x, y = make_data()
+    optimizer = kfac.KFAC(0.1, fisher=kfac.Exact())
+
+    spec = jtu.tree_map(lambda _: False, model)
+    spec = eqx.tree_at(
+        lambda m: (m.layers[1].weight, m.layers[1].bias), spec, (True, True)
+    )
+    trained, static = eqx.partition(model, spec)
+
+    def partly(trained, x, y):
+        return squared(eqx.combine(trained, static), x, y)
+
+    trained, _, _ = train_step(optimizer, partly, trained, optimizer.init(trained), x, y)
+
+    last = model.layers[1]
+    hidden = jnp.tanh(jax.vmap(model.layers[0])(x))
+    last, _, _ = train_step(optimizer, squared, last, optimizer.init(last), hidden, y)
+    assert relative(trained.layers[1], last) <= 1e-12
+
+
+def test_aux():
+    def loss_fn(model, x, y):
+        out = jax.vmap(model)(x)
+        return kfac.SquaredError(out, y), {"out": out, "name": "squared"}
+
+    optimizer = kfac.KFAC(0.1, fisher=kfac.Exact())
+    model = make_model()
+    x, y = make_data()
+    new, _, info = train_step(optimizer, loss_fn, model, optimizer.init(model), x, y)
+    np.testing.assert_allclose(info.aux["out"], jax.vmap(model)(x), rtol=1e-12)
+    assert info.aux["name"] == "squared"
+    assert float(info.loss) == pytest.approx(float(squared(model, x, y).value))
+    plain, _, info = train_step(optimizer, squared, model, optimizer.init(model), x, y)
+    assert info.aux is None
+    assert_same(new, plain, rtol=1e-12)
+
+
+class Normed(eqx.Module):
+    linears: list
+    norm: eqx.nn.BatchNorm
+    count: eqx.nn.StateIndex
+
+    def __init__(self, key):
+        keys = jax.random.split(key)
+        self.linears = [kfac.Linear(3, 4, key=keys[0]), kfac.Linear(4, 2, key=keys[1])]
+        self.norm = eqx.nn.BatchNorm(
+            4, "batch", channelwise_affine=False, mode="batch", dtype=jnp.float64
+        )
+        self.count = eqx.nn.StateIndex(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x, state):
+        h, state = self.norm(jnp.tanh(self.linears[0](x)), state)
+        return self.linears[1](h), state
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_equinox_state_through_aux(weighted):
+    model, stats = eqx.nn.make_with_state(Normed)(key_of(0))
+
+    def loss_fn(model, stats, x, y):
+        # Used outside of any transformation as well.
+        stats = stats.set(model.count, stats.get(model.count) + 1)
+        out, stats = jax.vmap(
+            model, in_axes=(0, None), out_axes=(0, None), axis_name="batch"
+        )(x, stats)
+        weights = jnp.ones(len(x)) if weighted else None
+        return kfac.SquaredError(out, y, weights), stats
+
+    params, static = eqx.partition(model, trained_part(model))
+
+    def on_params(params, stats, x, y):
+        return loss_fn(eqx.combine(params, static), stats, x, y)
+
+    optimizer = kfac.KFAC(0.1, fisher=kfac.Exact())
+    state = optimizer.init(params)
+    losses = []
+    for index in range(3):
+        params, state, info = train_step(
+            optimizer, on_params, params, state, stats, *make_data(index)
+        )
+        stats = info.aux
+        losses.append(info.loss)
+        assert int(stats.get(model.count)) == index + 1
+    assert np.all(np.isfinite(losses))
+
+
+def trained_part(model):
+    """The linear layers' arrays."""
+    spec = jtu.tree_map(lambda _: False, model)
+    arrays = jtu.tree_map(eqx.is_inexact_array, model.linears)
+    return eqx.tree_at(lambda m: m.linears, spec, arrays)
+
+
+def test_dropout_keys_are_arguments():
+    class Dropped(eqx.Module):
+        mlp: eqx.nn.MLP
+        dropout: eqx.nn.Dropout
+
+        def __call__(self, x, key):
+            return self.mlp(self.dropout(x, key=key))
+
+    def loss_fn(model, x, y, key):
+        keys = jax.random.split(key, len(x))
+        return kfac.SquaredError(jax.vmap(model)(x, keys), y)
+
+    model = Dropped(make_model(), eqx.nn.Dropout(0.5))
+    optimizer = kfac.KFAC(0.1)
+    x, y = make_data()
+
+    def step(dropout_key, key):
+        state = optimizer.init(model)
+        return train_step(optimizer, loss_fn, model, state, x, y, dropout_key, key=key)
+
+    _, state, info = step(key_of(0), key_of(1))
+    assert_same(step(key_of(0), key_of(1))[1], state)
+    # Another dropout mask: another loss. Another Fisher sample: the same loss, another
+    # output factor.
+    assert float(step(key_of(2), key_of(1))[2].loss) != float(info.loss)
+    _, other, other_info = step(key_of(0), key_of(2))
+    assert float(other_info.loss) == float(info.loss)
+    factors, others = (s.curvature.mlp.layers[0] for s in (state, other))
+    np.testing.assert_array_equal(factors.input_factor, others.input_factor)
+    assert np.any(factors.output_factor != others.output_factor)
+
+
+@pytest.mark.parametrize("solver", solvers)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_low_precision_models(solver, dtype):
+    """The same steps as in double precision, but for rounding."""
+    optimizer = kfac.KFAC(0.1, 0.9, 1e-1, solver=solver, fisher=kfac.Exact())
+    x, y = make_data()
+
+    def run(dtype):
+        cast = lambda a: a.astype(dtype) if eqx.is_array(a) else a
+        model = jtu.tree_map(cast, make_model())
+        state = optimizer.init(model)
+        losses = []
+        for _ in range(4):
+            model, state, info = train_step(
+                optimizer, squared, model, state, cast(x), cast(y)
+            )
+            losses.append(float(info.loss))
+            assert not bool(info.rejected)
+        return model, state, info, losses
+
+    model, state, info, losses = run(dtype)
+    *_, expected = run(jnp.float64)
+    rtol = 100 * float(jnp.finfo(dtype).eps) if dtype == jnp.float32 else 0.02
+    np.testing.assert_allclose(losses, expected, rtol=rtol)
+    assert losses[-1] < 0.95 * losses[0]
+    assert info.loss.dtype == jnp.float32
+    assert {a.dtype for a in jtu.tree_leaves(params_of(model))} == {jnp.dtype(dtype)}
+    factors = jtu.tree_leaves((state.curvature, state.inverse))
+    assert {a.dtype for a in factors} == {jnp.dtype(jnp.float32)}
+
+
+class Residual(eqx.Module):
+    """Layers of one shape, stacked and scanned over, or in a list."""
+
+    layers: object
+
+    def __call__(self, x):
+        if isinstance(self.layers, list):
+            for layer in self.layers:
+                x = x + jnp.tanh(layer(x))
+            return x
+        params, static = eqx.partition(self.layers, eqx.is_array)
+
+        def body(x, params):
+            return x + jnp.tanh(eqx.combine(params, static)(x)), None
+
+        return jax.lax.scan(body, x, params)[0]
+
+
+@pytest.mark.parametrize("solver", solvers)
+def test_stacked_layers(solver):
+    keys = jax.random.split(key_of(0), 2)
+    stacked = eqx.filter_vmap(lambda key: kfac.Linear(2, 2, key=key))(keys)
+    separate = [jtu.tree_map(lambda a: a[i], stacked) for i in range(2)]
+    optimizer = kfac.KFAC(
+        0.1, 0.9, 1e-2, solver=solver, fisher=kfac.Exact(), norm_constraint=1e-2
+    )
+    x, y = make_data(d_in=2)
+    results = []
+    for layers in (stacked, separate):
+        model = Residual(layers)
+        state = optimizer.init(model)
+        for _ in range(3):
+            model, state, info = train_step(optimizer, squared, model, state, x, y)
+        results.append((model, state, info))
+    (model, state, info), (other, other_state, other_info) = results
+    assert state.curvature.layers.input_factor.shape == (2, 3, 3)
+    restacked = jtu.tree_map(lambda *a: jnp.stack(a), *other.layers)
+    assert_same(model.layers, restacked, rtol=1e-11)
+    restacked = jtu.tree_map(lambda *a: jnp.stack(a), *other_state.curvature.layers)
+    assert_same(state.curvature.layers, restacked, rtol=1e-11)
+    assert float(info.update_norm) == pytest.approx(float(other_info.update_norm))
+
+
+def test_info_norms():
+    x, y = make_data()
+    model = make_model()
+    optimizer = kfac.KFAC(0.1, fisher=kfac.Exact())
+    new, _, info = train_step(optimizer, squared, model, optimizer.init(model), x, y)
+    norm = jnp.linalg.norm(vector(gradient(model, x, y)))
+    assert float(info.gradient_norm) == pytest.approx(float(norm), rel=1e-12)
+    norm = jnp.linalg.norm(vector(new) - vector(model))
+    assert float(info.update_norm) == pytest.approx(float(norm), rel=1e-12)
+    assert float(info.loss) == pytest.approx(float(squared(model, x, y).value))
+
+
+def test_keyword_arguments_reach_the_loss():
+    def loss_fn(model, x, *, y, scale=1.0):
+        return scale * squared(model, x, y)
+
+    optimizer = kfac.KFAC(0.1, fisher=kfac.Exact())
+    model = make_model()
+    x, y = make_data()
+    state = optimizer.init(model)
+    step = eqx.filter_jit(optimizer.step)
+    _, _, one = step(loss_fn, model, state, x, y=y, scale=jnp.array(1.0))
+    _, _, three = step(loss_fn, model, state, x, y=y, scale=jnp.array(3.0))
+    assert float(three.loss) == pytest.approx(3 * float(one.loss))

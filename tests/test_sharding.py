@@ -1,0 +1,556 @@
+"""However a batch is laid out over devices, the results are those of one device."""
+
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import eqx_kfac as kfac
+
+
+DEVICES = 8
+BATCH, D_IN, HIDDEN, D_OUT = 16, 4, 5, 3
+# Devices (two examples each) differ in their total weight; the third has none at all.
+WEIGHTS = jnp.array([1.0, 2, 0, 1, 0, 0, 3, 1, 1, 0, 0.5, 1, 1, 1, 2, 5])
+
+
+def make_mesh(kind=AxisType.Auto, shape=(DEVICES,), names=("batch",)):
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
+
+
+def make_model(seed=0):
+    mlp = eqx.nn.MLP(D_IN, D_OUT, HIDDEN, 1, jnp.tanh, key=jr.key(seed))
+    return kfac.convert(mlp)
+
+
+def data(*leading, seed=1):
+    keys = jr.split(jr.key(seed))
+    x = jr.normal(keys[0], (*leading, D_IN))
+    return x, jr.randint(keys[1], leading, 0, D_OUT)
+
+
+def loss_fn(model, x, y, weights=None):
+    return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y, weights)
+
+
+def penalised_loss(model, x, y, weights=None):
+    """With a curved penalty, one on the parameters, and one on the examples."""
+    logits = jax.vmap(model)(x)
+    loss = kfac.SoftmaxCrossEntropy(logits, y, weights)
+    norms = sum(jnp.sum(layer.weight**2) for layer in model.layers)
+    return loss + kfac.L2(model, 0.1) + 0.1 * norms + 0.1 * jnp.mean(logits**2)
+
+
+def arrays(tree):
+    return eqx.filter(tree, eqx.is_array)
+
+
+def relative_errors(got, want):
+    got, want = jtu.tree_leaves(arrays(got)), jtu.tree_leaves(arrays(want))
+    for g, w in zip(got, want, strict=True):
+        assert g.shape == w.shape
+        g, w = np.asarray(g, np.float64), np.asarray(w, np.float64)
+        scale = np.linalg.norm(w)
+        yield np.linalg.norm(g - w) / (1 if scale == 0 else scale)
+
+
+def assert_same(got, want, tolerance=1e-10):
+    assert max(relative_errors(got, want)) <= tolerance
+
+
+def assert_differs(got, want):
+    assert max(relative_errors(got, want)) > 1e-2
+
+
+def stack(trees):
+    """(Through NumPy, which needs no compilation.)"""
+    together = lambda *xs: jnp.asarray(np.stack([np.asarray(x) for x in xs]))
+    return jtu.tree_map(together, *map(arrays, trees))
+
+
+def member(tree, index):
+    return jtu.tree_map(lambda x: x[index] if eqx.is_array(x) else x, tree)
+
+
+#
+# What is run: the three results, or two steps of an optimizer
+#
+
+
+def collect(loss_fn, model, key, *args, fisher=kfac.Exact()):
+    return kfac.value_grad_and_curvature(loss_fn, fisher=fisher)(model, *args, key=key)
+
+
+def train(loss_fn, model, key, *args, fisher=kfac.Exact(), solver=kfac.Cholesky()):
+    optimizer = kfac.KFAC(
+        0.1, 0.9, 1e-2, fisher=fisher, solver=solver, norm_constraint=1e-2
+    )
+    state = optimizer.init(model)
+    model, state, info = optimizer.step(loss_fn, model, state, *args, key=key)
+    # (But for eigenvectors, which are only determined up to their sign.)
+    return model, state.curvature, state.velocity, info
+
+
+RUNS = {
+    "collect": collect,
+    "Cholesky": train,
+    "Eigh": ft.partial(train, solver=kfac.Eigh()),
+}
+
+
+@ft.cache
+def unsharded(run, weighted=False, penalised=False, seed=0, fisher=kfac.Exact()):
+    args = *data(BATCH), WEIGHTS if weighted else None
+    fn = penalised_loss if penalised else loss_fn
+    run = ft.partial(RUNS[run], fn, fisher=fisher)
+    return eqx.filter_jit(run)(make_model(seed), jr.key(0), *args)
+
+
+def arguments(weighted):
+    return (*data(BATCH), WEIGHTS) if weighted else data(BATCH)
+
+
+def test_weights_matter():
+    assert_differs(unsharded("collect", True)[2], unsharded("collect")[2])
+
+
+#
+# Automatic and explicit meshes
+#
+
+
+def put(tree, mesh, spec):
+    sharding = NamedSharding(mesh, spec)
+    move = lambda x: jax.device_put(x, sharding) if eqx.is_array(x) else x
+    return jtu.tree_map(move, tree)
+
+
+def tensor_parallel(model, mesh):
+    """The first layer's output axis, and the second one's input axis, over devices."""
+
+    def split(where, model, spec):
+        return eqx.tree_at(where, model, put(where(model), mesh, spec))
+
+    model = put(model, mesh, P())
+    model = split(lambda m: m.layers[0].weight, model, P("batch", None))
+    return split(lambda m: m.layers[1].weight, model, P(None, "batch"))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("run", RUNS)
+def test_auto_mesh(run, weighted):
+    mesh = make_mesh()
+    args = put(arguments(weighted), mesh, P("batch"))
+    model = put(make_model(), mesh, P())
+    got = eqx.filter_jit(ft.partial(RUNS[run], loss_fn))(model, jr.key(0), *args)
+    assert_same(got, unsharded(run, weighted))
+
+
+def test_auto_mesh_reduces_over_devices():
+    """The factors are replicated sums, from shards that stay where they are."""
+    mesh = make_mesh()
+    params, static = eqx.partition(make_model(), eqx.is_array)
+    params = put(params, mesh, P())
+    args = put(data(BATCH), mesh, P("batch"))
+
+    @jax.jit
+    def run(params, *args):
+        return arrays(collect(loss_fn, eqx.combine(params, static), None, *args))
+
+    text = run.lower(params, *args).compile().as_text()
+    assert "all-reduce" in text
+    assert "all-gather" not in text
+    _, _, curvature = run(params, *args)
+    assert curvature.layers[0].input_factor.sharding.is_fully_replicated
+
+
+def test_auto_mesh_with_a_split_model():
+    mesh = make_mesh()
+    model = eqx.nn.MLP(D_IN, D_OUT, 8, 1, jnp.tanh, key=jr.key(0))
+    model = kfac.convert(model)
+    run = eqx.filter_jit(ft.partial(collect, loss_fn))
+    want = run(model, None, *data(BATCH))
+    split = tensor_parallel(model, mesh)
+    assert not split.layers[0].weight.sharding.is_fully_replicated
+    for spec in (P(), P("batch")):
+        got = run(split, None, *put(data(BATCH), mesh, spec))
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize("run", ["collect", "Cholesky"])
+def test_auto_mesh_monte_carlo(run):
+    """The same key draws the same samples, wherever they live."""
+    mesh = make_mesh()
+    fisher = kfac.MonteCarlo(2)
+    args = put(data(BATCH), mesh, P("batch"))
+    fn = eqx.filter_jit(ft.partial(RUNS[run], loss_fn, fisher=fisher))
+    got = fn(put(make_model(), mesh, P()), jr.key(0), *args)
+    assert_same(got, unsharded(run, fisher=fisher))
+    other = fn(put(make_model(), mesh, P()), jr.key(1), *args)
+    assert_differs(got, other)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("run", RUNS)
+def test_explicit_mesh(run, weighted):
+    mesh = make_mesh(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        args = put(arguments(weighted), mesh, P("batch"))
+        model = put(make_model(), mesh, P())
+        assert jax.typeof(args[0]).sharding.spec == P("batch", None)
+        got = eqx.filter_jit(ft.partial(RUNS[run], loss_fn))(model, jr.key(0), *args)
+    assert_same(got, unsharded(run, weighted))
+
+
+def test_explicit_mesh_penalised():
+    mesh = make_mesh(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        args = put(arguments(True), mesh, P("batch"))
+        model = put(make_model(), mesh, P())
+        fn = eqx.filter_jit(ft.partial(collect, penalised_loss))
+        got = fn(model, None, *args)
+    assert_same(got, unsharded("collect", True, True))
+
+
+def test_explicit_mesh_monte_carlo():
+    mesh = make_mesh(AxisType.Explicit)
+    fisher = kfac.MonteCarlo(2)
+    with jax.set_mesh(mesh):
+        args = put(data(BATCH), mesh, P("batch"))
+        model = put(make_model(), mesh, P())
+        fn = eqx.filter_jit(ft.partial(collect, loss_fn, fisher=fisher))
+        got = fn(model, jr.key(0), *args)
+    assert_same(got, unsharded("collect", fisher=fisher))
+
+
+@pytest.mark.parametrize("tokens", [2])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_two_mesh_axes(kind, tokens):
+    """Examples over one axis of the mesh, tokens over the other."""
+    mesh = make_mesh(kind, (4, 2), ("batch", "tokens"))
+    x, y = data(BATCH, tokens)
+
+    def loss(model, x, y):
+        return kfac.SoftmaxCrossEntropy(jax.vmap(jax.vmap(model))(x), y)
+
+    run = ft.partial(collect, loss)
+    want = eqx.filter_jit(run)(make_model(), None, x, y)
+    with jax.set_mesh(mesh):
+        args = put((x, y), mesh, P("batch", "tokens"))
+        got = eqx.filter_jit(run)(put(make_model(), mesh, P()), None, *args)
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_ensemble_over_a_mesh_axis(kind):
+    """Stacked members, each on a device of its own."""
+    mesh = make_mesh(kind, names=("members",))
+    x, y = data(DEVICES, BATCH)
+    model = make_ensemble()
+    run = eqx.filter_vmap(lambda m, x, y: collect(loss_fn, m, None, x, y))
+    with jax.set_mesh(mesh):
+        args = put((model, x, y), mesh, P("members"))
+        got = eqx.filter_jit(run)(*args)
+        factor = got[2].layers[0].input_factor
+        assert not factor.sharding.is_fully_replicated
+    assert_same(got, separate_members())
+
+
+#
+# `shard_map` inside the loss
+#
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("jit", [False, True])
+def test_shard_map_inside_the_loss(weighted, jit):
+    mesh = make_mesh()
+
+    def sharded_loss(model, x, y, weights=None):
+        params, static = eqx.partition(model, eqx.is_array)
+
+        @ft.partial(
+            jax.shard_map, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P("batch")
+        )
+        def forward(params, x):
+            return jax.vmap(eqx.combine(params, static))(x)
+
+        return kfac.SoftmaxCrossEntropy(forward(params, x), y, weights)
+
+    run = ft.partial(collect, sharded_loss)
+    run = eqx.filter_jit(run) if jit else run
+    got = run(make_model(), None, *arguments(weighted))
+    assert_same(got, unsharded("collect", weighted))
+
+
+#
+# Everything inside `shard_map`
+#
+
+
+def in_shard_map(run, mesh, model, args, spec=P("batch"), key=None):
+    """`run(model, key, *args)` on every device, for its part of `args`; the result has
+    to be the same on all of them."""
+    params, static = eqx.partition(model, eqx.is_array)
+
+    @jax.jit
+    @ft.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(), spec), out_specs=P())
+    def local(params, key, args):
+        return arrays(run(eqx.combine(params, static), key, *args))
+
+    return local(params, jr.key(0) if key is None else key, args)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("run", RUNS)
+def test_inside_shard_map(run, weighted):
+    """The loss is that of the examples of one device; the results are those of all."""
+    local = ft.partial(RUNS[run], loss_fn)
+    got = in_shard_map(local, make_mesh(), make_model(), arguments(weighted))
+    assert_same(got, unsharded(run, weighted))
+
+
+@pytest.mark.parametrize("run", ["collect", "Cholesky"])
+def test_inside_shard_map_penalised(run):
+    local = ft.partial(RUNS[run], penalised_loss)
+    got = in_shard_map(local, make_mesh(), make_model(), arguments(True))
+    assert_same(got, unsharded(run, True, True))
+
+
+def several_steps(loss_fn, model, key, *args):
+    """A `scan` of steps, with work that is not due at every step."""
+    optimizer = kfac.KFAC(
+        0.1, 0.9, 1e-2, fisher=kfac.Exact(), inverse_period=3, curvature_period=2
+    )
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def step(carry, key):
+        params, state = carry
+        model = eqx.combine(params, static)
+        model, state, info = optimizer.step(loss_fn, model, state, *args, key=key)
+        return (arrays(model), state), info
+
+    carry = params, optimizer.init(model)
+    return jax.lax.scan(step, carry, jr.split(key, 4))
+
+
+def test_scan_of_steps_inside_shard_map():
+    run = ft.partial(several_steps, loss_fn)
+    got = in_shard_map(run, make_mesh(), make_model(), arguments(True))
+    want = eqx.filter_jit(run)(make_model(), jr.key(0), *arguments(True))
+    assert_same(got, want)
+
+
+def test_inside_shard_map_over_two_axes():
+    mesh = make_mesh(shape=(4, 2), names=("a", "b"))
+    run = ft.partial(collect, loss_fn)
+    got = in_shard_map(run, mesh, make_model(), arguments(True), spec=P(("a", "b")))
+    assert_same(got, unsharded("collect", True))
+    # Split over one of the axes only: twice the same examples count once.
+    got = in_shard_map(run, mesh, make_model(), arguments(True), spec=P("a"))
+    assert_same(got, unsharded("collect", True))
+
+
+def test_inside_shard_map_explicit_mesh():
+    mesh = make_mesh(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        args = put(arguments(True), mesh, P("batch"))
+        model = put(make_model(), mesh, P())
+        got = in_shard_map(ft.partial(collect, loss_fn), mesh, model, args)
+    assert_same(got, unsharded("collect", True))
+
+
+def test_local_results_are_not_the_answer():
+    """What a device would compute by itself is something else."""
+    alone = eqx.filter_jit(ft.partial(collect, loss_fn))(
+        make_model(), None, *[a[:2] for a in arguments(True)]
+    )
+    for got, want in zip(alone, unsharded("collect", True)):
+        assert_differs(got, want)
+
+
+def test_mean_of_local_results_is_not_the_answer():
+    """With unequal weights the mean over devices is not the mean over examples."""
+    args = arguments(True)
+    run = eqx.filter_jit(ft.partial(collect, loss_fn))
+    halves = [
+        run(make_model(), None, *[a[i] for a in args]) for i in (np.s_[:4], np.s_[4:])
+    ]
+    mean = jtu.tree_map(lambda a, b: (a + b) / 2, *map(arrays, halves))
+    assert_differs(mean, unsharded("collect", True))
+
+
+def test_scan_inside_shard_map():
+    """Stacked layers, scanned, with examples split over devices."""
+    make = lambda key: kfac.Linear(D_IN, D_IN, key=key)
+    model = eqx.filter_vmap(make)(jr.split(jr.key(0), 3))
+
+    def loss(model, x, weights):
+        params, static = eqx.partition(model, eqx.is_array)
+
+        def one(x):
+            step = lambda x, p: (jnp.tanh(eqx.combine(p, static)(x)), None)
+            return jax.lax.scan(step, x, params)[0]
+
+        return kfac.SquaredError(jax.vmap(one)(x), x, weights)
+
+    x, _ = data(BATCH)
+    run = ft.partial(collect, loss)
+    got = in_shard_map(run, make_mesh(), model, (x, WEIGHTS))
+    assert_same(got, eqx.filter_jit(run)(model, None, x, WEIGHTS))
+
+
+def test_devices_draw_different_samples():
+    """One and the same example everywhere: if all devices drew one target, the output
+    factor of the last layer would have rank one."""
+    x, y = data(1)
+    x, y = jnp.tile(x, (DEVICES, 1)), jnp.tile(y, DEVICES)
+    run = ft.partial(collect, loss_fn, fisher=kfac.MonteCarlo())
+    rank = lambda result: np.linalg.matrix_rank(result[2].layers[-1].output_factor)
+    one = eqx.filter_jit(run)(make_model(), jr.key(0), x[:1], y[:1])
+    assert rank(one) == 1
+    got = in_shard_map(run, make_mesh(), make_model(), (x, y))
+    assert rank(got) > 1
+    again = in_shard_map(run, make_mesh(), make_model(), (x, y))
+    assert_same(got, again, tolerance=0)
+    other = in_shard_map(run, make_mesh(), make_model(), (x, y), key=jr.key(1))
+    assert_differs(got[2], other[2])
+
+
+def test_monte_carlo_inside_shard_map_is_unbiased():
+    fisher = kfac.MonteCarlo(2000)
+    run = ft.partial(collect, loss_fn, fisher=fisher)
+    _, _, got = in_shard_map(run, make_mesh(), make_model(), arguments(True))
+    _, _, want = unsharded("collect", True)
+    assert_same(got, want, tolerance=5e-2)
+    assert max(relative_errors(got, want)) > 1e-6
+
+
+#
+# Different models on different devices
+#
+
+
+def make_ensemble(members=DEVICES):
+    params = stack([make_model(seed) for seed in range(members)])
+    return eqx.combine(params, make_model())
+
+
+@ft.cache
+def separate_members(run="collect", weighted=False):
+    """Every member by itself, on the examples of its own device."""
+    x, y = data(DEVICES, BATCH)
+    fn = eqx.filter_jit(ft.partial(RUNS[run], loss_fn))
+    weights = (WEIGHTS,) if weighted else ()
+    return stack(
+        [fn(make_model(i), jr.key(0), x[i], y[i], *weights) for i in range(DEVICES)]
+    )
+
+
+def one_member_per_device(run, params, *args):
+    """`run(params, *args)` on every device, for its part of both."""
+
+    @jax.jit
+    @ft.partial(
+        jax.shard_map, mesh=make_mesh(), in_specs=P("batch"), out_specs=P("batch")
+    )
+    def local(params, args):
+        params, args = member((params, args), 0)
+        return jtu.tree_map(lambda x: x[None], arrays(run(params, *args)))
+
+    return local(params, args)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("run", RUNS)
+def test_ensemble_in_shard_map(run, weighted):
+    """Models that differ from device to device are not one model: nothing is added up
+    over devices."""
+    x, y = data(DEVICES, BATCH)
+    weights = jnp.broadcast_to(WEIGHTS, (DEVICES, BATCH)) if weighted else None
+    params, static = eqx.partition(make_ensemble(), eqx.is_array)
+
+    def local(params, *args):
+        return RUNS[run](loss_fn, eqx.combine(params, static), jr.key(0), *args)
+
+    got = one_member_per_device(local, params, x, y, weights)
+    assert_same(got, separate_members(run, weighted))
+
+
+def test_ensemble_of_scans_in_shard_map():
+    x, y = data(DEVICES, BATCH)
+    params, static = eqx.partition(make_ensemble(), eqx.is_array)
+
+    def local(params, *args):
+        return several_steps(loss_fn, eqx.combine(params, static), jr.key(0), *args)
+
+    got = one_member_per_device(local, params, x, y)
+    alone = eqx.filter_jit(ft.partial(several_steps, loss_fn))
+    for i in (0, DEVICES - 1):
+        want = alone(make_model(i), jr.key(0), x[i], y[i])
+        assert_same(member(got, i), want)
+
+
+def test_ensemble_with_a_state_from_outside():
+    """Made for all members before they are handed out."""
+    x, y = data(DEVICES, BATCH)
+    params, static = eqx.partition(make_ensemble(), eqx.is_array)
+    optimizer = kfac.KFAC(0.1, 0.9, 1e-2, fisher=kfac.Exact(), inverse_period=3)
+    states = eqx.filter_vmap(optimizer.init)(make_ensemble())
+
+    def step(params, state, x, y):
+        model = eqx.combine(params, static)
+        return optimizer.step(loss_fn, model, state, x, y)
+
+    got = one_member_per_device(step, params, states, x, y)
+    want = eqx.filter_jit(step)(
+        arrays(make_model(3)), optimizer.init(make_model(3)), x[3], y[3]
+    )
+    assert_same(member(got, 3), want)
+
+
+def test_ensemble_of_several_members_per_device():
+    mesh = make_mesh(shape=(4,))
+    x, y = data(DEVICES, BATCH)
+    params, static = eqx.partition(make_ensemble(), eqx.is_array)
+
+    @jax.jit
+    @ft.partial(jax.shard_map, mesh=mesh, in_specs=P("batch"), out_specs=P("batch"))
+    def local(params, x, y):
+        def one(params, x, y):
+            return arrays(collect(loss_fn, eqx.combine(params, static), None, x, y))
+
+        return jax.vmap(one)(params, x, y)
+
+    assert_same(local(params, x, y), separate_members())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_members_and_examples_on_two_axes(weighted):
+    """Sums go over the axis that splits examples, and not over that of the members."""
+    mesh = make_mesh(shape=(2, 4), names=("members", "batch"))
+    params, static = eqx.partition(make_ensemble(2), eqx.is_array)
+    args = arguments(weighted)
+
+    @jax.jit
+    @ft.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P("members"), P("batch")),
+        out_specs=P("members"),
+    )
+    def local(params, args):
+        model = eqx.combine(member(params, 0), static)
+        out = collect(loss_fn, model, None, *args)
+        return jtu.tree_map(lambda x: x[None], arrays(out))
+
+    want = [unsharded("collect", weighted, seed=seed) for seed in range(2)]
+    got = local(params, args)
+    assert_same(got, stack(want))
+    assert_differs(member(got, 0), member(got, 1))
