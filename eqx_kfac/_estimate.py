@@ -1,5 +1,6 @@
 """One forward pass, two pullbacks: the loss, its gradient, and its curvature."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from ._block import Statistics
 from ._custom_types import Key, Model
 from ._fisher import AbstractFisher, MonteCarlo
 from ._loss import AbstractLoss, AbstractObjective, L2, linear_combination, Sum
-from ._misc import varying_axes
+from ._misc import accumulator, varying_axes
 from ._tag import (
     check_tagged,
     empty_tags,
@@ -45,6 +46,7 @@ class Linearisation(eqx.Module):
 
     def curvature(self, fisher: AbstractFisher, key: Key | None) -> Model:
         """The factors of every tagged layer, in a tree shaped like the model."""
+        fisher.check(self.model)
         scales, count = self._scales()
         statistics = self._statistics(fisher, scales, self._device_key(key))
         count = count * fisher.average_over(self.objective.losses)
@@ -98,6 +100,8 @@ class Linearisation(eqx.Module):
         and $N$: dividing by $N$ then gives the curvature of $\sum_i c_i h_i$."""
         terms = self.objective.weighted_losses
         counts = [_psum(loss.count, self.axes) for _, loss in terms]
+        dtype = accumulator(*[n.dtype for n in counts])
+        counts = [n.astype(dtype) for n in counts]
         total = jnp.max(jnp.stack(counts))
 
         def scale(coefficient, loss, count):
@@ -273,21 +277,29 @@ def _psum(x: Array, axes: frozenset) -> Array:
     return jax.lax.psum(x, tuple(sorted(axes)))
 
 
-def _example_weights(losses: list[AbstractLoss]) -> Float[Array, "*leading"] | None:
-    """The weight of every example, on the leading axes that all losses share."""
-    if all(loss.weights is None for loss in losses):
+def _example_weights(losses: list[AbstractLoss]) -> Array | None:
+    """The weight of every example for the input moments of the layers, on the leading
+    axes that all losses with weights share. A layer cannot tell which loss it serves:
+    of several losses over the same examples, the mean of the weights is taken."""
+    shapes = [loss.leading for loss in losses if loss.weights is not None]
+    if not shapes:
         return None
-    shapes = [loss.leading for loss in losses]
-    shared = 0
-    while all(len(s) > shared and s[shared] == shapes[0][shared] for s in shapes):
-        shared += 1
-    if shared == 0:
-        return None
+    same = itertools.takewhile(lambda sizes: len(set(sizes)) == 1, zip(*shapes))
+    shared = tuple(sizes[0] for sizes in same)
+    if not shared:
+        raise ValueError(
+            "Several losses of a sum have weights, over different examples: their terms "
+            f"have the shapes {shapes}. Only one batch of examples can be weighted; give "
+            "the weights of the others as fewer examples, or as a coefficient."
+        )
+    axes = len(shared)
     means = [
-        jnp.mean(loss.term_weights, axis=tuple(range(shared, len(loss.leading))))
+        jnp.mean(loss.term_weights, axis=tuple(range(axes, len(loss.leading))))
         for loss in losses
+        if loss.leading[:axes] == shared
     ]
-    return jnp.mean(jnp.stack(means), axis=0)
+    dtype = accumulator(*[w.dtype for w in means])
+    return jnp.mean(jnp.stack([w.astype(dtype) for w in means]), axis=0)
 
 
 def _mean_over_layer(layer: Any, diagonal: Any) -> Float[Array, "*stack"]:

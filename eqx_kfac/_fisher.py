@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from ._custom_types import Key
+from ._custom_types import Key, Model
 from ._loss import AbstractLoss
+from ._misc import names
+from ._tag import tagged_layers
 
 
 class AbstractFisher(eqx.Module):
@@ -28,6 +30,9 @@ class AbstractFisher(eqx.Module):
         self, losses: Sequence[AbstractLoss], index: Any, key: Key | None
     ) -> list[PyTree[Array]]:
         """Cotangent `index`, for the outputs of every loss, without weights."""
+
+    def check(self, model: Model) -> None:
+        """Raises if this estimate is not one for the layers of `model`."""
 
     def average_over(self, losses: Sequence[AbstractLoss]) -> int:
         """What the sum over cotangents is divided by."""
@@ -122,6 +127,15 @@ class Exact(AbstractFisher):
         if example_axes < 0:
             raise ValueError(f"`example_axes` must not be negative: {example_axes}.")
         self.example_axes = example_axes
+
+    def check(self, model: Model) -> None:
+        mixing = [p for p, m in tagged_layers(model) if m.tag.block.mixes_positions]
+        if self.example_axes > 1 and mixing:
+            raise ValueError(
+                f"`Exact(example_axes={self.example_axes})` serves all tokens of an "
+                f"example with one backward pass, but the layers {names(mixing)} add up "
+                "the gradients of tokens (`kfac.Reduce`). Use `kfac.Exact()`."
+            )
 
     def _columns(self, loss: AbstractLoss) -> int:
         return math.prod(loss.root_shape[self.example_axes :])

@@ -186,7 +186,8 @@ def _transpose(ct, *operands, layout, stack, examples):
 def _row_weights(weights=None, *, x, stack, axes):
     """Example weights on the axes of this layer that they speak of: the longest run of
     example axes, from the outermost, whose lengths agree. Over the weights' further axes
-    (tokens, when the layer acts on whole sequences) the mean is taken."""
+    (tokens, when the layer acts on whole sequences) the mean is taken. `None` if there
+    are no weights, or if the layer's outermost axis is not the examples."""
     if weights is None or axes == stack:
         return None
     weights = _local_weights(weights, x, stack)
@@ -196,7 +197,7 @@ def _row_weights(weights=None, *, x, stack, axes):
             break
         matching += 1
     if matching == stack:
-        return None  # Not a per-example layer.
+        return None
     return jnp.mean(weights, axis=tuple(range(matching, weights.ndim)))
 
 

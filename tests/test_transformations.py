@@ -378,22 +378,35 @@ def token_weights(kind, tokens):
     return jnp.where(mask, WEIGHTS[:, None], 0.0)
 
 
-# As many tokens as examples too: nothing may be told by sizes alone.
-@pytest.mark.parametrize("tokens", [2, BATCH])
-@pytest.mark.parametrize("kind", ["per example", "per token"])
-@pytest.mark.parametrize("forward", NESTED)
-def test_nested_vmap_weighted(forward, kind, tokens):
-    """Either the right factors, or an error that says why not: never wrong factors."""
+def nested_weighted(forward, kind, tokens):
+    """What comes out, and what should."""
     x, y = data(BATCH, tokens)
     weights = token_weights(kind, tokens)
     flat = jnp.broadcast_to(weights.reshape(BATCH, -1), (BATCH, tokens)).reshape(-1)
+    got = results(cross_entropy(forward), make_mlp(), x, y, weights)
+    rows = x.reshape(-1, D_IN), y.reshape(-1), flat
+    return got, results(plain_loss, make_mlp(), *rows)
+
+
+KINDS = ["per example", "per token"]
+
+
+@pytest.mark.parametrize("tokens", [2, BATCH])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("forward", [batch_outside, tokens_last])
+def test_nested_vmap_weighted(forward, kind, tokens):
+    assert_same(*nested_weighted(forward, kind, tokens))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("forward", [tokens_outside, token_scan])
+def test_nested_otherwise_weighted(forward, kind):
+    """Either the right factors, or an error that says why not: never wrong factors."""
     try:
-        got = results(cross_entropy(forward), make_mlp(), x, y, weights)
+        got, want = nested_weighted(forward, kind, 2)
     except ValueError as error:
-        assert forward is not batch_outside
         assert "weights" in str(error)
     else:
-        want = results(plain_loss, make_mlp(), x.reshape(-1, D_IN), y.reshape(-1), flat)
         assert_same(got, want)
 
 

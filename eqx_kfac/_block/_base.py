@@ -39,6 +39,12 @@ class AbstractBlock(eqx.Module):
     and hashed by value.
     """
 
+    @property
+    def mixes_positions(self) -> bool:
+        """Whether the statistics have products between different positions (tokens) of
+        an example."""
+        return False
+
     @abc.abstractmethod
     def empty(self) -> Statistics:
         """Statistics whose leaves are all `None`."""

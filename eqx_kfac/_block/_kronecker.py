@@ -51,6 +51,10 @@ class Kronecker(AbstractBlock):
 
     sharing: AbstractSharing = Expand()
 
+    @property
+    def mixes_positions(self) -> bool:
+        return self.sharing.mixes_positions
+
     def empty(self) -> Statistics:
         return Statistics(inputs=InputMoments(), outputs=None)
 

@@ -1,4 +1,5 @@
 import abc
+from typing import ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ from ._base import Rows
 class AbstractSharing(eqx.Module):
     """How a Kronecker block treats positions (tokens, pixels, agents) that share the
     layer's weight: every example axis of a layer but the outermost."""
+
+    mixes_positions: ClassVar[bool]
 
     @abc.abstractmethod
     def __call__(self, rows: Rows) -> Rows:
@@ -31,6 +34,8 @@ class Expand(AbstractSharing):
         Neural Network Architectures*, NeurIPS 2023.
     """
 
+    mixes_positions = False
+
     def __call__(self, rows: Rows) -> Rows:
         return rows
 
@@ -51,6 +56,8 @@ class Reduce(AbstractSharing):
         R. Eschenhagen et al., *Kronecker-Factored Approximate Curvature for Modern
         Neural Network Architectures*, NeurIPS 2023.
     """
+
+    mixes_positions = True
 
     def __call__(self, rows: Rows) -> Rows:
         x, g, weights, stack = rows

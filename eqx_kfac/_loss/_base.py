@@ -90,7 +90,8 @@ class Penalty(AbstractObjective):
 
     @property
     def value(self) -> Float[Array, ""]:
-        return jnp.asarray(self.penalty)
+        penalty = jnp.asarray(self.penalty)
+        return penalty.astype(accumulator(penalty.dtype))
 
 
 def terms_of(objective: Any) -> tuple[tuple[Any, AbstractObjective], ...]:
@@ -153,9 +154,10 @@ class AbstractLoss(AbstractObjective):
     @property
     def term_weights(self) -> Float[Array, "*leading"]:
         """The weights of all terms, one where none were given."""
+        dtype = accumulator(*[leaf.dtype for leaf in jtu.tree_leaves(self.outputs)])
         if self.weights is None:
-            return jnp.ones(self.leading)
-        w = self.weights.astype(accumulator(self.weights.dtype))
+            return jnp.ones(self.leading, dtype)
+        w = self.weights.astype(dtype)
         w = w.reshape(w.shape + (1,) * (len(self.leading) - w.ndim))
         return jnp.broadcast_to(w, self.leading)
 

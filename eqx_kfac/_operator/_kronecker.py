@@ -71,7 +71,7 @@ class KroneckerOperator(lx.AbstractLinearOperator):
         eigenvalues = self.eigenvalues()
         return jnp.sum(jnp.log(eigenvalues + jnp.asarray(damping, eigenvalues.dtype)))
 
-    def power(self, exponent: float) -> "KroneckerOperator":
+    def power(self, exponent: float | int) -> "KroneckerOperator":
         r"""$(G \otimes A)^p = G^p \otimes A^p$, again a Kronecker operator. For negative
         exponents both factors must be positive definite."""
         return KroneckerOperator(
@@ -80,9 +80,13 @@ class KroneckerOperator(lx.AbstractLinearOperator):
         )
 
 
-def _matrix_power(matrix: Float[Array, "d d"], exponent: float) -> Float[Array, "d d"]:
+def _matrix_power(
+    matrix: Float[Array, "d d"], exponent: float | int
+) -> Float[Array, "d d"]:
     values, vectors = jnp.linalg.eigh(matrix)
-    return jnp.matmul(vectors * values**exponent, vectors.T, precision=_highest)
+    # Semidefinite; rounding alone can make an eigenvalue negative.
+    powers = jnp.maximum(values, 0) ** exponent
+    return jnp.matmul(vectors * powers[None, :], vectors.T, precision=_highest)
 
 
 @lx.is_symmetric.register(KroneckerOperator)
