@@ -14,7 +14,7 @@ from ._block import Statistics
 from ._custom_types import Key, Model
 from ._fisher import AbstractFisher, MonteCarlo
 from ._loss import AbstractLoss, AbstractObjective, L2, linear_combination, Sum
-from ._misc import accumulator, varying_axes
+from ._misc import accumulator, cast_varying, varying_axes
 from ._tag import (
     check_tagged,
     empty_tags,
@@ -32,7 +32,8 @@ class Linearisation(eqx.Module):
     aux: Any
     model: Model  # With filled tags.
     pullback: Callable  # From cotangents of the objective to those of the model.
-    collect: Callable  # The same, for the statistics: its tags know example weights.
+    curved: Sum  # The objective without penalties, and its pullback; tags know weights.
+    collect: Callable
     axes: frozenset = eqx.field(static=True)  # Of `shard_map`; they split the examples.
 
     def value(self) -> Float[Array, ""]:
@@ -89,7 +90,7 @@ class Linearisation(eqx.Module):
         """Pulls cotangents of all losses' outputs back to statistics."""
         cotangent = eqx.tree_at(
             lambda o: [loss.outputs for loss in o.losses],
-            _zeros_like(self.objective),
+            _zeros_like(self.curved),
             cotangents,
         )
         (tree,) = self.collect(cotangent)
@@ -130,8 +131,8 @@ class Linearisation(eqx.Module):
         diagonals = [o.diagonal(c) for c, o in self.objective.terms if isinstance(o, L2)]
         if not diagonals:
             return jtu.tree_map(lambda _: None, self.model)
-        cotangent = eqx.tree_at(parameters, _zeros_like(self.objective), diagonals)
-        (diagonal,) = self.pullback(cotangent)
+        cotangent = eqx.tree_at(parameters, _zeros_like(self.curved), diagonals)
+        (diagonal,) = self.collect(cotangent)
         return diagonal
 
 
@@ -151,15 +152,18 @@ def linearise(
     check_tagged(model)
     filled = fill_tags(model)
     objective, pullback, aux = eqx.filter_vjp(run, filled, has_aux=True)
-    collect = pullback
-    weights = _example_weights(objective.losses)
-    if weights is not None:
-        # A layer's input moments have to know the weights, which only the loss knew. What
-        # the two runs have in common, XLA computes once.
-        weights = jax.lax.stop_gradient(weights)
-        _, collect, _ = eqx.filter_vjp(run, fill_tags(model, weights), has_aux=True)
     axes = varying_axes(objective) - varying_axes(model)
-    return Linearisation(objective, aux, filled, pullback, collect, axes)
+    weights = _example_weights(objective.losses)
+    if weights is None and len(objective.curved) == len(objective.terms):
+        return Linearisation(objective, aux, filled, pullback, objective, pullback, axes)
+    # The moments of a layer's inputs have to know the weights, which only the loss knew,
+    # and nothing of what only penalties see. What the two runs share, XLA computes once.
+    if weights is not None:
+        weights = jax.lax.stop_gradient(weights)
+        weights = cast_varying(weights, varying_axes(model))
+    refilled = fill_tags(model, weights)
+    curved, collect = eqx.filter_vjp(lambda model: Sum(run(model)[0].curved), refilled)
+    return Linearisation(objective, aux, filled, pullback, curved, collect, axes)
 
 
 def value_grad_and_curvature(

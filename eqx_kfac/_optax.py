@@ -95,7 +95,8 @@ def scale_by_kfac(
         averaged, weight = state.curvature, state.weight
         if curvature is not None:
             curvature = _trained(curvature, updates)
-            averaged, weight = average(averaged, weight, curvature, at(ema, state.step))
+            rho = at(ema, state.step)
+            averaged, weight, _ = average(averaged, weight, curvature, rho)
         inverse = when_due(
             state.step,
             state.weight,

@@ -12,7 +12,15 @@ from jaxtyping import Array, Bool, Float, Int
 from ._custom_types import Key, Model
 from ._estimate import Linearisation, linearise
 from ._fisher import AbstractFisher, MonteCarlo
-from ._misc import all_finite, check_same_shapes, tree_dot, tree_norm, tree_where
+from ._misc import (
+    all_finite,
+    cast_varying,
+    check_same_shapes,
+    tree_dot,
+    tree_norm,
+    tree_where,
+    varying_axes,
+)
 from ._precondition import (
     average,
     check_covered,
@@ -195,7 +203,7 @@ class KFAC(eqx.Module):
         tagged, _ = partition_tagged(model)
         curvature = init_curvature(model)
         step = jnp.zeros((), jnp.int32)
-        return KFACState(
+        state = KFACState(
             step=step,
             curvature=curvature,
             inverse=init_inverse(curvature, model, self.solver),
@@ -209,6 +217,8 @@ class KFAC(eqx.Module):
             ema=at(self.ema, step),
             rejected=jnp.zeros((), jnp.int32),
         )
+        # Within `shard_map`, every device may have a model of its own.
+        return cast_varying(state, varying_axes(model))
 
     def step(
         self,
@@ -229,17 +239,17 @@ class KFAC(eqx.Module):
         - `args`, `kwargs`: for `loss_fn`: the batch, dropout keys, an `eqx.nn.State`, ...
         - `key`: randomness for the Fisher estimate; not handed to `loss_fn`.
 
-        **Returns:** `(model, state, info)`. If the loss, its gradient or the step is not
-        finite, `info.rejected` is true and the model stays as it is; so does the state,
-        but for its counters.
+        **Returns:** `(model, state, info)`. If the loss, its gradient, its curvature or
+        the step is not finite, `info.rejected` is true and the model stays as it is; so
+        does the state, but for its counters.
         """
         state = self._prepare(state, model)
         linearisation = linearise(loss_fn, model, args, kwargs)
         value, grads = linearisation.value(), linearisation.grads()
         finite = all_finite((value, tree_norm(grads)))
-        curvature, weight = self._collect(linearisation, state, finite, key)
+        averaged = self._collect(linearisation, state, finite, key)
         updates, state, info = self._advance(
-            grads, model, state, curvature, weight, value, linearisation.aux
+            grads, model, state, averaged, value, linearisation.aux
         )
         return eqx.apply_updates(model, updates), state, info
 
@@ -267,17 +277,12 @@ class KFAC(eqx.Module):
         grads = eqx.filter(grads, eqx.is_inexact_array)
         state = self._prepare(state, grads if model is None else model)
         value = jnp.zeros(()) if value is None else value
-        averaged, weight = state.curvature, state.weight
+        averaged = state.curvature, state.weight, all_finite((value, tree_norm(grads)))
         if curvature is not None:
-            finite = all_finite((value, tree_norm(grads)))
-            averaged, weight = tree_where(
-                finite,
-                average(averaged, weight, curvature, state.ema),
-                (averaged, weight),
-            )
-        updates, state, _ = self._advance(
-            grads, model, state, averaged, weight, value, None
-        )
+            old, weight, finite = averaged
+            *new, finite_too = average(old, weight, curvature, state.ema)
+            averaged = *tree_where(finite, new, [old, weight]), finite & finite_too
+        updates, state, _ = self._advance(grads, model, state, averaged, value, None)
         return updates, state
 
     def _prepare(self, state: KFACState, model: Model) -> KFACState:
@@ -302,20 +307,22 @@ class KFAC(eqx.Module):
         state: KFACState,
         finite: Bool[Array, ""],
         key: Key | None,
-    ) -> tuple[Model, Float[Array, ""]]:
-        """The averaged curvature and its weight, with this step's if one is due."""
+    ) -> tuple[Model, Float[Array, ""], Bool[Array, ""]]:
+        """The averaged curvature and its weight, with this step's if one is due; and
+        whether all is finite so far."""
         first = state.weight == 0
 
         def estimate(averaged, key, ema):
-            curvature, weight = averaged
+            curvature, weight, finite = averaged
             new = linearisation.curvature(self.fisher, key)
-            return average(curvature, weight, new, ema)
+            curvature, weight, finite_too = average(curvature, weight, new, ema)
+            return curvature, weight, finite & finite_too
 
         def burn_in(index, averaged):
             index_key = None if key is None else jax.random.fold_in(key, index)
             return estimate(averaged, index_key, jnp.where(first, 1, state.ema))
 
-        averaged = (state.curvature, state.weight)
+        averaged = (state.curvature, state.weight, finite)
 
         def collect():
             if self.burn_in == 0:
@@ -327,10 +334,9 @@ class KFAC(eqx.Module):
             state.step, state.weight, self.curvature_period, collect, averaged, finite
         )
 
-    def _advance(self, grads, model, state, curvature, weight, value, aux):
+    def _advance(self, grads, model, state, averaged, value, aux):
         """Factorise (if due), precondition, constrain, add momentum."""
-        gradient_norm = tree_norm(grads)
-        finite = all_finite((value, gradient_norm))
+        curvature, weight, finite = averaged
         inverse = when_due(
             state.step,
             state.weight,
@@ -369,7 +375,7 @@ class KFAC(eqx.Module):
             learning_rate=state.learning_rate,
             momentum=state.momentum,
             damping=state.damping,
-            gradient_norm=gradient_norm,
+            gradient_norm=tree_norm(grads),
             update_norm=jnp.where(finite, update_norm, 0),
             rejected=~finite,
         )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from ._block import AbstractFactors
 from ._custom_types import Model
@@ -72,10 +72,10 @@ def init_inverse(curvature: Model, model: Model, solver: AbstractDampedSolver) -
 
 def average(
     curvature: Model, weight: Float[Array, ""], new: Model, ema: Float[Array, ""]
-) -> tuple[Model, Float[Array, ""]]:
+) -> tuple[Model, Float[Array, ""], Bool[Array, ""]]:
     r"""One step of an exponential moving average that is never biased towards its start:
     $w \leftarrow \rho w + 1$, $V \leftarrow V + (X - V) / w$. Curvature that is not
-    finite is left out."""
+    finite is left out; the last result says whether it was finite."""
     new_weight = ema * weight + 1
 
     def blend(old, new):
@@ -83,7 +83,7 @@ def average(
 
     blended = jtu.tree_map(blend, curvature, new)
     finite = all_finite(new)
-    return tree_where(finite, (blended, new_weight), (curvature, weight))
+    return *tree_where(finite, (blended, new_weight), (curvature, weight)), finite
 
 
 def factorise(

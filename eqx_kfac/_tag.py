@@ -10,6 +10,7 @@ This is the only file that touches JAX's extension points.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -80,6 +81,8 @@ class Tag(eqx.Module):
         slots = self.block.slots(self.form, layer)
         if not jtu.tree_leaves(slots):
             return self
+        if not self.block.weighted:
+            weights = None
         if weights is not None:
             stack, _, _ = self.form.sizes(layer)
             weights = jnp.broadcast_to(weights, stack + weights.shape)
@@ -186,26 +189,55 @@ def _transpose(ct, *operands, layout, stack, examples):
 def _row_weights(weights=None, *, x, stack, axes):
     """Example weights on the axes of this layer that they speak of: the longest run of
     example axes, from the outermost, whose lengths agree. Over the weights' further axes
-    (tokens, when the layer acts on whole sequences) the mean is taken. `None` if there
-    are no weights, or if the layer's outermost axis is not the examples."""
-    if weights is None or axes == stack:
+    (tokens, when the layer acts on whole sequences) the mean is taken."""
+    if weights is None:
         return None
-    weights = _local_weights(weights, x, stack)
-    matching = stack
-    for have, want in zip(x.shape[stack:axes], weights.shape[stack:]):
-        if have != want:
-            break
-        matching += 1
-    if matching == stack:
-        return None
-    return jnp.mean(weights, axis=tuple(range(matching, weights.ndim)))
+    members, examples = x.shape[:stack], x.shape[stack:axes]
+    given = weights.shape[stack:]
+
+    def matching(lengths):
+        agree = itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(examples, lengths)
+        )
+        return len(list(agree))
+
+    weights = _local_weights(weights, x, stack, axes)
+    readings = [weights] if matching(weights.shape[stack:]) > 0 else []
+    for start in range(len(given) - stack + 1 if stack else 0):
+        # The weights may have an axis for the members of an ensemble, like the outputs.
+        rest = given[:start] + given[start + stack :]
+        if given[start : start + stack] == members and start <= matching(rest) > 0:
+            own = weights
+            for i in range(stack):
+                own = jnp.diagonal(own, axis1=i, axis2=stack + start)
+                own = jnp.moveaxis(own, -1, i)
+            readings.append(own)
+    if len(readings) != 1:
+        raise ValueError(_weights_message(members, examples, given, len(readings)))
+    (weights,) = readings
+    extra = range(stack + matching(weights.shape[stack:]), weights.ndim)
+    return jnp.mean(weights, axis=tuple(extra))
 
 
-def _local_weights(weights, x, stack):
+def _weights_message(members, examples, given, readings):
+    where = f"a layer acts on examples with axes of lengths {examples}"
+    if members:
+        where += f", as one of {members} layers in parallel"
+    found = "do not say" if readings == 0 else "leave open"
+    return (
+        f"The loss has weights of shape {given}, which {found} how the inputs of every "
+        f"layer are weighted: {where}. The batch should be the outermost `vmap` around "
+        "the model, and the first axis of the weights (of an ensemble: members first, "
+        "batch second). For a layer whose inputs are not examples at all, such as "
+        "constants, use the block `kfac.Kronecker(weighted=False)`."
+    )
+
+
+def _local_weights(weights, x, stack, axes):
     """Within a `shard_map` inside the loss function, a device sees its own examples but
     the weights of all: its part of them."""
     split = varying_axes(x) - varying_axes(weights)
-    if not split:
+    if not split or axes == stack:
         return weights
     number = x.shape[stack]
     if len(split) > 1 or number * jax.lax.axis_size(*split) != weights.shape[stack]:

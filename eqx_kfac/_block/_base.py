@@ -39,11 +39,10 @@ class AbstractBlock(eqx.Module):
     and hashed by value.
     """
 
-    @property
-    def mixes_positions(self) -> bool:
-        """Whether the statistics have products between different positions (tokens) of
-        an example."""
-        return False
+    # Whether the weights of the loss terms are weights of the layer's inputs.
+    weighted: eqx.AbstractVar[bool]
+    # Whether there are products between different positions (tokens) of an example.
+    mixes_positions: eqx.AbstractVar[bool]
 
     @abc.abstractmethod
     def empty(self) -> Statistics:

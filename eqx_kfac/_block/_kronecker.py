@@ -49,7 +49,18 @@ class Kronecker(AbstractBlock):
         Approximate Curvature*, ICML 2015.
     """
 
-    sharing: AbstractSharing = Expand()
+    sharing: AbstractSharing
+    weighted: bool = eqx.field(static=True)
+
+    def __init__(self, sharing: AbstractSharing = Expand(), weighted: bool = True):
+        """**Arguments:**
+
+        - `sharing`: [`eqx_kfac.Expand`][] or [`eqx_kfac.Reduce`][].
+        - `weighted`: whether the weights of the loss terms are weights of the layer's
+            inputs too. False for a layer whose inputs are not examples.
+        """
+        self.sharing = sharing
+        self.weighted = weighted
 
     @property
     def mixes_positions(self) -> bool:

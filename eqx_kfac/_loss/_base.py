@@ -61,6 +61,11 @@ class Sum(AbstractObjective):
         return [(c, o) for c, o in self.terms if isinstance(o, AbstractLoss)]
 
     @property
+    def curved(self) -> tuple[tuple[Any, AbstractObjective], ...]:
+        """The terms that have a curvature."""
+        return tuple(t for t in self.terms if not isinstance(t[1], Penalty))
+
+    @property
     def losses(self) -> "list[AbstractLoss]":
         """The terms that have a predictive distribution."""
         return [loss for _, loss in self.weighted_losses]

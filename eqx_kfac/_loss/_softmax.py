@@ -63,7 +63,7 @@ class SoftmaxCrossEntropy(AbstractLoss):
         log_p = jax.nn.log_softmax(at_least_float32(outputs), axis=-1)
         if jnp.issubdtype(targets.dtype, jnp.integer):
             targets = jax.nn.one_hot(targets, log_p.shape[-1], dtype=log_p.dtype)
-        # An impossible class (a logit of minus infinity) costs nothing if it is not asked.
+        # An impossible class (a logit of minus infinity) that is not asked for is free.
         log_p = jnp.where(targets == 0, 0, log_p)
         return -jnp.sum(targets.astype(log_p.dtype) * log_p, axis=-1)
 
