@@ -30,7 +30,7 @@ from ._optax import kfac as kfac, scale_by_kfac as scale_by_kfac
 from ._optimizer import Info as Info, KFAC as KFAC, KFACState as KFACState
 from ._solver import Cholesky as Cholesky, Eigh as Eigh
 from ._tag import Tag as Tag
-from .nn import convert as convert, Linear as Linear, revert as revert
+from .nn import cast as cast, convert as convert, Linear as Linear, revert as revert
 
 
 __version__ = "0.1.0"

@@ -282,19 +282,19 @@ def _psum(x: Array, axes: frozenset) -> Array:
 
 
 def _example_weights(losses: list[AbstractLoss]) -> Array | None:
-    """The weight of every example for the input moments of the layers, on the leading
-    axes that all losses with weights share. A layer cannot tell which loss it serves:
-    of several losses over the same examples, the mean of the weights is taken."""
-    shapes = [loss.leading for loss in losses if loss.weights is not None]
+    """The weights of examples for the input moments of the layers, on the first axes that
+    all weights of the losses have in common. A layer cannot tell which loss it serves: of
+    several losses over the same examples, the mean of the weights is taken."""
+    shapes = [loss.weights.shape for loss in losses if loss.weights is not None]
     if not shapes:
         return None
     same = itertools.takewhile(lambda sizes: len(set(sizes)) == 1, zip(*shapes))
     shared = tuple(sizes[0] for sizes in same)
     if not shared:
         raise ValueError(
-            "Several losses of a sum have weights, over different examples: their terms "
-            f"have the shapes {shapes}. Only one batch of examples can be weighted; give "
-            "the weights of the others as fewer examples, or as a coefficient."
+            "Several losses of a sum have weights, over different examples: the weights "
+            f"have shapes {shapes}. Only one batch of examples can be weighted; give the "
+            "weights of the others as fewer examples, or as a coefficient."
         )
     axes = len(shared)
     means = [

@@ -24,7 +24,7 @@ from jaxtyping import Array, Inexact, Shaped
 
 from ._block import AbstractBlock, Rows, Statistics
 from ._form import AbstractForm
-from ._misc import cast_varying, names, varying_axes
+from ._misc import accumulator, cast_varying, names, varying_axes
 
 
 class Tag(eqx.Module):
@@ -66,6 +66,13 @@ class Tag(eqx.Module):
         slots, treedef = jtu.tree_flatten(self.slots)
         if not slots:
             return y
+        for slot in slots:
+            if slot.dtype != accumulator(slot.dtype):
+                raise TypeError(
+                    f"The statistics of a layer would be added up in {slot.dtype}: the "
+                    "whole model was cast, the slots of its tags included. Cast the "
+                    "parameters only, with `kfac.cast(model, dtype)`."
+                )
         shared = [] if self.weights is None else [self.weights]
         y, x, slots = cast_varying((y, x, slots), varying_axes((y, x, slots)))
         layout = _Layout(self.form, self.block, treedef, len(shared))

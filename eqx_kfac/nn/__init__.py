@@ -1,2 +1,2 @@
-from ._convert import convert as convert, revert as revert
+from ._convert import cast as cast, convert as convert, revert as revert
 from ._linear import Linear as Linear

@@ -68,6 +68,32 @@ def revert(model: _T) -> _T:
     return jtu.tree_map(swap, model, is_leaf=lambda node: type(node) is Linear)
 
 
+def cast(model: _T, dtype: Any) -> _T:
+    """Casts the floating-point parameters of a model, for mixed precision: to be used
+    inside a loss function, on the model or on any part of it. The statistics that tags
+    collect stay in (at least) float32.
+
+    **Arguments:**
+
+    - `model`: any PyTree.
+    - `dtype`: a floating-point type, such as `jnp.bfloat16`.
+
+    !!! Example
+
+        ```python
+        def loss_fn(model, x, y):
+            model = kfac.cast(model, jnp.bfloat16)
+            logits = jax.vmap(model)(x.astype(jnp.bfloat16))
+            return kfac.SoftmaxCrossEntropy(logits, y)
+        ```
+    """
+
+    def to_dtype(node):
+        return node.astype(dtype) if eqx.is_inexact_array(node) else node
+
+    return jtu.tree_map(to_dtype, model, is_leaf=lambda node: isinstance(node, Tag))
+
+
 def _with_fields_of(cls: type, layer: Any, **extra: Any) -> Any:
     """An instance of `cls` with the fields of `layer`, without running an `__init__`."""
     new = object.__new__(cls)
