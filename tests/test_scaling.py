@@ -391,8 +391,8 @@ def test_output_factors_of_a_sum_add_up(numbers, getkey):
 @pytest.mark.parametrize("dtype", [bool, float])
 @pytest.mark.parametrize("number", [6, 7], ids=["same-n", "different-n"])
 def test_mask_of_one_loss_among_others(dtype, number, getkey):
-    # Rows masked in the only loss that a head has are removed from that head. (Over the
-    # same examples a layer cannot tell which loss it serves: the mean weight counts.)
+    # A layer cannot tell which loss it serves: over the same examples the mean of their
+    # weights counts for its inputs, and over different ones it is an error.
     model = kfac.convert(TwoHeads(getkey()))
     x, other = (jax.random.normal(getkey(), (n, 5)) for n in (6, number))
     kept = np.flatnonzero(MASK)
@@ -402,19 +402,21 @@ def test_mask_of_one_loss_among_others(dtype, number, getkey):
         a = kfac.SquaredError(run_head("a", model, x), t, w)
         return a + kfac.SquaredError(run_head("b", model, other), u)
 
-    masked = collect(loss_fn, kfac.Exact(), model, x, t, MASK.astype(dtype))
+    mask = MASK.astype(dtype)
+    if number == 7:
+        with pytest.raises(ValueError, match="weights of shape"):
+            collect(loss_fn, kfac.Exact(), model, x, t, mask)
+        return
+    masked = collect(loss_fn, kfac.Exact(), model, x, t, mask)
     removed = collect(loss_fn, kfac.Exact(), model, x[kept], t[kept], None)
     check_same(masked[:2], removed[:2])
     for a, b in zip(heads(masked[2]), heads(removed[2]), strict=True):
         check_same(a.output_factor, b.output_factor)
-        if number == 7:
-            check_same(a.input_factor, b.input_factor)
-    if number == 6:
-        w = (MASK + 1) / 2
-        h = jnp.tanh(jax.vmap(model.trunk)(x))
-        h = jnp.concatenate([h, jnp.ones((6, 1))], axis=-1)
-        A = (w[:, None] * h).T @ h / jnp.sum(w)
-        check_same(masked[2].a.input_factor, A)
+    w = (MASK + 1) / 2
+    h = jnp.tanh(jax.vmap(model.trunk)(x))
+    h = jnp.concatenate([h, jnp.ones((6, 1))], axis=-1)
+    A = (w[:, None] * h).T @ h / jnp.sum(w)
+    check_same(masked[2].a.input_factor, A)
 
 
 @FISHERS
