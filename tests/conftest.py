@@ -1,3 +1,4 @@
+import itertools
 import os
 
 
@@ -28,3 +29,15 @@ def getkey():
     """A function that returns a new key on every call, the same ones in every run."""
     counter = iter(range(10_000))
     return lambda: jax.random.key(next(counter))
+
+
+_tests_run = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_functions():
+    """Every compiled function holds memory maps, of which a process may have only so
+    many; one that runs hundreds of tests would crash in the end."""
+    yield
+    if next(_tests_run) % 60 == 0:
+        jax.clear_caches()

@@ -729,8 +729,8 @@ def test_update_rejects_what_is_not_finite():
     assert np.any(vector(updates))
 
 
-def test_nan_curvature_alone_does_not_stop_training():
-    """The gradient is fine: the step is taken with the curvature there was."""
+def test_nan_curvature_alone_is_rejected():
+    """The gradient is fine, but the statistics are not: nothing moves, and it counts."""
     optimizer = kfac.KFAC(0.1, inverse_period=1)
     model = make_model()
     grads = gradient(model, *make_data())
@@ -739,9 +739,13 @@ def test_nan_curvature_alone_does_not_stop_training():
     _, state = update(optimizer, grads, state, model, curvature=curvature)
     bad = jtu.tree_map(lambda c: c * jnp.nan, curvature)
     updates, new_state = update(optimizer, grads, state, model, curvature=bad)
-    without, expected = update(optimizer, grads, state, model)
-    assert_same(updates, without)
-    assert_same(new_state, expected)
+    assert all(jnp.all(u == 0) for u in arrays(updates))
+    assert int(new_state.rejected) == int(state.rejected) + 1
+    assert_same(new_state.curvature, state.curvature)
+    assert_same(new_state.velocity, state.velocity)
+    # And training goes on.
+    updates, _ = update(optimizer, grads, new_state, model, curvature=curvature)
+    assert all(jnp.any(u != 0) for u in arrays(updates))
 
 
 #
