@@ -63,7 +63,7 @@ class Kronecker(AbstractBlock):
         self.weighted = weighted
 
     @property
-    def mixes_positions(self) -> bool:
+    def mixes_positions(self) -> bool:  # pyright: ignore
         return self.sharing.mixes_positions
 
     def empty(self) -> Statistics:
