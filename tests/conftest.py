@@ -1,4 +1,3 @@
-import itertools
 import os
 
 
@@ -31,13 +30,9 @@ def getkey():
     return lambda: jax.random.key(next(counter))
 
 
-_tests_run = itertools.count(1)
-
-
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def forget_compiled_functions():
     """Every compiled function holds memory maps, of which a process may have only so
     many; one that runs hundreds of tests would crash in the end."""
     yield
-    if next(_tests_run) % 60 == 0:
-        jax.clear_caches()
+    jax.clear_caches()
