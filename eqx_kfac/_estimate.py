@@ -1,6 +1,5 @@
 """One forward pass, two pullbacks: the loss, its gradient, and its curvature."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from ._block import Statistics
 from ._custom_types import Key, Model
 from ._fisher import AbstractFisher, MonteCarlo
 from ._loss import AbstractLoss, AbstractObjective, L2, linear_combination, Sum
-from ._misc import accumulator, cast_varying, varying_axes
+from ._misc import accumulator, cast_varying, common_prefix, varying_axes
 from ._tag import (
     check_tagged,
     empty_tags,
@@ -276,9 +275,7 @@ def _psum(x: Array, axes: frozenset) -> Array:
     per device nevertheless."""
     if not axes:
         return x
-    missing = tuple(sorted(axes - varying_axes(x)))
-    x = jax.lax.pcast(x, missing, to="varying") if missing else x
-    return jax.lax.psum(x, tuple(sorted(axes)))
+    return jax.lax.psum(cast_varying(x, axes), tuple(sorted(axes)))
 
 
 def _example_weights(losses: list[AbstractLoss]) -> Array | None:
@@ -288,8 +285,7 @@ def _example_weights(losses: list[AbstractLoss]) -> Array | None:
     shapes = [loss.weights.shape for loss in losses if loss.weights is not None]
     if not shapes:
         return None
-    same = itertools.takewhile(lambda sizes: len(set(sizes)) == 1, zip(*shapes))
-    shared = tuple(sizes[0] for sizes in same)
+    shared = common_prefix(*shapes)
     if not shared:
         raise ValueError(
             "Several losses of a sum have weights, over different examples: the weights "

@@ -1,3 +1,4 @@
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,6 +73,12 @@ def moment(
         out_sharding=explicit_sharding(like),
     )
     return out.astype(like.dtype)
+
+
+def common_prefix(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The lengths, from the first axis on, in which all `shapes` agree."""
+    agree = itertools.takewhile(lambda sizes: len(set(sizes)) == 1, zip(*shapes))
+    return tuple(sizes[0] for sizes in agree)
 
 
 def trailing(a: Shaped[Array, "..."], like: Shaped[Array, "..."]) -> Shaped[Array, "..."]:

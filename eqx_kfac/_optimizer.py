@@ -287,9 +287,7 @@ class KFAC(eqx.Module):
 
     def _prepare(self, state: KFACState, model: Model) -> KFACState:
         """The state with scheduled numbers at their value of this step. Raises
-        if it is the state of something else."""
-
-        check_covered(model, self.fallback)
+        if it is the state of something else, or if parameters are not covered."""
 
         def now(name):
             chosen, value = getattr(self, name), getattr(state, name)

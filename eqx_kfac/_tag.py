@@ -10,7 +10,6 @@ This is the only file that touches JAX's extension points.
 """
 
 import contextlib
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,7 +23,13 @@ from jaxtyping import Array, Inexact, Shaped
 
 from ._block import AbstractBlock, Rows, Statistics
 from ._form import AbstractForm
-from ._misc import accumulator, cast_varying, names, varying_axes
+from ._misc import (
+    accumulator,
+    cast_varying,
+    common_prefix,
+    names,
+    varying_axes,
+)
 
 
 class Tag(eqx.Module):
@@ -203,10 +208,7 @@ def _row_weights(weights=None, *, x, stack, axes):
     given = weights.shape[stack:]
 
     def matching(lengths):
-        agree = itertools.takewhile(
-            lambda pair: pair[0] == pair[1], zip(examples, lengths)
-        )
-        return len(list(agree))
+        return len(common_prefix(examples, lengths))
 
     weights = _local_weights(weights, x, stack, axes)
     readings = [weights] if matching(weights.shape[stack:]) > 0 else []
