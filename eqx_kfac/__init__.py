@@ -7,6 +7,7 @@ from ._block import (
     KroneckerFactors as KroneckerFactors,
     Reduce as Reduce,
 )
+from ._damping import LevenbergMarquardt as LevenbergMarquardt
 from ._estimate import (
     curvature as curvature,
     value_grad_and_curvature as value_grad_and_curvature,
@@ -27,8 +28,16 @@ from ._loss import (
 )
 from ._operator import KroneckerOperator as KroneckerOperator
 from ._optax import kfac as kfac, scale_by_kfac as scale_by_kfac
-from ._optimizer import Info as Info, KFAC as KFAC, KFACState as KFACState
+from ._optimizer import KFAC as KFAC
+from ._quadratic import QuadraticModel as QuadraticModel
 from ._solver import Cholesky as Cholesky, Eigh as Eigh
+from ._state import (
+    averaged as averaged,
+    Faults as Faults,
+    Info as Info,
+    Iterates as Iterates,
+    KFACState as KFACState,
+)
 from ._tag import Tag as Tag
 from .nn import cast as cast, convert as convert, Linear as Linear, revert as revert
 

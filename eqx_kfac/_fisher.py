@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
 from ._custom_types import Key, Model
@@ -18,7 +19,8 @@ class AbstractFisher(eqx.Module):
     """Which cotangents are pulled back from the model's outputs to collect curvature.
 
     A Fisher estimator is a number of cotangents, each a tree like the losses' outputs,
-    for the *sum* of the losses (never divided by their number).
+    whose outer products add up to (an estimate of) the curvature of the *sum* of the
+    losses: they are never divided by the number of loss terms.
     """
 
     @abc.abstractmethod
@@ -33,10 +35,6 @@ class AbstractFisher(eqx.Module):
 
     def check(self, model: Model) -> None:
         """Raises if this estimate is not one for the layers of `model`."""
-
-    def average_over(self, losses: Sequence[AbstractLoss]) -> int:
-        """What the sum over cotangents is divided by."""
-        return 1
 
 
 class MonteCarlo(AbstractFisher):
@@ -66,9 +64,6 @@ class MonteCarlo(AbstractFisher):
     def number(self, losses):
         return self.num_samples
 
-    def average_over(self, losses):
-        return self.num_samples
-
     def cotangents(self, losses, index, key):
         if key is None:
             raise ValueError(
@@ -78,10 +73,12 @@ class MonteCarlo(AbstractFisher):
             )
         key = jax.random.fold_in(key, index)
         keys = jax.random.split(key, len(losses))
-        return [
+        scores = [
             loss.score(jax.lax.stop_gradient(loss.sample(k)))
             for loss, k in zip(losses, keys, strict=True)
         ]
+        # The mean over samples.
+        return jtu.tree_map(lambda s: s * self.num_samples**-0.5, scores)
 
 
 class Empirical(AbstractFisher):

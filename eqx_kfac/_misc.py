@@ -2,6 +2,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -58,6 +59,18 @@ def zeros_beside(leaf: Array, shape: Sequence[int], dtype: Any, stack: int) -> A
     return cast_varying(zeros, varying_axes(leaf))
 
 
+def zeros_of(structs: PyTree) -> PyTree:
+    """Zeros of the shapes, types and shardings of abstract arrays."""
+
+    def zeros(struct):
+        sharding = explicit_sharding(struct)
+        array = jnp.zeros(struct.shape, struct.dtype, out_sharding=sharding)
+        manual = getattr(struct, "manual_axis_type", None)
+        return array if manual is None else cast_varying(array, manual.varying)
+
+    return jtu.tree_map(zeros, structs)
+
+
 def moment(
     a: Inexact[Array, "*rows m"], b: Inexact[Array, "*rows n"], stack: int, like: Any
 ) -> Float[Array, "*stack m n"]:
@@ -84,6 +97,13 @@ def common_prefix(*shapes: Sequence[int]) -> tuple[int, ...]:
 def trailing(a: Shaped[Array, "..."], like: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """`a` with axes of length one behind its own, up to the rank of `like`."""
     return a.reshape(a.shape + (1,) * (like.ndim - a.ndim))
+
+
+def masked(tree: PyTree, mask: Any) -> PyTree:
+    """The inexact arrays of `tree` that `mask` wants: a function of a leaf, a tree of
+    booleans, or `None` for all."""
+    arrays = eqx.filter(tree, eqx.is_inexact_array)
+    return arrays if mask is None else eqx.filter(arrays, mask)
 
 
 def all_finite(tree: PyTree) -> Bool[Array, ""]:

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from ._custom_types import Model
-from ._optimizer import KFAC, NUMBERS
+from ._optimizer import KFAC
 from ._precondition import (
     average,
     check_covered,
@@ -24,6 +24,7 @@ from ._precondition import (
 )
 from ._schedule import at, check_preconditioner, when_due
 from ._solver import AbstractDampedSolver, Cholesky
+from ._state import NUMBERS
 from ._tag import is_trainable, map_tagged
 
 
@@ -101,7 +102,7 @@ def scale_by_kfac(
             state.step,
             state.weight,
             inverse_period,
-            lambda: refactorise(state.inverse, averaged, updates, solver, damping_now),
+            lambda: refactorise(state.inverse, averaged, updates, solver, damping_now)[0],
             state.inverse,
         )
         gradient, _ = partition_tagged(updates)
@@ -155,6 +156,7 @@ def kfac(
         ema=ema,
         fallback=fallback,
     )
+    optimizer.check_without_loss("kfac.kfac")
     # Arrays here come from `optax.inject_hyperparams`: they are the current values.
     chosen = {name: getattr(optimizer, name) for name in NUMBERS}
     injected = {name: value for name, value in chosen.items() if eqx.is_array(value)}

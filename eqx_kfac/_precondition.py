@@ -110,10 +110,12 @@ def refactorise(
     model: Model,
     solver: AbstractDampedSolver,
     damping: Any,
-) -> Model:
-    """The factorisation of `curvature`; the previous one if that is not finite."""
+) -> tuple[Model, Bool[Array, ""]]:
+    """The factorisation of `curvature`, and whether it is finite; if it is not, the
+    previous one."""
     new = factorise(curvature, model, solver, damping)
-    return tree_where(all_finite(new), new, inverse)
+    finite = all_finite(new)
+    return tree_where(finite, new, inverse), finite
 
 
 def precondition(

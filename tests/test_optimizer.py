@@ -647,10 +647,10 @@ def test_step_is_invariant_to_affine_inputs(solver):
 
 
 def assert_nothing_changed(before, after):
-    """All arrays, bit for bit, but for the two counters."""
+    """All arrays, bit for bit, but for the counters."""
     (model, state), (new_model, new_state) = before, after
     assert_same(new_model, model)
-    counters = lambda s: (s.step, s.rejected)
+    counters = lambda s: (s.step, s.rejected, s.faults)
     assert_same(eqx.tree_at(counters, new_state, counters(state)), state)
 
 

@@ -1,11 +1,10 @@
 from typing import Any
 
-import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
-from .._misc import tree_dot
+from .._misc import masked, tree_dot
 from .._tag import empty_tags
 from ._base import AbstractObjective
 
@@ -18,16 +17,20 @@ class L2(AbstractObjective):
     parameters: PyTree[Array]
     coefficient: Any
 
-    def __init__(self, model: Any, coefficient: Any):
+    def __init__(self, model: Any, coefficient: Any, mask: Any = None):
         """**Arguments:**
 
         - `model`: any PyTree of parameters. Pass a part of the model to regularise only
             that part.
         - `coefficient`: $c \\ge 0$, a scalar.
+        - `mask`: which leaves are regularised, a filter as in `eqx.filter`: a function of
+            a leaf (`lambda p: p.ndim > 1`) or a tree of booleans.
+
+        **Raises:** `ValueError` for a negative coefficient.
         """
         if isinstance(coefficient, (int, float)) and coefficient < 0:
             raise ValueError(f"L2: the coefficient must be at least 0: {coefficient}.")
-        self.parameters = eqx.filter(empty_tags(model), eqx.is_inexact_array)
+        self.parameters = masked(empty_tags(model), mask)
         self.coefficient = coefficient
 
     @property

@@ -1,0 +1,179 @@
+"""What a step asks of a batch: in one go, in micro-batches, or of its first examples."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array, Float
+
+from ._custom_types import Key, Model
+from ._fisher import AbstractFisher
+from ._linearise import evaluate, factors, Linearisation, linearise, run, Share, whole
+from ._misc import zeros_of
+
+
+class Batch(eqx.Module):
+    """A loss function and its arguments. More than one micro-batch: the arrays among
+    `args` are split along their first axis, and whatever is asked is added up over them,
+    one after the other; `kwargs` are handed on whole."""
+
+    loss_fn: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+    micro_batches: int = eqx.field(static=True, default=1)
+
+    def first(self, examples: int | None) -> "Batch":
+        """The first `examples`, in micro-batches that are no larger."""
+        if examples is None:
+            return self
+        number = self._number_of_examples(f"the first {examples} examples")
+        if examples == number:
+            return self
+        if examples > number:
+            raise ValueError(
+                f"Asked for the first {examples} examples of a batch of {number}."
+            )
+        most = number // self.micro_batches
+        sizes = [size for size in range(1, most + 1) if examples % size == 0]
+        args = self._map_args(lambda x: x[:examples])
+        return Batch(self.loss_fn, args, self.kwargs, examples // sizes[-1])
+
+    def linearise(self, model: Model) -> "LinearisedBatch":
+        """Everything a step asks for, at `model`."""
+        if self.micro_batches == 1:
+            linearisation = linearise(self.loss_fn, model, self.args, self.kwargs)
+            return LinearisedBatch(self, model, linearisation.share, linearisation)
+        return LinearisedBatch(self, model, self._share(model), None)
+
+    def value(self, model: Model, share: Share) -> Float[Array, ""]:
+        """The objective at another model: one more forward pass."""
+
+        def piece(index, args):
+            objective, _ = run(self.loss_fn, model, args, self.kwargs)
+            return evaluate(objective, model, share), None
+
+        return self.total(piece)[0]
+
+    def total(self, fn: Callable) -> tuple[Any, Any]:
+        """`fn(index, args) -> (summand, aux)`, the summands added up over micro-batches,
+        the aux stacked."""
+        if self.micro_batches == 1:
+            return fn(0, self.args)
+        pieces, static = eqx.partition(self._pieces(), eqx.is_array)
+        rest = []
+
+        def body(total, indexed):
+            index, piece = indexed
+            summand, aux = fn(index, eqx.combine(piece, static))
+            aux, others = eqx.partition(aux, eqx.is_array)
+            rest[:] = [others]
+            return jtu.tree_map(jnp.add, total, summand), aux
+
+        indices = jnp.arange(self.micro_batches)
+        first = jtu.tree_map(lambda x: x[0], (indices, pieces))
+        like = jax.eval_shape(lambda i, p: fn(i, eqx.combine(p, static))[0], *first)
+        total, aux = jax.lax.scan(body, zeros_of(like), (indices, pieces))
+        return total, eqx.combine(aux, rest[0])
+
+    def _share(self, model: Model) -> Share:
+        """The terms of all micro-batches: only the loss knows how many they are. (Of the
+        forward pass, XLA keeps what they depend on: mostly nothing.)"""
+
+        def piece(index, args):
+            objective, _ = run(self.loss_fn, model, args, self.kwargs)
+            return whole(objective, model).counts, None
+
+        counts, _ = self.total(piece)
+        return Share(counts, 1 / self.micro_batches)
+
+    def _pieces(self) -> tuple:
+        """The arrays with the micro-batches as first axis. Examples are dealt out in
+        turn, so that an axis that is split over devices stays split."""
+        k = self.micro_batches
+        number = self._number_of_examples(f"{k} micro-batches")
+        if number % k != 0:
+            raise ValueError(f"{number} examples cannot be split into {k} micro-batches.")
+        return self._map_args(
+            lambda x: jnp.moveaxis(x.reshape(number // k, k, *x.shape[1:]), 1, 0)
+        )
+
+    def _number_of_examples(self, what: str) -> int:
+        arrays = [x for x in jtu.tree_leaves(self.args) if _has_examples(x)]
+        lengths = sorted({x.shape[0] for x in arrays})
+        if len(lengths) != 1:
+            raise ValueError(
+                f"To take {what} of a batch, all arrays among the positional arguments "
+                "of the loss function must have the examples as their first axis, but "
+                f"the lengths of their first axes are {lengths}. Pass what does not "
+                "belong to single examples (a PRNG key, an `eqx.nn.State`) by keyword: "
+                "keyword arguments are handed on whole."
+            )
+        return lengths[0]
+
+    def _map_args(self, fn: Callable) -> tuple:
+        return jtu.tree_map(lambda x: fn(x) if _has_examples(x) else x, self.args)
+
+
+class LinearisedBatch(eqx.Module):
+    """A batch at a model."""
+
+    batch: Batch
+    model: Model
+    share: Share
+    linearisation: Linearisation | None  # Of the whole, unless it is too big for that.
+
+    def first(self, examples: int | None) -> "LinearisedBatch":
+        """The first `examples` of the batch, at the same model."""
+        batch = self.batch.first(examples)
+        return self if batch is self.batch else batch.linearise(self.model)
+
+    def value_and_grads(self) -> tuple[Float[Array, ""], Any, Model]:
+        """The objective, the loss function's aux, and the gradient. The aux of several
+        micro-batches are stacked."""
+        (value, grads), aux = self._total(
+            lambda _, lin: ((lin.value(), lin.grads()), lin.aux)
+        )
+        return value, aux, grads
+
+    def curvature(self, fisher: AbstractFisher, key: Key | None) -> Model:
+        """The factors of every tagged layer, in a tree shaped like the model."""
+
+        def piece(index, linearisation):
+            own = key
+            if key is not None and self.linearisation is None:
+                own = jax.random.fold_in(key, index)
+            statistics = linearisation.statistics(fisher, own)
+            return (statistics, linearisation.l2_diagonal()), None
+
+        (statistics, l2_diagonal), _ = self._total(piece)
+        return factors(self.model, statistics, self.share.count, l2_diagonal)
+
+    def gram(self, *directions: Model) -> Float[Array, "n n"]:
+        r"""$d_a^\top C d_b$ with $C$ the Gauss-Newton matrix."""
+        return self._total(lambda _, lin: (lin.gram(directions), None))[0]
+
+    def value_at(self, model: Model) -> Float[Array, ""]:
+        """The objective at another model."""
+        return self.batch.value(model, self.share)
+
+    def _total(self, fn: Callable) -> tuple[Any, Any]:
+        """`fn(index, linearisation) -> (summand, aux)`, over all micro-batches."""
+        if self.linearisation is not None:
+            return fn(0, self.linearisation)
+
+        def piece(index, args):
+            batch = self.batch
+            return fn(
+                index,
+                linearise(batch.loss_fn, self.model, args, batch.kwargs, self.share),
+            )
+
+        return self.batch.total(piece)
+
+
+def _has_examples(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray)) and x.ndim > 0

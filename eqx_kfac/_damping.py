@@ -1,0 +1,107 @@
+"""Damping that adapts."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ._schedule import check_count, check_number
+
+
+class LevenbergMarquardt(eqx.Module):
+    r"""Damping that follows how well the quadratic model predicts the loss. Every
+    `interval` steps, on the step's own batch, the *reduction ratio*
+
+    $$\rho = \frac{h(\theta + \delta) - h(\theta)}{q(\delta)}$$
+
+    is measured. Above `upper` (3/4), the model can be trusted and $\lambda \leftarrow
+    \omega^T \lambda$; below `lower` (1/4), or if it is not finite, or if the model
+    promised no descent, $\lambda \leftarrow \lambda / \omega^T$. A step that is rejected
+    makes the damping grow too. Pass it to [`eqx_kfac.KFAC`][] as `damping`.
+
+    !!! Example
+
+        ```python
+        damping = kfac.LevenbergMarquardt(initial=1.0, calibration=50)
+        optimizer = kfac.KFAC(1e-2, 0.9, damping)
+        ```
+
+    ??? cite "Reference"
+
+        J. Martens and R. Grosse, *Optimizing Neural Networks with Kronecker-factored
+        Approximate Curvature*, ICML 2015, section 6.5.
+    """
+
+    initial: Any
+    decay: Any
+    interval: int = eqx.field(static=True)
+    lower: Any
+    upper: Any
+    minimum: Any
+    maximum: Any
+    calibration: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        initial: Any,
+        decay: Any = 0.95,
+        interval: int = 5,
+        lower: Any = 0.25,
+        upper: Any = 0.75,
+        minimum: Any = 1e-8,
+        maximum: Any = 1e8,
+        calibration: int = 0,
+    ):
+        r"""**Arguments:**
+
+        - `initial`: the damping to begin with.
+        - `decay`: $\omega \in (0, 1)$, for every step of the interval.
+        - `interval`: $T$, how many steps lie between two measurements. One measurement
+            costs one forward pass (and one forward-mode derivative if neither learning
+            rate nor momentum is an [`eqx_kfac.QuadraticModel`][]).
+        - `lower`, `upper`: the reduction ratios between which the damping is left alone.
+        - `minimum`, `maximum`: the bounds of the damping.
+        - `calibration`: before the first step, repeat the rule on the first batch until
+            it leaves the damping alone or turns round, at most so many times. Then a bad
+            guess of `initial` costs work rather than steps.
+
+        **Raises:** `ValueError` for a number out of its range.
+        """
+        check_number("initial", initial, lambda v: v > 0, "positive")
+        check_number("decay", decay, lambda v: 0 < v < 1, "in (0, 1)")
+        check_number("lower", lower, lambda v: v >= 0, "at least 0")
+        check_number("upper", upper, lambda v: v >= 0, "at least 0")
+        check_number("minimum", minimum, lambda v: v > 0, "positive")
+        check_number("maximum", maximum, lambda v: v > 0, "positive")
+        for low, high in (("lower", "upper"), ("minimum", "maximum")):
+            a, b = locals()[low], locals()[high]
+            if isinstance(a, (int, float)) and isinstance(b, (int, float)) and a > b:
+                raise ValueError(f"`{low}` ({a}) must not be above `{high}` ({b}).")
+        check_count("interval", interval, 1)
+        check_count("calibration", calibration, 0)
+        self.initial = initial
+        self.decay = decay
+        self.interval = interval
+        self.lower = lower
+        self.upper = upper
+        self.minimum = minimum
+        self.maximum = maximum
+        self.calibration = calibration
+
+    def due(self, step: Int[Array, ""]) -> Bool[Array, ""]:
+        """Whether the ratio is measured in this step: the last one of every interval."""
+        return (step + 1) % self.interval == 0
+
+    def __call__(
+        self, damping: Float[Array, ""], ratio: Float[Array, ""]
+    ) -> Float[Array, ""]:
+        """The next damping, given this one and the reduction ratio. A ratio that is not
+        finite is one of failure."""
+        factor = self.decay**self.interval
+        failed = ~jnp.isfinite(ratio) | (ratio < self.lower)
+        trusted = ~failed & (ratio > self.upper)
+        new = jnp.where(
+            failed, damping / factor, jnp.where(trusted, damping * factor, damping)
+        )
+        return jnp.clip(new, self.minimum, self.maximum)

@@ -1,0 +1,370 @@
+"""One forward pass, pulled back (to gradients, to statistics) and pushed forward."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Float, PyTree
+
+from ._block import Statistics
+from ._custom_types import Key, Model
+from ._fisher import AbstractFisher
+from ._loss import AbstractLoss, AbstractObjective, L2, linear_combination, Sum
+from ._misc import accumulator, cast_varying, common_prefix, tree_dot, varying_axes
+from ._tag import (
+    check_tagged,
+    empty_tags,
+    fill_tags,
+    is_trainable,
+    map_tagged,
+    naming_layers,
+)
+
+
+class Share(eqx.Module):
+    r"""Which part of a batch is looked at: everything a [`Linearisation`][] returns is
+    that part's summand of the whole, which has $N_i$ terms in loss $i$."""
+
+    counts: list[Float[Array, ""]]  # N_i
+    fraction: float = eqx.field(static=True)  # Of what is not a mean over examples.
+
+    @property
+    def count(self) -> Float[Array, ""]:
+        """$N$: what all statistics are divided by."""
+        dtype = accumulator(*[n.dtype for n in self.counts])
+        return jnp.max(jnp.stack([n.astype(dtype) for n in self.counts]))
+
+
+class Linearisation(eqx.Module):
+    """A loss function linearised at a model, to be pulled back and pushed forward."""
+
+    objective: Sum
+    aux: Any
+    model: Model  # With filled tags.
+    pushforward: Callable  # From tangents of the model to those of the objective.
+    pullback: Callable  # From cotangents of the objective to those of the model.
+    curved: Sum  # The objective without penalties, and its pullback; tags know weights.
+    collect: Callable
+    share: Share
+    axes: frozenset = eqx.field(static=True)  # Of `shard_map`; they split the examples.
+
+    def value(self) -> Float[Array, ""]:
+        """The objective, as a mean over the examples of all devices."""
+        return _value(self.objective, self.share, self.axes)
+
+    def grads(self) -> Model:
+        """The gradient of `value`, shaped like the model."""
+        cotangent = eqx.filter_grad(_value)(self.objective, self.share, self.axes)
+        return empty_tags(self.pullback(cotangent))
+
+    def statistics(self, fisher: AbstractFisher, key: Key | None) -> Model:
+        """The statistics of every tagged layer, summed over all cotangents."""
+        fisher.check(self.model)
+        scales, key = self._scales(), self._device_key(key)
+
+        def pull(index):
+            cotangents = fisher.cotangents(self.objective.losses, index, key)
+            cotangents = [jtu.tree_map(s, c) for s, c in zip(scales, cotangents)]
+            return self._pull(cotangents)
+
+        number = fisher.number(self.objective.losses)
+        statistics = pull(0)
+        if number == 1:
+            return statistics
+
+        # What depends on inputs alone is the same in every pullback; the rest adds up.
+        def body(index, outputs):
+            return jtu.tree_map(jnp.add, outputs, _outputs(pull(index)))
+
+        zeros = _map_layers(lambda layer: layer.tag.slots, self.model)
+        outputs = jax.lax.fori_loop(0, number, body, _outputs(zeros))
+        return jtu.tree_map(
+            lambda s, o: Statistics(s.inputs, o),
+            statistics,
+            outputs,
+            is_leaf=_is_statistics,
+        )
+
+    def l2_diagonal(self) -> Model:
+        """The diagonal of the curvature of all `L2` terms, shaped like the model."""
+
+        def parameters(objective):
+            return [o.parameters for _, o in objective.terms if isinstance(o, L2)]
+
+        diagonals = [
+            o.diagonal(c * self.share.fraction)
+            for c, o in self.objective.terms
+            if isinstance(o, L2)
+        ]
+        if not diagonals:
+            return jtu.tree_map(lambda _: None, self.model)
+        cotangent = eqx.tree_at(parameters, _zeros_like(self.curved), diagonals)
+        return self.collect(cotangent)
+
+    def gram(self, directions: Sequence[Model]) -> Float[Array, "n n"]:
+        r"""$d_a^\top C d_b$ for all pairs of `directions`, with $C$ the Gauss-Newton
+        matrix of the objective, its `L2` terms included: one pushforward each."""
+        tangents = [self._push(d).terms for d in directions]
+
+        def inner(a, b):
+            coefficients, products, counts = [], [], iter(self.share.counts)
+            for (c, o), (_, u), (_, v) in zip(self.objective.terms, a, b, strict=True):
+                if isinstance(o, AbstractLoss):
+                    product = _weighted_dot(u.outputs, o.fisher_product(v.outputs), o)
+                    products.append(_psum(product, self.axes))
+                    coefficients.append(c / next(counts))
+                elif isinstance(o, L2):
+                    products.append(tree_dot(u.parameters, v.parameters))
+                    coefficients.append(c * o.coefficient * self.share.fraction)
+            return linear_combination(coefficients, products)
+
+        n = len(tangents)
+        upper = {
+            (i, j): inner(tangents[i], tangents[j]) for i in range(n) for j in range(i, n)
+        }
+        return jnp.stack(
+            [jnp.stack([upper[min(i, j), max(i, j)] for j in range(n)]) for i in range(n)]
+        )
+
+    def _push(self, direction: Model) -> Sum:
+        """Pushes a direction (`None` where it is zero) forward to the objective."""
+        zeros = jtu.tree_map(jnp.zeros_like, eqx.filter(self.model, eqx.is_inexact_array))
+        tangent = eqx.combine(direction, zeros)
+        return self.pushforward(
+            jtu.tree_map(lambda t, z: t.astype(z.dtype), tangent, zeros)
+        )
+
+    def _pull(self, cotangents: list[PyTree]) -> Model:
+        """Pulls cotangents of all losses' outputs back to statistics."""
+        cotangent = eqx.tree_at(
+            lambda o: [loss.outputs for loss in o.losses],
+            _zeros_like(self.curved),
+            cotangents,
+        )
+        return _map_layers(lambda layer: layer.tag.slots, self.collect(cotangent))
+
+    def _scales(self) -> list[Callable]:
+        r"""Multiplication by $\sqrt{c_i w N / N_i}$ for the outputs of every loss $i$:
+        dividing by $N$ then gives the curvature of $\sum_i c_i h_i$."""
+        terms = self.objective.weighted_losses
+        total = self.share.count
+
+        def scale(coefficient, loss, count):
+            ratio = 1.0 if len(terms) == 1 else total / count.astype(total.dtype)
+            if loss.weights is None:
+                squared = jnp.asarray(coefficient * ratio)
+            else:
+                squared = coefficient * ratio * loss.term_weights[..., None]
+            return lambda ct: ct * jnp.sqrt(squared).astype(ct.dtype)
+
+        counts = self.share.counts
+        return [scale(c, loss, n) for (c, loss), n in zip(terms, counts, strict=True)]
+
+    def _device_key(self, key: Key | None) -> Key | None:
+        if key is not None:
+            for axis in sorted(self.axes):  # Devices hold different examples.
+                key = jax.random.fold_in(key, jax.lax.axis_index(axis))
+        return key
+
+
+def run(
+    loss_fn: Callable, model: Model, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Sum, Any]:
+    """The objective that `loss_fn` returns, and its aux."""
+    with naming_layers(model):
+        # Copies: an `eqx.nn.State` may be used once only.
+        args, kwargs = jtu.tree_map(lambda x: x, (tuple(args), kwargs))
+        out = loss_fn(model, *args, **kwargs)
+    objective, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+    return _check_objective(objective), aux
+
+
+def whole(objective: Sum, model: Model) -> Share:
+    """The whole batch, which several devices may have parts of."""
+    axes = example_axes(objective, model)
+    return Share([_psum(loss.count, axes) for loss in objective.losses], 1.0)
+
+
+def example_axes(objective: Sum, model: Model) -> frozenset:
+    """The `shard_map` axes that split the examples."""
+    return varying_axes(objective) - varying_axes(model)
+
+
+def evaluate(objective: Sum, model: Model, share: Share) -> Float[Array, ""]:
+    """The objective, as a mean over the examples of all devices."""
+    return _value(objective, share, example_axes(objective, model))
+
+
+def linearise(
+    loss_fn: Callable,
+    model: Model,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    share: Share | None = None,
+) -> Linearisation:
+    """Runs `loss_fn` once, at a model whose tags are ready to collect."""
+    check_tagged(model)
+    filled = fill_tags(model)
+    objective, pushforward, pullback, aux = _filter_linearize(
+        lambda model: run(loss_fn, model, args, kwargs), filled
+    )
+    axes = example_axes(objective, model)
+    share = whole(objective, model) if share is None else share
+    weights = _example_weights(objective.losses)
+    curved, collect = objective, pullback
+    if weights is not None or len(objective.curved) < len(objective.terms):
+        # The moments of a layer's inputs have to know the weights, which only the loss
+        # knew, and nothing of what only penalties see. What the two runs share, XLA
+        # computes once.
+        if weights is not None:
+            weights = jax.lax.stop_gradient(weights)
+            weights = cast_varying(weights, varying_axes(model))
+        curved, _, collect, _ = _filter_linearize(
+            lambda model: (Sum(run(loss_fn, model, args, kwargs)[0].curved), None),
+            fill_tags(model, weights),
+        )
+    return Linearisation(
+        objective, aux, filled, pushforward, pullback, curved, collect, share, axes
+    )
+
+
+def factors(
+    model: Model, statistics: Model, count: Float[Array, ""], l2_diagonal: Model
+) -> Model:
+    """The factors of every tagged layer, in a tree shaped like the model."""
+
+    def layer_factors(layer, statistics, diagonal):
+        if not is_trainable(layer):
+            return None
+        l2 = _mean_over_layer(layer, diagonal)
+        return layer.tag.block.factors(statistics, count, l2)
+
+    return _map_layers(layer_factors, model, statistics, l2_diagonal)
+
+
+def _filter_linearize(fn: Callable, model: Model) -> tuple[Sum, Callable, Callable, Any]:
+    """`fn(model) -> (out, aux)` as `(out, pushforward, pullback, aux)`. One jaxpr serves
+    both directions."""
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    rest = []
+
+    def dynamic(params):
+        out, aux = fn(eqx.combine(params, static))
+        out, out_rest = eqx.partition(out, eqx.is_inexact_array)
+        arrays, others = eqx.partition((out_rest, aux), eqx.is_array)
+        rest[:] = [others]
+        return out, arrays
+
+    out, pushforward, arrays = jax.linearize(dynamic, params, has_aux=True)
+    out_rest, aux = eqx.combine(arrays, rest[0])
+
+    def pullback(cotangent):
+        (transposed,) = jax.linear_transpose(pushforward, params)(cotangent)
+        return transposed
+
+    return eqx.combine(out, out_rest), pushforward, pullback, aux
+
+
+def _check_objective(objective: Any) -> Sum:
+    if not isinstance(objective, AbstractObjective):
+        got = type(objective).__name__
+        if isinstance(objective, jax.Array):
+            got = f"an array of type {objective.dtype} and shape {objective.shape}"
+        raise TypeError(
+            "`loss_fn` must return a loss that knows its predictive distribution, such "
+            "as `kfac.SoftmaxCrossEntropy(logits, targets)`, `kfac.SigmoidCrossEntropy` "
+            "or `kfac.SquaredError` (or `(loss, aux)`), but returned "
+            f"{got}. A bare number has no curvature to collect; add penalties to the "
+            "loss object instead: `loss + penalty`."
+        )
+    objective = objective + 0
+    if not objective.losses:
+        raise ValueError(
+            "`loss_fn` returned only penalties, which have no curvature to collect. Add "
+            "them to a loss such as `kfac.SoftmaxCrossEntropy`."
+        )
+    return objective
+
+
+def _value(objective: Sum, share: Share, axes: frozenset) -> Float[Array, ""]:
+    counts = iter(share.counts)
+
+    def value(term):
+        if isinstance(term, AbstractLoss):
+            total = _psum(term.total, axes)
+            return total / next(counts).astype(total.dtype)
+        value, split = term.value * share.fraction, varying_axes(term) & axes
+        return jax.lax.pmean(value, tuple(sorted(split))) if split else value
+
+    coefficients = [c for c, _ in objective.terms]
+    return linear_combination(coefficients, [value(o) for _, o in objective.terms])
+
+
+def _weighted_dot(u: PyTree, v: PyTree, loss: AbstractLoss) -> Float[Array, ""]:
+    r"""$\sum_n w_n u_n^\top v_n$ over the terms of a loss."""
+    if loss.weights is not None:
+        w = loss.term_weights[..., None]
+        v = jtu.tree_map(lambda a: a * w.astype(a.dtype), v)
+    return tree_dot(u, v)
+
+
+def _psum(x: Array, axes: frozenset) -> Array:
+    """The sum over devices; a count of examples is the same on all of them, but is one
+    per device nevertheless."""
+    if not axes:
+        return x
+    return jax.lax.psum(cast_varying(x, axes), tuple(sorted(axes)))
+
+
+def _example_weights(losses: list[AbstractLoss]) -> Array | None:
+    """The weights of examples for the input moments of the layers, on the first axes that
+    all weights of the losses have in common. A layer cannot tell which loss it serves: of
+    several losses over the same examples, the mean of the weights is taken."""
+    shapes = [loss.weights.shape for loss in losses if loss.weights is not None]
+    if not shapes:
+        return None
+    shared = common_prefix(*shapes)
+    if not shared:
+        raise ValueError(
+            "Several losses of a sum have weights, over different examples: the weights "
+            f"have shapes {shapes}. Only one batch of examples can be weighted; give the "
+            "weights of the others as fewer examples, or as a coefficient."
+        )
+    axes = len(shared)
+    means = [
+        jnp.mean(loss.term_weights, axis=tuple(range(axes, len(loss.leading))))
+        for loss in losses
+        if loss.leading[:axes] == shared
+    ]
+    dtype = accumulator(*[w.dtype for w in means])
+    return jnp.mean(jnp.stack([w.astype(dtype) for w in means]), axis=0)
+
+
+def _mean_over_layer(layer: Any, diagonal: Any) -> Float[Array, "*stack"]:
+    """The mean over each layer's parameters of a diagonal; zero where there is none."""
+    form = layer.tag.form
+    stack, _, _ = form.sizes(layer)
+    if not jtu.tree_leaves(diagonal):
+        return jnp.zeros(stack)
+    matrix = form.to_matrix(diagonal)
+    return jnp.mean(matrix, axis=tuple(range(len(stack), matrix.ndim)))
+
+
+def _zeros_like(objective: Sum) -> Sum:
+    return jtu.tree_map(jnp.zeros_like, eqx.filter(objective, eqx.is_inexact_array))
+
+
+def _is_statistics(node: Any) -> bool:
+    return isinstance(node, Statistics)
+
+
+def _outputs(statistics: Model) -> Model:
+    return jtu.tree_map(lambda s: s.outputs, statistics, is_leaf=_is_statistics)
+
+
+def _map_layers(fn: Callable, model: Model, *rest: Any) -> Model:
+    """Maps over the tagged layers; every other leaf becomes `None`."""
+    return map_tagged(fn, model, *rest, others=lambda *_: None)

@@ -1,0 +1,173 @@
+"""What K-FAC remembers from step to step, and what it tells about each."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Bool, Float, Int
+
+from ._custom_types import Model
+from ._misc import accumulator
+
+
+# The hyper-parameters that are numbers, or schedules of numbers.
+NUMBERS = (
+    "learning_rate",
+    "momentum",
+    "damping",
+    "damping_ratio",
+    "norm_constraint",
+    "ema",
+    "max_increase",
+    "weight_decay",
+    "averaging",
+)
+
+
+class Faults(eqx.Module):
+    """What can go wrong in a step. In [`eqx_kfac.Info`][], whether it did; in
+    [`eqx_kfac.KFACState`][], how often so far. All but `factorisation` reject the
+    step."""
+
+    loss: Array  # The loss was not finite before the step.
+    gradient: Array  # The loss was finite, its gradient was not.
+    curvature: Array  # Both were finite, the curvature was not.
+    factorisation: Array  # It could not be inverted: the previous inverse is still used.
+    update: Array  # The update was not finite.
+    increase: Array  # The loss after the step was not finite, or rose by too much.
+
+    @property
+    def rejecting(self) -> Array:
+        """Whether the step was not taken."""
+        return self.loss | self.gradient | self.curvature | self.update | self.increase
+
+
+class Iterates(eqx.Module):
+    """A moving average of the parameters."""
+
+    mean: Model
+    weight: Float[Array, ""]
+
+    def add(self, model: Model, decay: Float[Array, ""]) -> "Iterates":
+        r"""$w \leftarrow \xi w + 1$, $\bar\theta \leftarrow \bar\theta + (\theta -
+        \bar\theta) / w$: never biased towards the start; $\xi = 1$ is Polyak's mean."""
+        weight = decay.astype(self.weight.dtype) * self.weight + 1
+        params = eqx.filter(model, eqx.is_inexact_array)
+
+        def blend(mean, p):
+            return mean + (p.astype(mean.dtype) - mean) / weight.astype(mean.dtype)
+
+        return Iterates(jtu.tree_map(blend, self.mean, params), weight)
+
+
+class KFACState(eqx.Module):
+    """The state of [`eqx_kfac.KFAC`][]. All arrays; `eqx.tree_at` may change any of them
+    between steps, hyper-parameters included (those that follow a schedule or a rule are
+    overwritten by it)."""
+
+    step: Int[Array, ""]
+    # Shaped like the model, with every tagged layer replaced by its averaged factors, or
+    # by their factorisation.
+    curvature: Model
+    inverse: Model
+    weight: Float[Array, ""]  # Total weight of the moving average; 0 before the first.
+    velocity: Model  # The previous update.
+    fallback: Any
+    iterates: Iterates | None
+    learning_rate: Float[Array, ""]  # As last chosen, if a rule chooses it.
+    momentum: Float[Array, ""]
+    damping: Float[Array, ""]
+    damping_ratio: Float[Array, ""]
+    norm_constraint: Float[Array, ""] | None
+    ema: Float[Array, ""]
+    max_increase: Float[Array, ""] | None
+    weight_decay: Float[Array, ""] | None
+    averaging: Float[Array, ""] | None
+    rejected: Int[Array, ""]  # How many steps were not taken.
+    faults: Faults  # And why: counts.
+
+
+class Info(eqx.Module):
+    """What happened in one step of [`eqx_kfac.KFAC`][]. What was not measured in this
+    step is NaN; what never is, `None`."""
+
+    loss: Float[Array, ""]  # Before the step.
+    new_loss: Float[Array, ""] | None  # After it, on the same batch.
+    aux: Any
+    learning_rate: Float[Array, ""]  # Without the norm constraint.
+    momentum: Float[Array, ""]
+    damping: Float[Array, ""]  # In this step: before the rule, after calibration.
+    # The change of the loss over what the quadratic model predicted; minus infinity if
+    # the model promised no descent.
+    reduction_ratio: Float[Array, ""] | None
+    gradient_norm: Float[Array, ""]
+    update_norm: Float[Array, ""]
+    rejected: Bool[Array, ""]  # The step was not taken: parameters and momentum stay.
+    faults: Faults  # Why.
+
+
+def init_iterates(model: Model) -> Iterates:
+    """No iterates yet."""
+
+    def zeros(p):
+        return jnp.zeros_like(p, dtype=accumulator(p.dtype))
+
+    params = eqx.filter(model, eqx.is_inexact_array)
+    return Iterates(jtu.tree_map(zeros, params), jnp.zeros((), float))
+
+
+def averaged(model: Model, state: KFACState) -> Model:
+    r"""The model at the average of its iterates,
+
+    $$\bar\theta = \sum_t \xi^{T-t} \theta_t \Big/ \sum_t \xi^{T-t},$$
+
+    over the steps that were taken. Usually better than the last iterate where steps are
+    noisy; evaluate it, train the other.
+
+    **Arguments:**
+
+    - `model`, `state`: as returned from [`eqx_kfac.KFAC`][]`.step`.
+
+    **Returns:** a model like `model`; before the first step, `model` itself.
+
+    **Raises:** `ValueError` if the optimizer does not average.
+
+    !!! Example
+
+        ```python
+        optimizer = kfac.KFAC(1e-2, averaging=0.99)
+        state = optimizer.init(model)
+        model, state, info = optimizer.step(loss_fn, model, state, x, y, key=key)
+        test_model = kfac.averaged(model, state)
+        ```
+
+    ??? cite "Reference"
+
+        B. Polyak and A. Juditsky, *Acceleration of Stochastic Approximation by
+        Averaging*, SIAM J. Control Optim. 30(4), 1992; with decay, J. Martens and
+        R. Grosse, ICML 2015, section 13 of the long version.
+    """
+    iterates = state.iterates
+    if iterates is None:
+        raise ValueError(
+            "This optimizer does not average its iterates. Construct it with "
+            "`kfac.KFAC(..., averaging=0.99)` (or 1 for the mean of all)."
+        )
+    params, rest = eqx.partition(model, eqx.is_inexact_array)
+
+    def choose(mean, p):
+        return jnp.where(iterates.weight == 0, p, mean.astype(p.dtype))
+
+    return eqx.combine(jtu.tree_map(choose, iterates.mean, params), rest)
+
+
+def init_faults() -> Faults:
+    """Nothing went wrong so far."""
+    return Faults(*(jnp.zeros((), jnp.int32) for _ in range(6)))
+
+
+def count(faults: Faults, new: Faults) -> Faults:
+    """The counts with those of one more step."""
+    return jax.tree.map(lambda n, f: n + f.astype(n.dtype), faults, new)
