@@ -13,7 +13,14 @@ from ._block import Statistics
 from ._custom_types import Key, Model
 from ._fisher import AbstractFisher
 from ._loss import AbstractLoss, AbstractObjective, L2, linear_combination, Sum
-from ._misc import accumulator, cast_varying, common_prefix, tree_dot, varying_axes
+from ._misc import (
+    accumulator,
+    cast_varying,
+    common_prefix,
+    symmetric,
+    tree_dot,
+    varying_axes,
+)
 from ._tag import (
     check_tagged,
     empty_tags,
@@ -121,13 +128,7 @@ class Linearisation(eqx.Module):
                     coefficients.append(c * o.coefficient * self.share.fraction)
             return linear_combination(coefficients, products)
 
-        n = len(tangents)
-        upper = {
-            (i, j): inner(tangents[i], tangents[j]) for i in range(n) for j in range(i, n)
-        }
-        return jnp.stack(
-            [jnp.stack([upper[min(i, j), max(i, j)] for j in range(n)]) for i in range(n)]
-        )
+        return symmetric(inner, tangents)
 
     def _push(self, direction: Model) -> Sum:
         """Pushes a direction (`None` where it is zero) forward to the objective."""

@@ -1,5 +1,5 @@
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -127,6 +127,15 @@ def tree_dot(a: PyTree, b: PyTree) -> Shaped[Array, ""]:
     leaves = jtu.tree_leaves(jtu.tree_map(dot, a, b))
     dtype = accumulator(*[x.dtype for x in leaves])
     return sum((x.astype(dtype) for x in leaves), jnp.zeros((), dtype))
+
+
+def symmetric(inner: Callable, vectors: Sequence[Any]) -> Shaped[Array, "n n"]:
+    """The matrix of all inner products of `vectors`, each computed once."""
+    n = len(vectors)
+    pairs = [(i, j) for i in range(n) for j in range(i, n)]
+    upper = {(i, j): inner(vectors[i], vectors[j]) for i, j in pairs}
+    rows = [[upper[min(i, j), max(i, j)] for j in range(n)] for i in range(n)]
+    return jnp.stack([jnp.stack(row) for row in rows])
 
 
 def tree_norm(tree: PyTree) -> Shaped[Array, ""]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ._custom_types import Model
-from ._misc import tree_dot
+from ._misc import symmetric, tree_dot
 from ._schedule import check_count
 
 
@@ -97,7 +97,6 @@ def quadratic(
 ) -> Quadratic:
     r"""The quadratic model with curvature $C + \lambda I$, given $d_a^\top C d_b$."""
     dtype = gram.dtype
-    dots = [[tree_dot(a, b).astype(dtype) for b in directions] for a in directions]
-    identity = jnp.stack([jnp.stack(row) for row in dots])
+    identity = symmetric(lambda a, b: tree_dot(a, b).astype(dtype), directions)
     slopes = jnp.stack([tree_dot(grads, d).astype(dtype) for d in directions])
     return Quadratic(gram + jnp.asarray(damping, dtype) * identity, slopes)

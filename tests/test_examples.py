@@ -53,3 +53,33 @@ def test_digits(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 20_000
     assert str(picture) in printed
+
+
+def autoencoder(out, *arguments):
+    printed = run("autoencoder.py", "--toy", "--out", str(out), *arguments)
+    header, *rows = printed.splitlines()[:5]
+    assert header.split()[:3] == ["method", "batch", "loss"]
+    losses = {}
+    for row in rows:
+        found = re.fullmatch(rf"(.+?) +64 +({NUMBER}) +(\d+) .*(reached|s)", row)
+        losses[found[1]] = float(found[2]), int(found[3])
+    assert list(losses) == [
+        "K-FAC, adaptive",
+        "K-FAC, fixed",
+        "Adam",
+        "SGD with momentum",
+    ]
+    return losses
+
+
+def test_autoencoder_resumes_where_it_stopped(tmp_path):
+    stopped = autoencoder(tmp_path / "b", "--steps", "10")
+    resumed = autoencoder(tmp_path / "b", "--steps", "20", "--resume")
+    whole = autoencoder(tmp_path / "a", "--steps", "20")
+    assert resumed == whole
+    for method, (loss, steps) in whole.items():
+        assert steps == 20 and stopped[method][1] == 10
+        assert loss < 530  # It trains, from 556 on, whoever is best.
+    assert (tmp_path / "a/curves.png").read_bytes().startswith(b"\x89PNG")
+    checkpoint = [(tmp_path / name / "checkpoint-0.eqx").read_bytes() for name in "ab"]
+    assert checkpoint[0] == checkpoint[1]  # Bit for bit, the optimizer's state too.

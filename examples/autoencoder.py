@@ -1,0 +1,390 @@
+# %% [markdown]
+# # The deep autoencoder, with nothing to tune
+#
+# The problem on which K-FAC was first shown (J. Martens and R. Grosse, *Optimizing Neural
+# Networks with Kronecker-factored Approximate Curvature*, ICML 2015, section 13): an
+# autoencoder 784-1000-500-250-30-250-500-1000-784 with tanh units and a linear code,
+# trained on binary cross-entropy and a little L2. Four optimizers from one
+# initialisation:
+#
+# - K-FAC that chooses learning rate, momentum and damping by itself,
+# - K-FAC with numbers,
+# - Adam,
+# - stochastic gradient descent with Nesterov's momentum.
+#
+# With `--data` it reads a folder of MNIST files (`*-images-idx3-ubyte`, or `.gz`);
+# without, it takes the 1,797 digits that come with scikit-learn, resized to 28 x 28.
+#
+#     python examples/autoencoder.py                      # a few minutes on two CPU cores
+#     python examples/autoencoder.py --data path/to/mnist
+#     python examples/autoencoder.py --resume             # go on after an interruption
+#     python examples/autoencoder.py --toy                # seconds: does everything run?
+
+# %%
+import argparse
+import functools as ft
+import gzip
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+from jaxtyping import Float, PRNGKeyArray
+from sklearn.datasets import load_digits
+from tqdm import tqdm
+
+import eqx_kfac as kfac
+
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+
+# %% [markdown]
+# ## Data, network and loss
+
+
+# %%
+def load(folder: Path | None) -> Float[np.ndarray, "images 784"]:
+    """Images with pixels in [0, 1]: of the training files in `folder` if it has any, else
+    of the test files."""
+    if folder is None:
+        small = load_digits(return_X_y=True)[0].reshape(-1, 8, 8).astype(np.float32) / 16
+        large = jax.image.resize(small, (len(small), 28, 28), "linear")
+        return np.asarray(large).reshape(-1, 784)
+    found = sorted(folder.rglob("*images-idx3-ubyte*"))
+    found = [p for p in found if p.name.startswith("train")] or found
+    if not found:
+        raise SystemExit(f"No `*images-idx3-ubyte` or `.gz` file in {folder}.")
+    raw = found[0].read_bytes()
+    raw = gzip.decompress(raw) if found[0].suffix == ".gz" else raw
+    pixels = np.frombuffer(raw, np.uint8, offset=16)
+    return (pixels.reshape(-1, 784) / 255).astype(np.float32)
+
+
+def network(widths: tuple[int, ...], key: PRNGKeyArray) -> eqx.nn.Sequential:
+    """The encoder through `widths`, and its mirror image. Weights have variance 1 over
+    fan-in, biases are zero."""
+    sizes = [784, *widths, *widths[-2::-1], 784]
+    linear = (len(widths) - 1, len(sizes) - 2)  # The code and the output.
+    lecun = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)
+    layers = []
+    for i, key in enumerate(jax.random.split(key, len(sizes) - 1)):
+        layer = eqx.nn.Linear(sizes[i], sizes[i + 1], key=key)
+        new = lecun(key, layer.weight.shape), jnp.zeros(sizes[i + 1])
+        layers.append(eqx.tree_at(lambda m: (m.weight, m.bias), layer, new))
+        if i not in linear:
+            layers.append(eqx.nn.Lambda(jnp.tanh))
+    return eqx.nn.Sequential(layers)
+
+
+def loss_fn(model, x):
+    logits = jax.vmap(model)(x)
+    return kfac.SigmoidCrossEntropy(logits, x) + kfac.L2(model, 1e-5)
+
+
+@eqx.filter_jit
+def cross_entropy(model, x):
+    return kfac.SigmoidCrossEntropy(jax.vmap(model)(x), x).value
+
+
+# %% [markdown]
+# ## The optimizers
+#
+# What each one needs to be told. The adaptive K-FAC is given a first damping, which it
+# corrects as it goes, and a least one; its other numbers are about how much work to do.
+# The others' numbers were found by trying.
+
+
+# %%
+class Trainer(NamedTuple):
+    name: str
+    batch: int
+    init: Callable[[Any], Any]
+    # (model, state, x, key) -> (model, state, learning rate, damping)
+    step: Callable[..., tuple[Any, Any, Any, Any]]
+
+
+def kfac_trainer(name: str, optimizer: kfac.KFAC, batch: int) -> Trainer:
+    @eqx.filter_jit
+    def step(model, state, x, key):
+        model, state, info = optimizer.step(loss_fn, model, state, x, key=key)
+        return model, state, info.learning_rate, info.damping
+
+    return Trainer(name, batch, optimizer.init, step)
+
+
+def adaptive(batch: int = 1000, part: int = 125) -> Trainer:
+    quadratic = kfac.QuadraticModel(examples=part)
+    optimizer = kfac.KFAC(
+        quadratic,
+        quadratic,
+        kfac.LevenbergMarquardt(initial=0.1, minimum=1e-3),
+        curvature_examples=part,
+        inverse_period=10,
+        ema=0.9,
+    )
+    return kfac_trainer("K-FAC, adaptive", optimizer, batch)
+
+
+def fixed(batch: int = 1000, part: int = 125) -> Trainer:
+    optimizer = kfac.KFAC(
+        learning_rate=0.05,
+        momentum=0.7,
+        damping=optax.exponential_decay(0.1, 50, 0.1, end_value=1e-3),
+        norm_constraint=0.1,
+        curvature_examples=part,
+        inverse_period=10,
+        ema=0.9,
+    )
+    return kfac_trainer("K-FAC, fixed", optimizer, batch)
+
+
+def optax_trainer(
+    name: str, transformation: optax.GradientTransformation, rate: float, batch: int
+) -> Trainer:
+    @eqx.filter_jit
+    def step(model, state, x, key):
+        del key
+        grads = eqx.filter_grad(lambda m: loss_fn(m, x).value)(model)
+        updates, state = transformation.update(grads, state)
+        return eqx.apply_updates(model, updates), state, rate, 0.0
+
+    def init(model):
+        return transformation.init(eqx.filter(model, eqx.is_inexact_array))
+
+    return Trainer(name, batch, init, step)
+
+
+def adam(rate: float = 1e-3, batch: int = 500) -> Trainer:
+    return optax_trainer("Adam", optax.adam(rate), rate, batch)
+
+
+def sgd(rate: float = 3e-3, batch: int = 500) -> Trainer:
+    momentum = optax.sgd(rate, momentum=0.9, nesterov=True)
+    return optax_trainer("SGD with momentum", momentum, rate, batch)
+
+
+# %% [markdown]
+# ## Training, and going on where it stopped
+#
+# Model and state are PyTrees: `eqx.tree_serialise_leaves` writes all there is to know.
+# Batches and keys are functions of the step, so that a run that is resumed is the run
+# that was interrupted.
+
+
+# %%
+class Curve(NamedTuple):
+    """Cross-entropy over all images; seconds of steps only."""
+
+    steps: list[int]
+    seconds: list[float]
+    losses: list[float]
+    compile_seconds: float
+
+    def reached(self, target: float) -> tuple[int, float] | None:
+        """Steps and seconds at the first look at or below `target`."""
+        for step, seconds, loss in zip(self.steps, self.seconds, self.losses):
+            if loss <= target:
+                return step, seconds
+        return None
+
+
+class Stop(NamedTuple):
+    target: float  # Cross-entropy.
+    seconds: float
+    steps: int
+
+    def __call__(self, curve: Curve) -> bool:
+        loss = curve.losses[-1]
+        done = loss <= self.target or not np.isfinite(loss)
+        return done or curve.seconds[-1] >= self.seconds or curve.steps[-1] >= self.steps
+
+
+def batch_at(step: int, x: np.ndarray, size: int, seed: int) -> np.ndarray:
+    """Every image once an epoch, in an order of its own."""
+    size = min(size, len(x))
+    per_epoch = len(x) // size
+    epoch, index = divmod(step, per_epoch)
+    order = np.random.default_rng([seed, epoch]).permutation(len(x))
+    return x[order[index * size : (index + 1) * size]]
+
+
+def copy(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.copy() if eqx.is_array(leaf) else leaf, tree)
+
+
+def compile_step(trainer: Trainer, model: Any, state: Any, x: np.ndarray) -> float:
+    """The seconds of the very first step, whose result is thrown away."""
+    start = time.perf_counter()
+    out = trainer.step(copy(model), copy(state), x, jax.random.key(0))
+    jax.block_until_ready(out)
+    return time.perf_counter() - start
+
+
+def save(checkpoint: Path, model: Any, state: Any, curve: Curve) -> None:
+    """Two files, one for the arrays and one for the curve so far."""
+    checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    eqx.tree_serialise_leaves(checkpoint.with_suffix(".eqx"), (model, state))
+    checkpoint.with_suffix(".json").write_text(json.dumps(curve._asdict()))
+
+
+def restore(checkpoint: Path, model: Any, state: Any) -> tuple[Any, Any, Curve]:
+    like = (model, state)
+    model, state = eqx.tree_deserialise_leaves(checkpoint.with_suffix(".eqx"), like)
+    curve = Curve(**json.loads(checkpoint.with_suffix(".json").read_text()))
+    return model, state, curve
+
+
+def train(
+    trainer: Trainer,
+    model: Any,
+    x: np.ndarray,
+    stop: Stop,
+    seed: int = 0,
+    look_every: int = 10,
+    checkpoint: Path | None = None,
+    resume: bool = False,
+) -> Curve:
+    """Trains until `stop`, looking at all images every so many steps."""
+    state = trainer.init(model)
+    compile_seconds = compile_step(
+        trainer, model, state, batch_at(0, x, trainer.batch, seed)
+    )
+    images = jnp.asarray(x[:10_000])
+    curve = Curve([0], [0.0], [float(cross_entropy(model, images))], compile_seconds)
+    if resume and checkpoint is not None and checkpoint.with_suffix(".json").exists():
+        model, state, curve = restore(checkpoint, model, state)
+    with tqdm(desc=trainer.name, unit=" steps", initial=curve.steps[-1]) as bar:
+        while not stop(curve):
+            first, seconds = curve.steps[-1], curve.seconds[-1]
+            rate = damping = 0.0
+            for step in range(first, first + look_every):
+                batch = batch_at(step, x, trainer.batch, seed)
+                key = jax.random.fold_in(jax.random.key(seed), step)
+                began = time.perf_counter()
+                model, state, rate, damping = trainer.step(model, state, batch, key)
+                jax.block_until_ready(model)
+                seconds += time.perf_counter() - began
+            curve.steps.append(first + look_every)
+            curve.seconds.append(seconds)
+            curve.losses.append(float(cross_entropy(model, images)))
+            bar.update(look_every)
+            shown = dict(loss=curve.losses[-1], rate=float(rate), damping=float(damping))
+            bar.set_postfix({name: f"{value:.4g}" for name, value in shown.items()})
+            if checkpoint is not None:
+                save(checkpoint, model, state, curve)
+    return curve
+
+
+# %% [markdown]
+# ## What came out
+
+
+# %%
+def table(trainers: list[Trainer], curves: list[Curve], target: float) -> str:
+    lines = [
+        f"{'method':<18} {'batch':>5} {'loss':>8} {'steps':>6} {'seconds':>8} "
+        f"{'s/step':>7} {'compile s':>9}   to {target:g}"
+    ]
+    for trainer, curve in zip(trainers, curves):
+        steps, seconds = curve.steps[-1], curve.seconds[-1]
+        reached = curve.reached(target)
+        text = f"{reached[0]} steps, {reached[1]:.1f} s" if reached else "not reached"
+        lines.append(
+            f"{trainer.name:<18} {trainer.batch:>5} {curve.losses[-1]:>8.2f} {steps:>6} "
+            f"{seconds:>8.1f} {seconds / max(steps, 1):>7.3f} "
+            f"{curve.compile_seconds:>9.1f}   {text}"
+        )
+    return "\n".join(lines)
+
+
+COLOURS = ["#d1495b", "#edae49", "#30638e", "#7a9e7e", "#5f4b66"]
+
+
+def plot(names: list[str], curves: list[Curve], target: float, path: Path) -> None:
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for axis, against in zip(axes, ("steps", "seconds")):
+        for name, curve, colour in zip(names, curves, COLOURS):
+            axis.plot(getattr(curve, against), curve.losses, label=name, color=colour)
+        axis.axhline(target, color="0.6", linewidth=0.8, linestyle=":")
+        axis.set_yscale("log")
+        axis.set_xlabel("steps" if against == "steps" else "seconds (without compiling)")
+        axis.grid(True, which="both", color="0.93")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
+        axis.set_xlim(left=0)
+    axes[0].set_xscale("symlog", linthresh=100)
+    axes[0].set_ylabel("cross-entropy, mean over images")
+    axes[1].legend(frameon=False)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+# %%
+class Arguments(argparse.Namespace):
+    data: Path | None
+    seconds: float
+    steps: int
+    target: float
+    seed: int
+    out: Path
+    resume: bool
+    toy: bool
+
+
+def parse(argv: list[str] | None = None) -> Arguments:
+    parser = argparse.ArgumentParser(description="A deep autoencoder, four optimizers.")
+    parser.add_argument("--data", type=Path, help="a folder with MNIST's image files")
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="of steps, per optimizer"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=100_000, help="per optimizer, at most"
+    )
+    parser.add_argument("--target", type=float, default=54.0, help="stop at this loss")
+    parser.add_argument("--seed", type=int, default=0, help="initialisation and batches")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/autoencoder"), help="folder"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from checkpoints")
+    parser.add_argument("--toy", action="store_true", help="a tiny network, few steps")
+    arguments = parser.parse_args(argv, namespace=Arguments())
+    if arguments.toy:
+        arguments.steps = min(arguments.steps, 20)
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse(argv)
+    x = load(arguments.data)
+    widths = (32, 8) if arguments.toy else (1000, 500, 250, 30)
+    model = kfac.convert(network(widths, jax.random.key(arguments.seed)))
+    trainers = [adaptive(), fixed(), adam(), sgd()]
+    if arguments.toy:
+        trainers = [adaptive(64, 64), fixed(64, 64), adam(batch=64), sgd(batch=64)]
+    stop = Stop(arguments.target, arguments.seconds, arguments.steps)
+    curves = []
+    for i, trainer in enumerate(trainers):
+        checkpoint = arguments.out / f"checkpoint-{i}"
+        run = ft.partial(train, checkpoint=checkpoint, resume=arguments.resume)
+        curves.append(run(trainer, model, x, stop, arguments.seed))
+    print(table(trainers, curves, arguments.target))
+    plot(
+        [t.name for t in trainers], curves, arguments.target, arguments.out / "curves.png"
+    )
+    print(f"Curves: {arguments.out / 'curves.png'}")
+
+
+if __name__ == "__main__":
+    main()
