@@ -2,6 +2,8 @@
 
 from ._block import (
     AbstractBlock as AbstractBlock,
+    Diagonal as Diagonal,
+    DiagonalFactors as DiagonalFactors,
     Expand as Expand,
     Kronecker as Kronecker,
     KroneckerFactors as KroneckerFactors,
@@ -18,7 +20,15 @@ from ._fisher import (
     Exact as Exact,
     MonteCarlo as MonteCarlo,
 )
-from ._form import AbstractForm as AbstractForm, Dense as Dense
+from ._form import (
+    AbstractForm as AbstractForm,
+    Convolution as Convolution,
+    Dense as Dense,
+    Einsum as Einsum,
+    Gates as Gates,
+    Lookup as Lookup,
+    Parameters as Parameters,
+)
 from ._loss import (
     AbstractLoss as AbstractLoss,
     L2 as L2,
@@ -39,7 +49,29 @@ from ._state import (
     KFACState as KFACState,
 )
 from ._tag import Tag as Tag
-from .nn import cast as cast, convert as convert, Linear as Linear, revert as revert
+from .nn import (
+    BatchNorm as BatchNorm,
+    cast as cast,
+    Conv as Conv,
+    Conv1d as Conv1d,
+    Conv2d as Conv2d,
+    Conv3d as Conv3d,
+    convert as convert,
+    ConvTranspose as ConvTranspose,
+    ConvTranspose1d as ConvTranspose1d,
+    ConvTranspose2d as ConvTranspose2d,
+    ConvTranspose3d as ConvTranspose3d,
+    Embedding as Embedding,
+    GroupNorm as GroupNorm,
+    GRUCell as GRUCell,
+    LayerNorm as LayerNorm,
+    Linear as Linear,
+    LSTMCell as LSTMCell,
+    Parameter as Parameter,
+    PReLU as PReLU,
+    revert as revert,
+    RMSNorm as RMSNorm,
+)
 
 
 __version__ = "0.1.0"

@@ -147,10 +147,10 @@ class LinearisedBatch(eqx.Module):
             if key is not None and self.linearisation is None:
                 own = jax.random.fold_in(key, index)
             statistics = linearisation.statistics(fisher, own)
-            return (statistics, linearisation.l2_diagonal()), None
+            return (statistics, linearisation.l2()), None
 
-        (statistics, l2_diagonal), _ = self._total(piece)
-        return factors(self.model, statistics, self.share.count, l2_diagonal)
+        (statistics, l2), _ = self._total(piece)
+        return factors(self.model, statistics, self.share.count, l2)
 
     def gram(self, *directions: Model) -> Float[Array, "n n"]:
         r"""$d_a^\top C d_b$ with $C$ the Gauss-Newton matrix."""

@@ -126,7 +126,7 @@ class Exact(AbstractFisher):
         self.example_axes = example_axes
 
     def check(self, model: Model) -> None:
-        mixing = [p for p, m in tagged_layers(model) if m.tag.block.mixes_positions]
+        mixing = [p for p, t, _ in tagged_layers(model) if t.block.mixes_positions]
         if self.example_axes > 1 and mixing:
             raise ValueError(
                 f"`Exact(example_axes={self.example_axes})` serves all tokens of an "

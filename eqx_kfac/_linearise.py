@@ -26,8 +26,9 @@ from ._tag import (
     empty_tags,
     fill_tags,
     is_trainable,
-    map_tagged,
+    map_tags,
     naming_layers,
+    Tag,
 )
 
 
@@ -86,7 +87,7 @@ class Linearisation(eqx.Module):
         def body(index, outputs):
             return jtu.tree_map(jnp.add, outputs, _outputs(pull(index)))
 
-        zeros = _map_layers(lambda layer: layer.tag.slots, self.model)
+        zeros = map_tags(lambda tag, _: tag.slots, self.model)
         outputs = jax.lax.fori_loop(0, number, body, _outputs(zeros))
         return jtu.tree_map(
             lambda s, o: Statistics(s.inputs, o),
@@ -95,8 +96,8 @@ class Linearisation(eqx.Module):
             is_leaf=_is_statistics,
         )
 
-    def l2_diagonal(self) -> Model:
-        """The diagonal of the curvature of all `L2` terms, shaped like the model."""
+    def l2(self) -> Model:
+        """The curvature of all `L2` terms: the mean of its diagonal over every layer."""
 
         def parameters(objective):
             return [o.parameters for _, o in objective.terms if isinstance(o, L2)]
@@ -107,9 +108,9 @@ class Linearisation(eqx.Module):
             if isinstance(o, L2)
         ]
         if not diagonals:
-            return jtu.tree_map(lambda _: None, self.model)
+            return map_tags(_no_l2, self.model)
         cotangent = eqx.tree_at(parameters, _zeros_like(self.curved), diagonals)
-        return self.collect(cotangent)
+        return map_tags(_mean_over_layer, self.collect(cotangent))
 
     def gram(self, directions: Sequence[Model]) -> Float[Array, "n n"]:
         r"""$d_a^\top C d_b$ for all pairs of `directions`, with $C$ the Gauss-Newton
@@ -145,7 +146,7 @@ class Linearisation(eqx.Module):
             _zeros_like(self.curved),
             cotangents,
         )
-        return _map_layers(lambda layer: layer.tag.slots, self.collect(cotangent))
+        return map_tags(lambda tag, _: tag.slots, self.collect(cotangent))
 
     def _scales(self) -> list[Callable]:
         r"""Multiplication by $\sqrt{c_i w N / N_i}$ for the outputs of every loss $i$:
@@ -232,18 +233,15 @@ def linearise(
     )
 
 
-def factors(
-    model: Model, statistics: Model, count: Float[Array, ""], l2_diagonal: Model
-) -> Model:
+def factors(model: Model, statistics: Model, count: Float[Array, ""], l2: Model) -> Model:
     """The factors of every tagged layer, in a tree shaped like the model."""
 
-    def layer_factors(layer, statistics, diagonal):
-        if not is_trainable(layer):
+    def layer_factors(tag, layer, statistics, l2):
+        if not is_trainable(tag, layer):
             return None
-        l2 = _mean_over_layer(layer, diagonal)
-        return layer.tag.block.factors(statistics, count, l2)
+        return tag.block.factors(statistics, count, l2)
 
-    return _map_layers(layer_factors, model, statistics, l2_diagonal)
+    return map_tags(layer_factors, model, statistics, l2)
 
 
 def _filter_linearize(fn: Callable, model: Model) -> tuple[Sum, Callable, Callable, Any]:
@@ -344,14 +342,15 @@ def _example_weights(losses: list[AbstractLoss]) -> Array | None:
     return jnp.mean(jnp.stack([w.astype(dtype) for w in means]), axis=0)
 
 
-def _mean_over_layer(layer: Any, diagonal: Any) -> Float[Array, "*stack"]:
-    """The mean over each layer's parameters of a diagonal; zero where there is none."""
-    form = layer.tag.form
-    stack, _, _ = form.sizes(layer)
-    if not jtu.tree_leaves(diagonal):
-        return jnp.zeros(stack)
-    matrix = form.to_matrix(diagonal)
-    return jnp.mean(matrix, axis=tuple(range(len(stack), matrix.ndim)))
+def _no_l2(tag: Tag, layer: Any) -> Any:
+    return jnp.zeros(tag.form.sizes(layer).stack) if is_trainable(tag, layer) else None
+
+
+def _mean_over_layer(tag: Tag, diagonal: Any) -> Any:
+    """The mean over each layer's parameters of a diagonal."""
+    if not is_trainable(tag, diagonal):
+        return None
+    return jnp.mean(tag.form.to_matrix(diagonal), axis=(-2, -1))
 
 
 def _zeros_like(objective: Sum) -> Sum:
@@ -364,8 +363,3 @@ def _is_statistics(node: Any) -> bool:
 
 def _outputs(statistics: Model) -> Model:
     return jtu.tree_map(lambda s: s.outputs, statistics, is_leaf=_is_statistics)
-
-
-def _map_layers(fn: Callable, model: Model, *rest: Any) -> Model:
-    """Maps over the tagged layers; every other leaf becomes `None`."""
-    return map_tagged(fn, model, *rest, others=lambda *_: None)

@@ -25,7 +25,7 @@ from ._precondition import (
 from ._schedule import at, check_preconditioner, when_due
 from ._solver import AbstractDampedSolver, Cholesky
 from ._state import NUMBERS
-from ._tag import is_trainable, map_tagged
+from ._tag import is_trainable, map_tags
 
 
 class ScaleByKFACState(eqx.Module):
@@ -194,9 +194,8 @@ def _unmask(tree: Any) -> Any:
 
 def _trained(curvature: Model, updates: Model) -> Model:
     """The curvature of the layers that are trained."""
-    return map_tagged(
-        lambda layer, factors: factors if is_trainable(layer) else None,
+    return map_tags(
+        lambda tag, layer, factors: factors if is_trainable(tag, layer) else None,
         updates,
         curvature,
-        others=lambda *_: None,
     )

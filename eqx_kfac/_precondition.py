@@ -16,20 +16,21 @@ from ._block import AbstractFactors
 from ._custom_types import Model
 from ._misc import all_finite, names, tree_where
 from ._solver import AbstractDampedSolver
-from ._tag import check_tagged, is_trainable, map_tagged
+from ._tag import check_tagged, is_trainable, map_tags, update_layers
 
 
 def partition_tagged(model: Model) -> tuple[Model, Model]:
     """Splits a model (or gradients of it) into the parameters that tags cover and the
     other inexact arrays. `eqx.combine` joins them again."""
 
-    def covered(layer):
-        mask = jtu.tree_map(lambda _: False, layer)
-        form = layer.tag.form
-        yes = [None if p is None else True for p in form.parameters(layer)]
-        return form.replace(mask, *yes)
+    covered = object()
 
-    mask = map_tagged(covered, model, others=lambda *_: False)
+    def mark(tag, layer, new):
+        parameters = tag.form.parameters(layer)
+        marks = tuple(None if p is None else covered for p in parameters)
+        return tag.form.replace(new, marks)
+
+    mask = jtu.tree_map(lambda leaf: leaf is covered, update_layers(mark, model))
     tagged, rest = eqx.partition(model, mask)
     return tagged, eqx.filter(rest, eqx.is_inexact_array)
 
@@ -53,15 +54,14 @@ def check_covered(model: Model, fallback: Any) -> None:
 def init_curvature(model: Model) -> Model:
     """Zero factors for every tagged layer."""
 
-    def factors(layer):
-        if not is_trainable(layer):
+    def factors(tag, layer):
+        if not is_trainable(tag, layer):
             return None
-        block, form = layer.tag.block, layer.tag.form
-        stack, _, _ = form.sizes(layer)
-        slots = block.slots(form, layer)
-        return block.factors(slots, jnp.ones(()), jnp.zeros(stack))
+        slots = tag.block.slots(tag.form, layer)
+        l2 = jnp.zeros(tag.form.sizes(layer).stack)
+        return tag.block.factors(slots, jnp.ones(()), l2)
 
-    return map_tagged(factors, model, others=lambda *_: None)
+    return map_tags(factors, model)
 
 
 def init_inverse(curvature: Model, model: Model, solver: AbstractDampedSolver) -> Model:
@@ -91,17 +91,17 @@ def factorise(
 ) -> Model:
     """The solver's state for every layer."""
 
-    def layer_state(layer, factors):
+    def layer_state(tag, layer, factors):
         if factors is None:
             return None
 
         def init(factors):
-            operator = layer.tag.block.operator(factors)
+            operator = tag.block.operator(factors)
             return solver.init(operator, {"damping": _damping(damping, factors)})
 
         return _over_stack(init, factors)(factors)
 
-    return map_tagged(layer_state, model, curvature, others=lambda *_: None)
+    return map_tags(layer_state, model, curvature)
 
 
 def refactorise(
@@ -127,9 +127,9 @@ def precondition(
 ) -> Model:
     r"""$\hat F^{-1} \nabla h$ for the tagged layers; other leaves stay what they are."""
 
-    def layer_direction(layer, factors, state):
+    def layer_direction(tag, layer, new, factors, state):
         if factors is None:
-            return layer
+            return new
 
         def solve(matrix, factors, state):
             # What `lx.linear_solve` computes, without its derivatives, which nothing here
@@ -138,11 +138,11 @@ def precondition(
             solution, _, _ = solver.compute(state, matrix, options)
             return solution
 
-        matrix = layer.tag.form.to_matrix(layer).astype(factors.l2.dtype)
+        matrix = tag.form.to_matrix(layer).astype(factors.l2.dtype)
         solution = _over_stack(solve, factors)(matrix, factors, state)
-        return layer.tag.form.from_matrix(solution, layer)
+        return tag.form.from_matrix(solution, new)
 
-    return map_tagged(layer_direction, grads, curvature, inverse)
+    return update_layers(layer_direction, grads, curvature, inverse)
 
 
 def _damping(damping: Any, factors: AbstractFactors) -> Array:

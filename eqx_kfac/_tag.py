@@ -83,6 +83,27 @@ class Tag(eqx.Module):
         layout = _Layout(self.form, self.block, treedef, len(shared))
         return tag_p.bind(y, x, *shared, *slots, layout=layout, stack=0, examples=0)
 
+    def parameters(self, layer: Any, x: Any) -> Any:
+        """For the form [`eqx_kfac.Parameters`][]: to be called at the start of a layer's
+        forward pass, instead of at its end.
+
+        **Arguments:**
+
+        - `layer`: the layer itself.
+        - `x`: its input, or anything else with arrays that belong to one example.
+
+        **Returns:**
+
+        `layer`; while curvature is being collected, with its parameters tagged, once for
+        every example that `x` is vmapped over.
+        """
+        if not self.collecting or not is_trainable(self, layer):
+            return layer
+        (example, *_) = [a for a in jtu.tree_leaves(x) if isinstance(a, jax.Array)]
+        column = self.form.to_matrix(layer)[..., 0]
+        column = self(column, example.reshape(-1)[0])
+        return self.form.from_matrix(column[..., None], layer)
+
     @property
     def collecting(self) -> bool:
         """Whether the slots are filled."""
@@ -96,7 +117,8 @@ class Tag(eqx.Module):
         if not self.block.weighted:
             weights = None
         if weights is not None:
-            stack, _, _ = self.form.sizes(layer)
+            stack = self.form.sizes(layer).stack
+            stack = stack[: len(stack) - self.form.groups]
             weights = jnp.broadcast_to(weights, stack + weights.shape)
         return eqx.tree_at(
             lambda t: (t.slots, t.weights),
@@ -183,11 +205,14 @@ def _transpose(ct, *operands, layout, stack, examples):
 
     def statistics(x, ct, *shared):
         axes = stack + examples
-        x = layout.form.inputs(x, axes)
-        g = layout.form.outputs(ct, axes)
+        inputs = layout.form.inputs(x, stack, axes)
+        g = layout.form.outputs(ct, stack, axes)
         weights = _row_weights(*shared, x=x, stack=stack, axes=axes)
-        stats = layout.block.statistics(Rows(x, g, weights, stack), like)
-        return jtu.tree_leaves(stats)
+        groups = tuple(range(stack, stack + layout.form.groups))
+        if weights is not None:
+            weights = jnp.expand_dims(weights, groups)
+        rows = Rows(inputs, g, weights, stack + len(groups))
+        return jtu.tree_leaves(layout.block.statistics(rows, like))
 
     stats = _not_differentiable(statistics)(x, ct, *shared)
     stats = [
@@ -293,29 +318,61 @@ ad.primitive_transposes[tag_linear_p] = _transpose
 
 
 def is_tagged(node: Any) -> bool:
-    """Whether `node` is a tagged layer: a Module with a `tag` that is a `Tag`."""
-    return isinstance(node, eqx.Module) and isinstance(getattr(node, "tag", None), Tag)
+    """Whether `node` is a tagged layer: a Module with a `tag` that is a `Tag`, or several
+    by name, if its parameters are those of several linear maps."""
+    tag = getattr(node, "tag", None) if isinstance(node, eqx.Module) else None
+    return isinstance(tag, Tag) or (isinstance(tag, dict) and len(tag) > 0)
 
 
-def map_tagged(fn: Callable, tree: Any, *rest: Any, others: Callable = lambda x, *_: x):
-    """Maps `fn(layer, *rest)` over the tagged layers of a model-shaped tree and `others`
-    over its other leaves."""
+def map_tags(fn: Callable, tree: Any, *rest: Any, others: Callable = lambda *_: None):
+    """Maps `fn(tag, layer, *rest)` over the tags of a model-shaped tree, and `others`
+    over its other leaves. Several tags of one layer give several results, by name."""
 
     def apply(node, *nodes):
-        return fn(node, *nodes) if is_tagged(node) else others(node, *nodes)
+        if not is_tagged(node):
+            return others(node, *nodes)
+        if isinstance(node.tag, Tag):
+            return fn(node.tag, node, *nodes)
+        return {
+            name: fn(tag, node, *(None if n is None else n[name] for n in nodes))
+            for name, tag in node.tag.items()
+        }
 
     return jtu.tree_map(apply, tree, *rest, is_leaf=is_tagged)
 
 
-def tagged_layers(model: Any) -> list[tuple[str, Any]]:
-    """`(path, layer)` for every tagged layer of a model."""
+def update_layers(fn: Callable, tree: Any, *rest: Any):
+    """Maps the tagged layers of a model-shaped tree, `new = fn(tag, layer, new, *rest)`
+    for one tag after the other; other leaves stay."""
+
+    def apply(node, *nodes):
+        if not is_tagged(node):
+            return node
+        if isinstance(node.tag, Tag):
+            return fn(node.tag, node, node, *nodes)
+        new = node
+        for name, tag in node.tag.items():
+            own = (None if n is None else n[name] for n in nodes)
+            new = fn(tag, node, new, *own)
+        return new
+
+    return jtu.tree_map(apply, tree, *rest, is_leaf=is_tagged)
+
+
+def tagged_layers(model: Any) -> list[tuple[str, Tag, Any]]:
+    """`(path, tag, layer)` for every tag of a model."""
     nodes, _ = jtu.tree_flatten_with_path(model, is_leaf=is_tagged)
-    return [(jtu.keystr(path), node) for path, node in nodes if is_tagged(node)]
+    found = []
+    for path, node in nodes:
+        if is_tagged(node):
+            tags = [node.tag] if isinstance(node.tag, Tag) else node.tag.values()
+            found += [(jtu.keystr(path), tag, node) for tag in tags]
+    return found
 
 
 def check_tagged(model: Any) -> None:
     """Raises if there is nothing in a model that curvature could be collected from."""
-    if not any(is_trainable(layer) for _, layer in tagged_layers(model)):
+    if not any(is_trainable(tag, layer) for _, tag, layer in tagged_layers(model)):
         raise ValueError(
             "The model has no tagged layer with parameters to train, so there is no "
             "curvature to collect. Convert it with `kfac.convert(model)`, or write its "
@@ -323,9 +380,9 @@ def check_tagged(model: Any) -> None:
         )
 
 
-def is_trainable(layer: Any) -> bool:
-    """Whether any parameter of a tagged layer is there to be trained."""
-    return any(p is not None for p in layer.tag.form.parameters(layer))
+def is_trainable(tag: Tag, layer: Any) -> bool:
+    """Whether any parameter that a tag covers is there to be trained."""
+    return any(p is not None for p in tag.form.parameters(layer))
 
 
 class LayerError(ValueError):
@@ -346,7 +403,7 @@ def naming_layers(model: Any):
         looks = jtu.tree_structure(empty_tags(error.layer))
         paths = [
             path
-            for path, layer in tagged_layers(model)
+            for path, _, layer in tagged_layers(model)
             if jtu.tree_structure(empty_tags(layer)) == looks
         ]
         if paths:
@@ -354,16 +411,27 @@ def naming_layers(model: Any):
         raise
 
 
-def with_tag(layer: Any, tag: Tag) -> Any:
-    """`layer` with another tag."""
-    return eqx.tree_at(lambda m: m.tag, layer, tag, is_leaf=lambda x: isinstance(x, Tag))
+def with_tags(layer: Any, fn: Callable) -> Any:
+    """`layer` with `fn(tag)` in the place of each of its tags."""
+    is_tag = lambda node: isinstance(node, Tag)
+    tag = jtu.tree_map(fn, layer.tag, is_leaf=is_tag)
+    return eqx.tree_at(lambda m: m.tag, layer, tag, is_leaf=lambda x: x is layer.tag)
 
 
 def fill_tags(model: Any, weights: Array | None = None) -> Any:
     """The model with its tags ready to collect."""
-    return map_tagged(lambda m: with_tag(m, m.tag.fill(m, weights)), model)
+    return _map_layers(
+        lambda layer: with_tags(layer, lambda tag: tag.fill(layer, weights)), model
+    )
 
 
 def empty_tags(model: Any) -> Any:
     """The model (or a tree of gradients of it) without its tags' slots."""
-    return map_tagged(lambda m: with_tag(m, m.tag.empty()), model)
+    return _map_layers(lambda layer: with_tags(layer, Tag.empty), model)
+
+
+def _map_layers(fn: Callable, model: Any) -> Any:
+    def apply(node):
+        return fn(node) if is_tagged(node) else node
+
+    return jtu.tree_map(apply, model, is_leaf=is_tagged)

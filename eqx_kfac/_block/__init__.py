@@ -4,6 +4,7 @@ from ._base import (
     Rows as Rows,
     Statistics as Statistics,
 )
+from ._diagonal import Diagonal as Diagonal, DiagonalFactors as DiagonalFactors
 from ._kronecker import Kronecker as Kronecker, KroneckerFactors as KroneckerFactors
 from ._sharing import (
     AbstractSharing as AbstractSharing,

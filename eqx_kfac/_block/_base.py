@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 from jaxtyping import Array, Float, PyTree
 
-from .._form import AbstractForm
+from .._form import AbstractForm, AbstractInputs
 
 
 class Statistics(eqx.Module):
@@ -18,9 +18,9 @@ class Statistics(eqx.Module):
 class Rows(NamedTuple):
     """All that has passed through a layer: inputs `x`, gradients `g` at the outputs, and
     example weights or `None`. The first `stack` axes of each index separate layers; the
-    next ones are example axes, outermost (the batch) first."""
+    next ones are example axes, outermost (the batch) first; then come positions."""
 
-    x: Float[Array, "*rows d_in"]
+    x: AbstractInputs
     g: Float[Array, "*rows d_out"]
     weights: Float[Array, "..."] | None
     stack: int

@@ -23,10 +23,11 @@ class InputMoments(eqx.Module):
 
 class KroneckerFactors(AbstractFactors):
     r"""The two factors of a layer's curvature $G \otimes A$, and the multiple of the
-    identity that an [`eqx_kfac.L2`][] term adds to it. Stacked layers have leading
-    axes."""
+    identity that an [`eqx_kfac.L2`][] term adds to it. Stacked layers (and the groups of
+    a convolution) have leading axes. Of a diagonal factor (the inputs of an embedding),
+    only the diagonal is kept."""
 
-    input_factor: Float[Array, "*stack d_in d_in"]
+    input_factor: Float[Array, "*stack d_in d_in"] | Float[Array, "*stack d_in"]
     output_factor: Float[Array, "*stack d_out d_out"]
     l2: Float[Array, "*stack"]
 
@@ -70,42 +71,32 @@ class Kronecker(AbstractBlock):
         return Statistics(inputs=InputMoments(), outputs=None)
 
     def slots(self, form: AbstractForm, layer: Any) -> Statistics:
-        weight, bias = form.parameters(layer)
-        leaf = bias if weight is None else weight
-        if leaf is None:
+        leaves = [p for p in form.parameters(layer) if p is not None]
+        if not leaves:
             return self.empty()
-        stack, d_in, d_out = form.sizes(layer)
-        dtype = accumulator(leaf.dtype)
+        stack, d_out, d_in, bias, diagonal = form.sizes(layer)
+        dtype = accumulator(leaves[0].dtype)
 
         def zeros(*shape):
-            return zeros_beside(leaf, stack + shape, dtype, len(stack))
+            return zeros_beside(leaves[0], stack + shape, dtype, len(stack) - form.groups)
 
+        square = (d_in,) if diagonal else (d_in, d_in)
         moments = InputMoments(
             rows=zeros(),
-            first=None if weight is None or bias is None else zeros(d_in),
-            second=None if weight is None else zeros(d_in, d_in),
+            first=zeros(d_in) if d_in > 0 and bias else None,
+            second=zeros(*square) if d_in > 0 else None,
         )
         return Statistics(inputs=moments, outputs=zeros(d_out, d_out))
 
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
         x, g, weights, stack = self.sharing(rows)
         like = slots.inputs
-        examples = tuple(range(stack, x.ndim - 1))
-        wx = x
-        if weights is None:
-            number = math.prod(x.shape[stack:-1])
-            count = jnp.full(x.shape[:stack], number, like.rows.dtype)
-        else:
-            w = trailing(weights, x).astype(accumulator(x.dtype))
-            x = x.astype(w.dtype)
-            wx = x * w
-            count = jnp.sum(jnp.broadcast_to(w[..., 0], x.shape[:-1]), axis=examples)
         first = second = None
         if like.first is not None:
-            first = jnp.sum(wx, axis=examples, dtype=like.first.dtype)
+            first = x.first(weights, stack, like.first)
         if like.second is not None:
-            second = moment(wx, x, stack, like.second)
-        moments = InputMoments(count.astype(like.rows.dtype), first, second)
+            second = x.second(weights, stack, like.second)
+        moments = InputMoments(_number(g, weights, stack, like.rows), first, second)
         return Statistics(inputs=moments, outputs=moment(g, g, stack, slots.outputs))
 
     def factors(self, statistics: Statistics, count: Any, l2: Any) -> KroneckerFactors:
@@ -113,9 +104,10 @@ class Kronecker(AbstractBlock):
         rows = statistics.inputs.rows
         scale = jnp.where(rows == 0, 0, 1 / jnp.where(rows == 0, 1, rows))
         second = _homogeneous(statistics.inputs)
+        scale = trailing(scale, second)
         output_factor = statistics.outputs / count.astype(statistics.outputs.dtype)
         return KroneckerFactors(
-            input_factor=second * scale[..., None, None],
+            input_factor=second * scale,
             output_factor=output_factor,
             l2=l2.astype(output_factor.dtype),
         )
@@ -124,7 +116,16 @@ class Kronecker(AbstractBlock):
         return KroneckerOperator(factors.output_factor, factors.input_factor)
 
 
-def _homogeneous(moments: InputMoments) -> Float[Array, "*stack d_in d_in"]:
+def _number(g: Array, weights: Any, stack: int, like: Any) -> Float[Array, "*stack"]:
+    """The number of rows, or the sum of their weights."""
+    if weights is None:
+        return jnp.full(g.shape[:stack], math.prod(g.shape[stack:-1]), like.dtype)
+    w = jnp.broadcast_to(trailing(weights, g)[..., 0], g.shape[:-1])
+    axes = tuple(range(stack, w.ndim))
+    return jnp.sum(w, axis=axes, dtype=like.dtype)
+
+
+def _homogeneous(moments: InputMoments) -> Float[Array, "..."]:
     r"""$\sum \bar x \bar x^\top$ of the coordinates that are there: $x$, 1, or both."""
     rows = moments.rows[..., None, None]
     if moments.second is None:

@@ -4,7 +4,6 @@ from typing import ClassVar
 import equinox as eqx
 import jax.numpy as jnp
 
-from .._misc import trailing
 from ._base import Rows
 
 
@@ -61,15 +60,10 @@ class Reduce(AbstractSharing):
 
     def __call__(self, rows: Rows) -> Rows:
         x, g, weights, stack = rows
-        shared = tuple(range(stack + 1, x.ndim - 1))
+        shared = tuple(range(stack + 1, g.ndim - 1))
         if not shared:
             return rows
-        if weights is None or weights.ndim == stack + 1:
-            mean = jnp.mean(x, axis=shared)
-        else:
-            # Positions of zero weight are left out, as if they were not there.
-            w = trailing(weights, x).astype(x.dtype)
-            total = jnp.sum(jnp.broadcast_to(w, x.shape), axis=shared)
-            mean = jnp.sum(x * w, axis=shared) / jnp.where(total == 0, 1, total)
+        mean = x.mean(weights, stack)
+        if weights is not None:
             weights = jnp.max(weights, axis=tuple(range(stack + 1, weights.ndim)))
         return Rows(mean, jnp.sum(g, axis=shared), weights, stack)

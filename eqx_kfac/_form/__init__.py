@@ -1,2 +1,15 @@
-from ._base import AbstractForm as AbstractForm
-from ._dense import Dense as Dense
+from ._base import AbstractForm as AbstractForm, Sizes as Sizes
+from ._convolution import Convolution as Convolution
+from ._dense import Dense as Dense, join as join
+from ._einsum import Einsum as Einsum
+from ._gates import Gates as Gates, Part as Part
+from ._inputs import (
+    AbstractInputs as AbstractInputs,
+    Nothing as Nothing,
+    OneHot as OneHot,
+    Patches as Patches,
+    Vectors as Vectors,
+    Window as Window,
+)
+from ._lookup import Lookup as Lookup
+from ._parameters import Parameters as Parameters

@@ -4,11 +4,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Shaped
 
-from ._base import AbstractForm
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
+from ._base import AbstractForm, Sizes
+from ._inputs import Vectors
 
 
 class Dense(AbstractForm):
@@ -21,35 +18,51 @@ class Dense(AbstractForm):
     def parameters(self, layer: Any) -> tuple[Any, Any]:
         return layer.weight, layer.bias
 
-    def replace(self, layer: Any, weight: Any, bias: Any) -> Any:
-        return eqx.tree_at(self.parameters, layer, (weight, bias), is_leaf=_is_none)
+    def replace(self, layer: Any, parameters: tuple[Any, ...]) -> Any:
+        return replace(self, layer, parameters)
 
-    def sizes(self, layer: Any) -> tuple[tuple[int, ...], int, int]:
+    def sizes(self, layer: Any) -> Sizes:
         if layer.weight is not None:
             *stack, d_out, d_in = layer.weight.shape
-            return tuple(stack), d_in, d_out
-        *stack, d_out = layer.bias.shape
-        return tuple(stack), 0, d_out
+        else:
+            *stack, d_out = layer.bias.shape
+            d_in = 0
+        return Sizes(tuple(stack), d_out, d_in, layer.bias is not None)
 
-    def inputs(self, x: Shaped[Array, "..."], axes: int) -> Shaped[Array, "*axes d_in"]:
-        return x[..., None] if x.ndim == axes else x
+    def inputs(self, x: Shaped[Array, "..."], stack: int, axes: int) -> Vectors:
+        return Vectors(x[..., None] if x.ndim == axes else x)
 
     def outputs(
-        self, z: Inexact[Array, "..."], axes: int
-    ) -> Inexact[Array, "*axes d_out"]:
+        self, z: Inexact[Array, "..."], stack: int, axes: int
+    ) -> Inexact[Array, "*rows d_out"]:
         return z[..., None] if z.ndim == axes else z
 
     def to_matrix(self, layer: Any) -> Inexact[Array, "*stack d_out d_in"]:
         weight, bias = self.parameters(layer)
-        columns = [] if weight is None else [weight]
-        columns += [] if bias is None else [bias[..., None]]
-        return columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=-1)
+        return join(weight, None if bias is None else bias[..., None])
 
     def from_matrix(self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Any) -> Any:
-        weight, bias = self.parameters(layer)
-        if weight is not None:
-            d_in = weight.shape[-1]
-            weight, matrix = matrix[..., :d_in].astype(weight.dtype), matrix[..., d_in:]
-        if bias is not None:
-            bias = jnp.squeeze(matrix, axis=-1).astype(bias.dtype)
-        return self.replace(layer, weight, bias)
+        weight, bias = split(matrix, *self.parameters(layer))
+        return self.replace(layer, (weight, bias))
+
+
+def replace(form: AbstractForm, layer: Any, parameters: tuple[Any, ...]) -> Any:
+    """`layer` with other leaves where `form.parameters` finds them."""
+    return eqx.tree_at(form.parameters, layer, parameters, is_leaf=lambda x: x is None)
+
+
+def join(weight: Any, bias: Any) -> Inexact[Array, "*stack d_out d_in"]:
+    """The canonical matrix, of `[*stack, d_out, d_in]` and `[*stack, d_out, 1]`. Either
+    may be `None`."""
+    columns = [a for a in (weight, bias) if a is not None]
+    return columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=-1)
+
+
+def split(matrix: Inexact[Array, "*stack d_out d_in"], weight: Any, bias: Any) -> Any:
+    """The inverse of `join`, in the shapes and types of a layer's leaves."""
+    if bias is not None:
+        matrix, column = matrix[..., :-1], matrix[..., -1]
+        bias = column.reshape(bias.shape).astype(bias.dtype)
+    if weight is not None:
+        weight = matrix.reshape(weight.shape).astype(weight.dtype)
+    return weight, bias

@@ -3,8 +3,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Shaped
 
-
-_highest = jax.lax.Precision.HIGHEST
+from ._factor import dense, diagonal, Factor, left, power, right
 
 
 class KroneckerOperator(lx.AbstractLinearOperator):
@@ -22,28 +21,24 @@ class KroneckerOperator(lx.AbstractLinearOperator):
         Approximate Curvature*, ICML 2015.
     """
 
-    output_factor: Float[Array, "d_out d_out"]
-    input_factor: Float[Array, "d_in d_in"]
+    output_factor: Factor
+    input_factor: Factor
 
-    def __init__(
-        self,
-        output_factor: Float[Array, "d_out d_out"],
-        input_factor: Float[Array, "d_in d_in"],
-    ):
+    def __init__(self, output_factor: Factor, input_factor: Factor):
         """**Arguments:**
 
-        - `output_factor`: $G$, symmetric positive semidefinite, `[d_out, d_out]`.
-        - `input_factor`: $A$, symmetric positive semidefinite, `[d_in, d_in]`.
+        - `output_factor`: $G$, symmetric positive semidefinite, `[d_out, d_out]`, or its
+            diagonal `[d_out]` if that is all there is.
+        - `input_factor`: $A$, likewise, `[d_in, d_in]` or `[d_in]`.
         """
         self.output_factor = output_factor
         self.input_factor = input_factor
 
     def mv(self, vector: Float[Array, "d_out d_in"]) -> Float[Array, "d_out d_in"]:
-        right = jnp.matmul(vector, self.input_factor, precision=_highest)
-        return jnp.matmul(self.output_factor, right, precision=_highest)
+        return left(self.output_factor, right(vector, self.input_factor))
 
     def as_matrix(self) -> Float[Array, "size size"]:
-        return jnp.kron(self.output_factor, self.input_factor)
+        return jnp.kron(dense(self.output_factor), dense(self.input_factor))
 
     def transpose(self) -> "KroneckerOperator":
         return self
@@ -57,14 +52,19 @@ class KroneckerOperator(lx.AbstractLinearOperator):
 
     def eigenvalues(self) -> Float[Array, "d_out d_in"]:
         """All eigenvalues: the products of the factors' own, both ascending."""
-        return jnp.outer(
-            jnp.linalg.eigvalsh(self.output_factor),
-            jnp.linalg.eigvalsh(self.input_factor),
-        )
+
+        def values(factor):
+            if factor.ndim == 1:
+                return jnp.sort(factor)
+            return jnp.linalg.eigvalsh(factor)
+
+        return jnp.outer(values(self.output_factor), values(self.input_factor))
 
     def trace(self) -> Float[Array, ""]:
         r"""$\operatorname{tr}(G)\operatorname{tr}(A)$."""
-        return jnp.trace(self.output_factor) * jnp.trace(self.input_factor)
+        return jnp.sum(diagonal(self.output_factor)) * jnp.sum(
+            diagonal(self.input_factor)
+        )
 
     def logdet(self, damping: ArrayLike = 0.0) -> Float[Array, ""]:
         r"""$\log\det(G \otimes A + \lambda I)$, with `damping` $\lambda$."""
@@ -75,18 +75,8 @@ class KroneckerOperator(lx.AbstractLinearOperator):
         r"""$(G \otimes A)^p = G^p \otimes A^p$, again a Kronecker operator. For negative
         exponents both factors must be positive definite."""
         return KroneckerOperator(
-            _matrix_power(self.output_factor, exponent),
-            _matrix_power(self.input_factor, exponent),
+            power(self.output_factor, exponent), power(self.input_factor, exponent)
         )
-
-
-def _matrix_power(
-    matrix: Float[Array, "d d"], exponent: float | int
-) -> Float[Array, "d d"]:
-    values, vectors = jnp.linalg.eigh(matrix)
-    # Semidefinite; rounding alone can make an eigenvalue negative.
-    powers = jnp.maximum(values, 0) ** exponent
-    return jnp.matmul(vectors * powers[None, :], vectors.T, precision=_highest)
 
 
 @lx.is_symmetric.register(KroneckerOperator)
@@ -100,7 +90,8 @@ def _(operator: KroneckerOperator) -> bool:
 @lx.is_lower_triangular.register(KroneckerOperator)
 @lx.is_upper_triangular.register(KroneckerOperator)
 def _(operator: KroneckerOperator) -> bool:
-    return operator.in_size() == 1
+    both = operator.output_factor.ndim == operator.input_factor.ndim == 1
+    return both or operator.in_size() == 1
 
 
 @lx.has_unit_diagonal.register(KroneckerOperator)
@@ -123,5 +114,5 @@ def _(operator: KroneckerOperator) -> lx.AbstractLinearOperator:
 @lx.diagonal.register(KroneckerOperator)
 def _(operator: KroneckerOperator) -> Shaped[Array, " size"]:
     return jnp.outer(
-        jnp.diag(operator.output_factor), jnp.diag(operator.input_factor)
+        diagonal(operator.output_factor), diagonal(operator.input_factor)
     ).ravel()

@@ -1,18 +1,26 @@
 import abc
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float
 
-from .._operator import KroneckerOperator
+from .._operator import Factor, KroneckerOperator
 
 
 _State = TypeVar("_State")
 
 
+class DiagonalState(NamedTuple):
+    """A diagonal operator is its own factorisation."""
+
+    diagonal: Float[Array, "*stack d_out d_in"]
+
+
 class AbstractDampedSolver(lx.AbstractLinearSolver[_State]):
-    r"""A lineax solver for $(G \otimes A + \lambda I)^{-1} v$ on a
-    [`eqx_kfac.KroneckerOperator`][]. Its state is the cached factorisation.
+    r"""A lineax solver for $(C + \lambda I)^{-1} v$, on a
+    [`eqx_kfac.KroneckerOperator`][] $C = G \otimes A$ or a diagonal operator. Its state
+    is the cached factorisation.
 
     The damping $\lambda \ge 0$ is `options["damping"]` (default 0), a scalar:
 
@@ -22,8 +30,40 @@ class AbstractDampedSolver(lx.AbstractLinearSolver[_State]):
     """
 
     @abc.abstractmethod
+    def factorise(
+        self, output_factor: Factor, input_factor: Factor, damping: Float[Array, ""]
+    ) -> Any:
+        r"""The state for $G \otimes A$."""
+
+    @abc.abstractmethod
+    def apply(
+        self, state: Any, vector: Float[Array, "d_out d_in"], damping: Float[Array, ""]
+    ) -> Float[Array, "d_out d_in"]:
+        """The solution, given the state."""
+
     def init(self, operator: lx.AbstractLinearOperator, options: dict[str, Any]) -> Any:
         """Factorises the operator."""
+        if isinstance(operator, lx.DiagonalLinearOperator):
+            return DiagonalState(operator.diagonal)
+        if not isinstance(operator, KroneckerOperator):
+            name = type(self).__name__
+            raise ValueError(
+                f"`eqx_kfac.{name}` solves with an `eqx_kfac.KroneckerOperator` or a "
+                f"diagonal operator, but got {type(operator).__name__}. Use a solver of "
+                "lineax for other operators."
+            )
+        damping = _damping(options, operator.input_factor)
+        return self.factorise(operator.output_factor, operator.input_factor, damping)
+
+    def compute(
+        self, state: Any, vector: Float[Array, "d_out d_in"], options: dict[str, Any]
+    ) -> tuple[Float[Array, "d_out d_in"], lx.RESULTS, dict[str, Any]]:
+        damping = _damping(options, vector)
+        if isinstance(state, DiagonalState):
+            solution = vector / (state.diagonal + damping)
+        else:
+            solution = self.apply(state, vector, damping)
+        return solution, lx.RESULTS.successful, {}
 
     def transpose(self, state: Any, options: dict[str, Any]) -> Any:
         return state, options  # Symmetric.
@@ -35,14 +75,5 @@ class AbstractDampedSolver(lx.AbstractLinearSolver[_State]):
         return True
 
 
-def factors_of(
-    operator: lx.AbstractLinearOperator, solver: AbstractDampedSolver
-) -> tuple[Float[Array, "d_out d_out"], Float[Array, "d_in d_in"]]:
-    """The two factors of a Kronecker operator; anything else is an error."""
-    if not isinstance(operator, KroneckerOperator):
-        name = type(solver).__name__
-        raise ValueError(
-            f"`eqx_kfac.{name}` solves with an `eqx_kfac.KroneckerOperator`, but got "
-            f"{type(operator).__name__}. Use a solver of lineax for other operators."
-        )
-    return operator.output_factor, operator.input_factor
+def _damping(options: dict[str, Any], like: Array) -> Float[Array, ""]:
+    return jnp.asarray(options.get("damping", 0.0), like.dtype)

@@ -1,20 +1,20 @@
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-import lineax as lx
 from jaxtyping import Array, Float
 
-from ._base import AbstractDampedSolver, factors_of
+from .._operator import eigh, Factor, matmul
+from ._base import AbstractDampedSolver
 
 
 class EighState(NamedTuple):
-    """Eigenvalues (ascending, clipped at zero) and eigenvectors of both factors."""
+    """Eigenvalues (ascending, clipped at zero) and eigenvectors of both factors. Those of
+    a diagonal factor are not kept: it has `None`, and its eigenvalues in place."""
 
     output_values: Float[Array, "*stack d_out"]
-    output_vectors: Float[Array, "*stack d_out d_out"]
+    output_vectors: Float[Array, "*stack d_out d_out"] | None
     input_values: Float[Array, "*stack d_in"]
-    input_vectors: Float[Array, "*stack d_in d_in"]
+    input_vectors: Float[Array, "*stack d_in d_in"] | None
 
 
 class Eigh(AbstractDampedSolver[EighState]):
@@ -34,32 +34,21 @@ class Eigh(AbstractDampedSolver[EighState]):
         Approximate Curvature*, ICML 2015, appendix B.
     """
 
-    def init(
-        self, operator: lx.AbstractLinearOperator, options: dict[str, Any]
+    def factorise(
+        self, output_factor: Factor, input_factor: Factor, damping: Float[Array, ""]
     ) -> EighState:
-        del options
-        output_factor, input_factor = factors_of(operator, self)
-        output_values, output_vectors = jnp.linalg.eigh(output_factor)
-        input_values, input_vectors = jnp.linalg.eigh(input_factor)
-        # Both are semidefinite; rounding alone can make an eigenvalue negative.
-        return EighState(
-            jnp.maximum(output_values, 0),
-            output_vectors,
-            jnp.maximum(input_values, 0),
-            input_vectors,
-        )
+        return EighState(*eigh(output_factor), *eigh(input_factor))
 
-    def compute(
+    def apply(
         self,
         state: EighState,
         vector: Float[Array, "d_out d_in"],
-        options: dict[str, Any],
-    ) -> tuple[Float[Array, "d_out d_in"], lx.RESULTS, dict[str, Any]]:
-        damping = jnp.asarray(options.get("damping", 0.0), vector.dtype)
-        with jax.default_matmul_precision("highest"):
-            rotated = state.output_vectors.T @ vector @ state.input_vectors
-            scaled = rotated / (
-                jnp.outer(state.output_values, state.input_values) + damping
-            )
-            solution = state.output_vectors @ scaled @ state.input_vectors.T
-        return solution, lx.RESULTS.successful, {}
+        damping: Float[Array, ""],
+    ) -> Float[Array, "d_out d_in"]:
+        q_out, q_in = state.output_vectors, state.input_vectors
+        eigenvalues = jnp.outer(state.output_values, state.input_values)
+        v = vector if q_out is None else matmul(q_out.T, vector)
+        v = v if q_in is None else matmul(v, q_in)
+        v = v / (eigenvalues + damping)
+        v = v if q_in is None else matmul(v, q_in.T)
+        return v if q_out is None else matmul(q_out, v)

@@ -1,2 +1,23 @@
+from ._base import AbstractTagged as AbstractTagged
+from ._conv import (
+    Conv as Conv,
+    Conv1d as Conv1d,
+    Conv2d as Conv2d,
+    Conv3d as Conv3d,
+    ConvTranspose as ConvTranspose,
+    ConvTranspose1d as ConvTranspose1d,
+    ConvTranspose2d as ConvTranspose2d,
+    ConvTranspose3d as ConvTranspose3d,
+)
 from ._convert import cast as cast, convert as convert, revert as revert
+from ._elementwise import (
+    BatchNorm as BatchNorm,
+    GroupNorm as GroupNorm,
+    LayerNorm as LayerNorm,
+    Parameter as Parameter,
+    PReLU as PReLU,
+    RMSNorm as RMSNorm,
+)
+from ._embedding import Embedding as Embedding
 from ._linear import Linear as Linear
+from ._rnn import GRUCell as GRUCell, LSTMCell as LSTMCell

@@ -1,71 +1,159 @@
-import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import equinox as eqx
 import jax.tree_util as jtu
 
 from .._block import AbstractBlock, Kronecker
-from .._form import Dense
+from .._misc import names
 from .._tag import is_tagged, Tag
+from ._base import AbstractTagged, with_fields_of
+from ._conv import (
+    Conv,
+    Conv1d,
+    Conv2d,
+    Conv3d,
+    ConvTranspose,
+    ConvTranspose1d,
+    ConvTranspose2d,
+    ConvTranspose3d,
+)
+from ._elementwise import BatchNorm, GroupNorm, LayerNorm, PReLU, RMSNorm
+from ._embedding import Embedding
 from ._linear import Linear
+from ._rnn import GRUCell, LSTMCell
 
 
 _T = TypeVar("_T")
+
+_tagged = {
+    eqx.nn.Linear: Linear,
+    eqx.nn.Conv: Conv,
+    eqx.nn.Conv1d: Conv1d,
+    eqx.nn.Conv2d: Conv2d,
+    eqx.nn.Conv3d: Conv3d,
+    eqx.nn.ConvTranspose: ConvTranspose,
+    eqx.nn.ConvTranspose1d: ConvTranspose1d,
+    eqx.nn.ConvTranspose2d: ConvTranspose2d,
+    eqx.nn.ConvTranspose3d: ConvTranspose3d,
+    eqx.nn.Embedding: Embedding,
+    eqx.nn.LayerNorm: LayerNorm,
+    eqx.nn.RMSNorm: RMSNorm,
+    eqx.nn.GroupNorm: GroupNorm,
+    eqx.nn.BatchNorm: BatchNorm,
+    eqx.nn.PReLU: PReLU,
+    eqx.nn.LSTMCell: LSTMCell,
+    eqx.nn.GRUCell: GRUCell,
+}
+_untagged = {tagged: plain for plain, tagged in _tagged.items()}
 
 # These compute a layer's weight from other parameters: the layer inside is not linear in
 # what is trained.
 _reparametrised = (eqx.nn.WeightNorm, eqx.nn.SpectralNorm)
 
+Blocks = AbstractBlock | Mapping[Any, AbstractBlock | None] | Callable | None
 
-def convert(model: _T, block: AbstractBlock = Kronecker()) -> _T:
-    """Tags every `equinox.nn.Linear` of a model, so that curvature can be collected.
+
+def convert(model: _T, blocks: Blocks = None) -> _T:
+    """Tags the layers of a model, so that curvature can be collected: all of
+    `equinox.nn`'s linear, convolutional, embedding, normalisation and recurrent ones.
 
     Finds layers anywhere in the PyTree: in `eqx.nn.MLP`, `Sequential`,
     `MultiheadAttention`, in your own modules, in tuples, lists and dicts, and stacked by
-    `eqx.filter_vmap`. Everything else is left alone: subclasses of `Linear`, which may
-    compute anything; layers inside `eqx.nn.WeightNorm` and `eqx.nn.SpectralNorm`, whose
-    weight is not a parameter; layers that are tagged already.
+    `eqx.filter_vmap`. Everything else is left alone: subclasses of these layers, which
+    may compute anything; layers inside `eqx.nn.WeightNorm` and `eqx.nn.SpectralNorm`,
+    whose weight is not a parameter; layers that are tagged already.
 
     **Arguments:**
 
     - `model`: any PyTree with Equinox layers.
-    - `block`: how the layers' curvature is approximated.
+    - `blocks`: how the layers' curvature is approximated. `None`: every layer's default,
+        which is [`eqx_kfac.Kronecker`][] where the layer is linear in its parameters, and
+        [`eqx_kfac.Diagonal`][] for what scales and shifts. A block: for all layers of the
+        former kind. A dictionary: blocks by layer type (`eqx.nn.Conv2d`) or by path
+        (`".layers[0]"`, for all layers there and below; the longest path counts, and any
+        path before a type). A function: `blocks(path, layer)` is a block, or
+        `"default"`. A block of `None` leaves the layers untagged.
 
     **Returns:**
 
     The model with the same leaves, the same outputs and the same files
     (`eqx.tree_serialise_leaves`).
 
+    **Raises:** `ValueError` for a type or a path of `blocks` that no layer has.
+
     !!! Example
 
         ```python
         model = kfac.convert(eqx.nn.MLP(784, 10, 256, 2, key=key))
+        model = kfac.convert(vit, blocks={".patches": kfac.Kronecker(kfac.Reduce())})
         ```
     """
+    choice = _Choice(blocks)
 
-    def swap(node):
-        if type(node) is eqx.nn.Linear:
-            return _with_fields_of(Linear, node, tag=Tag(Dense(), block))
-        return node
+    def swap(path, node):
+        tagged = _tagged.get(type(node))
+        if tagged is None:
+            return node
+        block = choice(jtu.keystr(path), node, tagged)
+        if block is None:
+            return node
+        return with_fields_of(tagged, node, tag=tagged.tags(node, block))
 
     def is_leaf(node):
         return (
-            type(node) is eqx.nn.Linear
-            or is_tagged(node)
-            or isinstance(node, _reparametrised)
+            type(node) in _tagged or is_tagged(node) or isinstance(node, _reparametrised)
         )
 
-    return jtu.tree_map(swap, model, is_leaf=is_leaf)
+    model = jtu.tree_map_with_path(swap, model, is_leaf=is_leaf)
+    choice.check()
+    return model
+
+
+class _Choice:
+    """Which block a layer gets; and which of the choices that were given nobody got."""
+
+    def __init__(self, blocks: Blocks):
+        self.blocks = blocks
+        self.unused = set(blocks) if isinstance(blocks, Mapping) else set()
+
+    def __call__(self, path: str, layer: Any, tagged: type[AbstractTagged]) -> Any:
+        blocks, default = self.blocks, tagged.default
+        if blocks is None:
+            return default
+        if isinstance(blocks, AbstractBlock):
+            return blocks if isinstance(default, Kronecker) else default
+        if not isinstance(blocks, Mapping):
+            block = blocks(path, layer)
+            return default if block == "default" else block
+        paths = [k for k in blocks if isinstance(k, str) and _is_below(path, k)]
+        keys = sorted(paths, key=len)[-1:] or [k for k in blocks if k is type(layer)]
+        self.unused -= {*paths, *keys}
+        return blocks[keys[0]] if keys else default
+
+    def check(self) -> None:
+        if self.unused:
+            raise ValueError(
+                f"No layer that can be tagged has {names(list(map(str, self.unused)))}, "
+                "given in `blocks`. Paths are as in `kfac.convert(model)`'s state, such "
+                "as `.layers[0]`; types are those of `equinox.nn`."
+            )
+
+
+def _is_below(path: str, prefix: str) -> bool:
+    rest = path.removeprefix(prefix)
+    return path.startswith(prefix) and (rest == "" or rest[0] in ".[")
 
 
 def revert(model: _T) -> _T:
-    """The inverse of [`eqx_kfac.convert`][]: every `kfac.Linear` becomes the
-    `equinox.nn.Linear` that it was."""
+    """The inverse of [`eqx_kfac.convert`][]: every tagged layer becomes the layer of
+    `equinox.nn` that it was."""
 
     def swap(node):
-        return _with_fields_of(eqx.nn.Linear, node) if type(node) is Linear else node
+        plain = _untagged.get(type(node))
+        return node if plain is None else with_fields_of(plain, node)
 
-    return jtu.tree_map(swap, model, is_leaf=lambda node: type(node) is Linear)
+    return jtu.tree_map(swap, model, is_leaf=lambda node: type(node) in _untagged)
 
 
 def cast(model: _T, dtype: Any) -> _T:
@@ -92,12 +180,3 @@ def cast(model: _T, dtype: Any) -> _T:
         return node.astype(dtype) if eqx.is_inexact_array(node) else node
 
     return jtu.tree_map(to_dtype, model, is_leaf=lambda node: isinstance(node, Tag))
-
-
-def _with_fields_of(cls: type, layer: Any, **extra: Any) -> Any:
-    """An instance of `cls` with the fields of `layer`, without running an `__init__`."""
-    new = object.__new__(cls)
-    for field in dataclasses.fields(cls):
-        value = extra[field.name] if field.name in extra else getattr(layer, field.name)
-        object.__setattr__(new, field.name, value)
-    return new

@@ -1,36 +1,21 @@
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-from .._block import AbstractBlock, Kronecker
 from .._form import Dense
-from .._tag import LayerError, Tag
+from .._tag import LayerError
+from ._base import TaggedOutputs
 
 
-class Linear(eqx.nn.Linear):
+class Linear(TaggedOutputs, eqx.nn.Linear):
     """A drop-in for `equinox.nn.Linear` from which curvature can be collected. Same
     constructor, same leaves, same outputs; `isinstance(layer, eqx.nn.Linear)` holds."""
 
-    tag: Tag
-
-    def __init__(
-        self,
-        in_features: int | Literal["scalar"],
-        out_features: int | Literal["scalar"],
-        use_bias: bool = True,
-        dtype: Any = None,
-        *,
-        key: Any,
-        block: AbstractBlock = Kronecker(),
-    ):
-        """**Arguments:** as `equinox.nn.Linear`, and
-
-        - `block`: how the layer's curvature is approximated.
-        """
-        super().__init__(in_features, out_features, use_bias, dtype, key=key)
-        self.tag = Tag(Dense(), block)
+    @staticmethod
+    def form(layer: Any) -> Dense:
+        return Dense()
 
     def __call__(
         self, x: Shaped[Array, "..."], *, key: Any = None
@@ -63,7 +48,7 @@ class Linear(eqx.nn.Linear):
                 f"input of type {jnp.result_type(x)}. Curvature needs floating-point "
                 "inputs: convert them first, e.g. with `x.astype(jnp.float32)`.",
             )
-        return self.tag(super().__call__(x, key=key), x)
+        return super().__call__(x, key=key)
 
 
 def _is_inexact(x: Any) -> bool:

@@ -1,0 +1,92 @@
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact, Shaped
+
+from ._base import AbstractForm, Sizes
+from ._dense import join
+from ._inputs import Vectors
+
+
+class Part(NamedTuple):
+    """Some rows of a leaf, in fractions of all: from `start / of` to `stop / of`."""
+
+    name: str
+    start: int = 0
+    stop: int = 1
+    of: int = 1
+
+    def rows(self, leaf: Array, axis: int) -> tuple[Any, ...]:
+        number = leaf.shape[axis] // self.of
+        window = slice(self.start * number, self.stop * number)
+        return (..., window) + (slice(None),) * (-axis - 1)
+
+
+class Gates(AbstractForm):
+    r"""$z = W_1 x_1 + W_2 x_2 + \dots + b$: a linear map of several inputs, whose
+    weights, each of shape `[*stack, d_out, d_i]`, are separate leaves, or rows of leaves
+    in which several maps are kept together. The tag's `x` is $[x_1; x_2; \dots]$.
+    """
+
+    weights: tuple[Part, ...] = eqx.field(static=True)
+    bias: Part = eqx.field(static=True)
+
+    def parameters(self, layer: Any) -> tuple[Any, ...]:
+        return tuple(getattr(layer, part.name) for part in (*self.weights, self.bias))
+
+    def replace(self, layer: Any, parameters: tuple[Any, ...]) -> Any:
+        where = lambda m: [p for p in self.parameters(m) if p is not None]
+        new = [p for p in parameters if p is not None]
+        return eqx.tree_at(where, layer, new) if new else layer
+
+    def sizes(self, layer: Any) -> Sizes:
+        weights, bias = self._pieces(layer)
+        if not weights:
+            return Sizes(bias.shape[:-1], bias.shape[-1], 0, bias=True)
+        *stack, d_out, _ = weights[0].shape
+        d_in = sum(w.shape[-1] for w in weights)
+        return Sizes(tuple(stack), d_out, d_in, bias is not None)
+
+    def inputs(self, x: Shaped[Array, "..."], stack: int, axes: int) -> Vectors:
+        return Vectors(x)
+
+    def outputs(
+        self, z: Inexact[Array, "..."], stack: int, axes: int
+    ) -> Inexact[Array, "*rows d_out"]:
+        return z
+
+    def to_matrix(self, layer: Any) -> Inexact[Array, "*stack d_out d_in"]:
+        weights, bias = self._pieces(layer)
+        weight = jnp.concatenate(weights, axis=-1) if weights else None
+        return join(weight, None if bias is None else bias[..., None])
+
+    def from_matrix(self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Any) -> Any:
+        new, start = [], 0
+        for part, leaf in zip(self.weights, self.parameters(layer), strict=False):
+            if leaf is not None:
+                piece = matrix[..., start : start + leaf.shape[-1]].astype(leaf.dtype)
+                start += leaf.shape[-1]
+                leaf = leaf.at[part.rows(leaf, -2)].set(piece)
+            new.append(leaf)
+        bias = getattr(layer, self.bias.name)
+        if bias is not None:
+            rows = self.bias.rows(bias, -1)
+            bias = bias.at[rows].set(matrix[..., -1].astype(bias.dtype))
+        return self.replace(layer, (*new, bias))
+
+    def _pieces(self, layer: Any) -> tuple[list[Array], Array | None]:
+        leaves = [getattr(layer, part.name) for part in self.weights]
+        if len({leaf is None for leaf in leaves}) == 2:
+            names = " and ".join(f"`{part.name}`" for part in self.weights)
+            raise ValueError(
+                f"{names} act together: freeze all of them, or none. (One block is kept "
+                "of their curvature.)"
+            )
+        bias = getattr(layer, self.bias.name)
+        weights = [
+            leaf[part.rows(leaf, -2)]
+            for part, leaf in zip(self.weights, leaves, strict=True)
+            if leaf is not None
+        ]
+        return weights, None if bias is None else bias[self.bias.rows(bias, -1)]

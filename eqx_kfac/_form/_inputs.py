@@ -1,0 +1,187 @@
+"""The inputs of a layer, one for every row, in the shape that is cheapest to hold. (The
+first `stack` axes separate layers; then come examples, then positions.)"""
+
+import abc
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact, Int
+
+from .._misc import accumulator, moment, trailing
+
+
+class AbstractInputs(eqx.Module):
+    """Rows of inputs, of which their moments are wanted. `weights` belong to examples:
+    they have the first axes of the rows, or are `None`. `like` is the abstract value of
+    the result."""
+
+    @abc.abstractmethod
+    def first(self, weights: Any, stack: int, like: Any) -> Inexact[Array, "*stack d_in"]:
+        r"""$\sum w x$ over rows."""
+
+    @abc.abstractmethod
+    def second(self, weights: Any, stack: int, like: Any) -> Inexact[Array, "..."]:
+        r"""$\sum w x x^\top$ over rows; its diagonal if `like` has no more axes."""
+
+    @abc.abstractmethod
+    def vectors(self) -> Inexact[Array, "*rows d_in"]:
+        """All rows, written out."""
+
+    def mean(self, weights: Any, stack: int) -> "Vectors":
+        """The mean over all axes of the rows but the first: over the positions of every
+        example. Positions of zero weight are left out, as if they were not there."""
+        x = self.vectors()
+        shared = tuple(range(stack + 1, x.ndim - 1))
+        if weights is None or weights.ndim <= stack + 1:
+            return Vectors(jnp.mean(x, axis=shared))
+        w = trailing(weights, x).astype(x.dtype)
+        total = jnp.sum(jnp.broadcast_to(w, x.shape[:-1] + (1,)), axis=shared)
+        return Vectors(jnp.sum(x * w, axis=shared) / jnp.where(total == 0, 1, total))
+
+
+class Vectors(AbstractInputs):
+    """Rows as they are."""
+
+    x: Inexact[Array, "*rows d_in"]
+
+    def first(self, weights: Any, stack: int, like: Any) -> Inexact[Array, "*stack d_in"]:
+        axes = tuple(range(stack, self.x.ndim - 1))
+        return jnp.sum(weighted(self.x, weights), axis=axes, dtype=like.dtype)
+
+    def second(self, weights: Any, stack: int, like: Any) -> Inexact[Array, "..."]:
+        wx = weighted(self.x, weights)
+        x = self.x.astype(wx.dtype)
+        if len(like.shape) == stack + 2:
+            return moment(wx, x, stack, like)
+        axes = tuple(range(stack, x.ndim - 1))
+        return jnp.sum(wx.astype(like.dtype) * x.astype(like.dtype), axis=axes)
+
+    def vectors(self) -> Inexact[Array, "*rows d_in"]:
+        return self.x
+
+
+class Nothing(AbstractInputs):
+    """A layer that adds a parameter to what does not depend on it: no inputs at all."""
+
+    rows: tuple[int, ...] = eqx.field(static=True)
+
+    def first(self, weights: Any, stack: int, like: Any) -> Inexact[Array, "*stack d_in"]:
+        return jnp.zeros(like.shape, like.dtype)
+
+    def second(self, weights: Any, stack: int, like: Any) -> Inexact[Array, "..."]:
+        return jnp.zeros(like.shape, like.dtype)
+
+    def vectors(self) -> Inexact[Array, "*rows d_in"]:
+        return jnp.zeros(self.rows + (0,))
+
+    def mean(self, weights: Any, stack: int) -> "Nothing":
+        return Nothing(self.rows[: stack + 1])
+
+
+class OneHot(AbstractInputs):
+    """Unit vectors, given by where they are 1."""
+
+    index: Int[Array, "*rows"]
+    size: int = eqx.field(static=True)
+
+    def first(self, weights: Any, stack: int, like: Any) -> Inexact[Array, "*stack d_in"]:
+        w = jnp.ones((), like.dtype) if weights is None else trailing(weights, self.index)
+        w = jnp.broadcast_to(w, self.index.shape).astype(like.dtype)
+
+        def count(index, w):
+            return jnp.zeros(self.size, like.dtype).at[index].add(w)
+
+        for _ in range(stack):
+            count = jax.vmap(count)
+        return count(self.index, w)
+
+    def second(self, weights: Any, stack: int, like: Any) -> Inexact[Array, "..."]:
+        if len(like.shape) == stack + 2:
+            return Vectors(self.vectors()).second(weights, stack, like)
+        return self.first(weights, stack, like)
+
+    def vectors(self) -> Inexact[Array, "*rows d_in"]:
+        return jax.nn.one_hot(self.index, self.size, dtype=accumulator())
+
+
+class Window(eqx.Module):
+    """Which positions of an input a convolution's kernel looks at."""
+
+    kernel: tuple[int, ...] = eqx.field(static=True)
+    stride: tuple[int, ...] = eqx.field(static=True)
+    dilation: tuple[int, ...] = eqx.field(static=True)
+
+    def positions(self, spatial: tuple[int, ...]) -> tuple[int, ...]:
+        """How many places there are for the kernel along every axis."""
+        sizes = zip(spatial, self.kernel, self.stride, self.dilation, strict=True)
+        return tuple(1 + (n - d * (k - 1) - 1) // s for n, k, s, d in sizes)
+
+    def offsets(self, x: Array) -> list[Array]:
+        """For every entry of the kernel, in its order, what it sees: the positions of
+        `x: [..., *spatial]`."""
+        number = self.positions(x.shape[-len(self.kernel) :])
+        slices = []
+        for index in range(math.prod(self.kernel)):
+            offset, window = [], []
+            for k in reversed(self.kernel):
+                index, o = divmod(index, k)
+                offset.insert(0, o)
+            for o, n, s, d in zip(offset, number, self.stride, self.dilation):
+                window.append(slice(o * d, o * d + (n - 1) * s + 1, s))
+            slices.append(x[(..., *window)])
+        return slices
+
+
+class Patches(AbstractInputs):
+    """What a convolution multiplies its kernel with: `x: [*lead, channels, *spatial]`,
+    padded already. Written out, a row holds `channels * prod(kernel)` numbers."""
+
+    x: Inexact[Array, "..."]
+    window: Window
+
+    @property
+    def lead(self) -> int:
+        return self.x.ndim - 1 - len(self.window.kernel)
+
+    def first(self, weights: Any, stack: int, like: Any) -> Inexact[Array, "*stack d_in"]:
+        sums = self._sums()
+        axes = tuple(range(stack, sums.ndim - 1))
+        return jnp.sum(weighted(sums, weights), axis=axes, dtype=like.dtype)
+
+    def second(self, weights: Any, stack: int, like: Any) -> Inexact[Array, "..."]:
+        return Vectors(self.vectors()).second(weights, stack, like)
+
+    def vectors(self) -> Inexact[Array, "*rows d_in"]:
+        return self._features(self.window.offsets(self.x), self.lead)
+
+    def mean(self, weights: Any, stack: int) -> Vectors:
+        sums = self._sums()
+        number = math.prod(self.window.positions(self.x.shape[self.lead + 1 :]))
+        means = Vectors(sums / number)
+        return means if sums.ndim == stack + 2 else means.mean(weights, stack)
+
+    def _sums(self) -> Inexact[Array, "*lead d_in"]:
+        """The sums of all rows of one example."""
+        spatial = tuple(range(self.lead + 1, self.x.ndim))
+        dtype = accumulator(self.x.dtype)
+        sums = [jnp.sum(o, spatial, dtype=dtype) for o in self.window.offsets(self.x)]
+        return self._features(sums, self.lead)
+
+    @staticmethod
+    def _features(offsets: list[Array], lead: int) -> Array:
+        """`[*lead, channels, *positions]` of every entry of the kernel, as one axis of
+        features behind the positions, ordered as in the kernel: channels outermost."""
+        x = jnp.stack(offsets, axis=lead + 1)
+        x = x.reshape(*x.shape[:lead], -1, *x.shape[lead + 2 :])
+        return jnp.moveaxis(x, lead, -1)
+
+
+def weighted(x: Array, weights: Any) -> Array:
+    """Rows times the weights of their examples."""
+    if weights is None:
+        return x
+    w = trailing(weights, x).astype(accumulator(x.dtype))
+    return x.astype(w.dtype) * w

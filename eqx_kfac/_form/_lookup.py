@@ -1,0 +1,44 @@
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact, Int
+
+from ._base import AbstractForm, Sizes
+from ._dense import replace
+from ._inputs import OneHot
+
+
+class Lookup(AbstractForm):
+    r"""$z = W^\top e_i$: a layer with a `weight` of shape `[*stack, number, size]`, of
+    which it returns the row `i`. Its inputs are unit vectors, so that their second moment
+    is diagonal: how often each row was looked up.
+    """
+
+    number: int = eqx.field(static=True)
+
+    def parameters(self, layer: Any) -> tuple[Any]:
+        return (layer.weight,)
+
+    def replace(self, layer: Any, parameters: tuple[Any, ...]) -> Any:
+        return replace(self, layer, parameters)
+
+    def sizes(self, layer: Any) -> Sizes:
+        *stack, number, size = layer.weight.shape
+        return Sizes(tuple(stack), size, number, bias=False, diagonal=True)
+
+    def inputs(self, x: Int[Array, "..."], stack: int, axes: int) -> OneHot:
+        # As indexing does it: negative ones count from the end, others are clamped.
+        index = jnp.clip(jnp.where(x < 0, x + self.number, x), 0, self.number - 1)
+        return OneHot(index, self.number)
+
+    def outputs(
+        self, z: Inexact[Array, "..."], stack: int, axes: int
+    ) -> Inexact[Array, "*rows d_out"]:
+        return z
+
+    def to_matrix(self, layer: Any) -> Inexact[Array, "*stack d_out d_in"]:
+        return layer.weight.mT
+
+    def from_matrix(self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Any) -> Any:
+        return self.replace(layer, (matrix.mT.astype(layer.weight.dtype),))

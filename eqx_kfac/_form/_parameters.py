@@ -1,0 +1,68 @@
+import math
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact, Shaped
+
+from ._base import AbstractForm, Sizes
+from ._dense import replace
+from ._inputs import Nothing
+
+
+class Parameters(AbstractForm):
+    """Any parameters at all, in one long column: what the tag is on is not the layer's
+    output, but the parameters themselves, once per example
+    ([`eqx_kfac.Tag.parameters`][]). The gradients there are those of single examples,
+    however the layer uses its parameters.
+    """
+
+    names: tuple[str, ...] = eqx.field(static=True)
+    ranks: tuple[int, ...] = eqx.field(static=True)
+
+    def __init__(self, **ranks: int):
+        """**Arguments:** the names of the layer's parameters, and how many axes they have
+        in one layer (stacked layers have more): `Parameters(weight=1, bias=1)`."""
+        self.names = tuple(ranks)
+        self.ranks = tuple(ranks.values())
+
+    def parameters(self, layer: Any) -> tuple[Any, ...]:
+        return tuple(getattr(layer, name) for name in self.names)
+
+    def replace(self, layer: Any, parameters: tuple[Any, ...]) -> Any:
+        return replace(self, layer, parameters)
+
+    def sizes(self, layer: Any) -> Sizes:
+        shapes = [
+            (p.shape[: p.ndim - r], p.shape[p.ndim - r :]) for p, r in self._there(layer)
+        ]
+        stack = shapes[0][0]
+        return Sizes(stack, sum(math.prod(own) for _, own in shapes), 0, bias=True)
+
+    def inputs(self, x: Shaped[Array, "..."], stack: int, axes: int) -> Nothing:
+        return Nothing(x.shape[:axes])
+
+    def outputs(
+        self, z: Inexact[Array, "..."], stack: int, axes: int
+    ) -> Inexact[Array, "*rows d_out"]:
+        return z
+
+    def to_matrix(self, layer: Any) -> Inexact[Array, "*stack d_out 1"]:
+        columns = [p.reshape(*p.shape[: p.ndim - r], -1) for p, r in self._there(layer)]
+        return jnp.concatenate(columns, axis=-1)[..., None]
+
+    def from_matrix(self, matrix: Inexact[Array, "*stack d_out 1"], layer: Any) -> Any:
+        column, start, new = matrix[..., 0], 0, []
+        for parameter, rank in zip(self.parameters(layer), self.ranks, strict=True):
+            if parameter is not None:
+                size = math.prod(parameter.shape[parameter.ndim - rank :])
+                piece = column[..., start : start + size]
+                new.append(piece.reshape(parameter.shape).astype(parameter.dtype))
+                start += size
+            else:
+                new.append(None)
+        return self.replace(layer, tuple(new))
+
+    def _there(self, layer: Any) -> list[tuple[Any, int]]:
+        pairs = zip(self.parameters(layer), self.ranks, strict=True)
+        return [(p, rank) for p, rank in pairs if p is not None]
