@@ -287,7 +287,7 @@ def test_tagged_layers_are_left_alone():
 
 def test_block():
     reduce = kfac.Kronecker(kfac.Reduce())
-    converted = kfac.convert(models["mlp"][0](key_of()), block=reduce)
+    converted = kfac.convert(models["mlp"][0](key_of()), blocks=reduce)
     assert all(layer.tag.block == reduce for layer in converted.layers)
     default = kfac.convert(models["mlp"][0](key_of()))
     assert jtu.tree_structure(default) != jtu.tree_structure(converted)
@@ -411,5 +411,5 @@ def test_equal_models_share_a_compiled_function():
     run_and_collect(kfac.convert(models["mlp"][0](key_of())))
     run_and_collect(kfac.convert(models["mlp"][0](key_of(1))))
     assert len(traces) == 2
-    run_and_collect(kfac.convert(models["mlp"][0](key_of(1)), block=reduce_block()))
+    run_and_collect(kfac.convert(models["mlp"][0](key_of(1)), blocks=reduce_block()))
     assert len(traces) == 4

@@ -186,14 +186,53 @@ def test_derivatives_with_respect_to_the_vector(solver, dense, getkey):
 
 
 @SOLVERS
-@pytest.mark.parametrize(
-    "wrong",
-    [lx.MatrixLinearOperator(jnp.eye(3)), lx.DiagonalLinearOperator(jnp.ones(3))],
-    ids=["matrix", "diagonal"],
-)
-def test_wrong_operator(solver, dense, wrong):
-    with pytest.raises(ValueError, match="KroneckerOperator.*LinearOperator"):
-        lx.linear_solve(wrong, jnp.ones(3), solver)
+def test_wrong_operator(solver, dense):
+    with pytest.raises(ValueError, match="KroneckerOperator.*MatrixLinearOperator"):
+        lx.linear_solve(lx.MatrixLinearOperator(jnp.eye(3)), jnp.ones(3), solver)
+
+
+@SOLVERS
+@pytest.mark.parametrize("shape", [(3,), (3, 4)])
+def test_diagonal_operator(solver, dense, shape, getkey):
+    diagonal = jax.random.uniform(getkey(), shape)
+    v = jax.random.normal(getkey(), shape)
+    operator = lx.DiagonalLinearOperator(diagonal)
+    options = dict(damping=0.1)
+    solution = lx.linear_solve(operator, v, solver, options=options).value
+    assert reference.error(solution, v / (diagonal + 0.1)) < TOLERANCE
+
+
+DIAGONALS = [(False, True), (True, False), (True, True)]
+
+
+@SOLVERS
+@pytest.mark.parametrize("diagonal_out, diagonal_in", DIAGONALS)
+@pytest.mark.parametrize("d_out, d_in", [(3, 4), (1, 4), (3, 1), (1, 1)])
+def test_diagonal_factors(solver, dense, diagonal_out, diagonal_in, d_out, d_in, getkey):
+    """A diagonal factor is the matrix with that diagonal, in everything."""
+    factors = [
+        jnp.diag(jnp.diag(f)) if alone else f
+        for f, alone in zip(both(kronecker(getkey(), d_out, d_in)), (diagonal_out, diagonal_in))
+    ]
+    short = [
+        jnp.diag(f) if alone else f
+        for f, alone in zip(factors, (diagonal_out, diagonal_in))
+    ]
+    full, thin = kfac.KroneckerOperator(*factors), kfac.KroneckerOperator(*short)
+    v = jax.random.normal(getkey(), (d_out, d_in))
+    options = dict(damping=0.1)
+    a, b = (lx.linear_solve(o, v, solver, options=options).value for o in (full, thin))
+    assert reference.error(b, a) < TOLERANCE
+    for read in (
+        lambda o: o.mv(v),
+        lambda o: o.as_matrix(),
+        lambda o: o.trace(),
+        lambda o: o.logdet(0.1),
+        lambda o: jnp.sort(o.eigenvalues().ravel()),
+        lambda o: o.power(0.5).as_matrix(),
+        lambda o: lx.diagonal(o),
+    ):
+        assert reference.error(read(thin), read(full)) < TOLERANCE
 
 
 @SOLVERS

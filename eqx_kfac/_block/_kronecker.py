@@ -27,7 +27,7 @@ class KroneckerFactors(AbstractFactors):
     a convolution) have leading axes. Of a diagonal factor (the inputs of an embedding),
     only the diagonal is kept."""
 
-    input_factor: Float[Array, "*stack d_in d_in"] | Float[Array, "*stack d_in"]
+    input_factor: Float[Array, "..."]
     output_factor: Float[Array, "*stack d_out d_out"]
     l2: Float[Array, "*stack"]
 

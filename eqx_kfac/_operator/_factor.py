@@ -9,7 +9,7 @@ import jax.scipy.linalg as jsl
 from jaxtyping import Array, Float
 
 
-Factor = Float[Array, "d d"] | Float[Array, " d"]
+Factor = Float[Array, "..."]  # One or two axes, of the same length.
 
 _highest = jax.lax.Precision.HIGHEST
 

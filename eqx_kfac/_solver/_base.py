@@ -56,8 +56,8 @@ class AbstractDampedSolver(lx.AbstractLinearSolver[_State]):
         return self.factorise(operator.output_factor, operator.input_factor, damping)
 
     def compute(
-        self, state: Any, vector: Float[Array, "d_out d_in"], options: dict[str, Any]
-    ) -> tuple[Float[Array, "d_out d_in"], lx.RESULTS, dict[str, Any]]:
+        self, state: Any, vector: Float[Array, "..."], options: dict[str, Any]
+    ) -> tuple[Float[Array, "..."], lx.RESULTS, dict[str, Any]]:
         damping = _damping(options, vector)
         if isinstance(state, DiagonalState):
             solution = vector / (state.diagonal + damping)

@@ -10,8 +10,8 @@ from ._base import AbstractDampedSolver
 class CholeskyState(NamedTuple):
     """The inverses of both damped factors, diagonal where these are."""
 
-    output_inverse: Float[Array, "*stack d_out d_out"] | Float[Array, "*stack d_out"]
-    input_inverse: Float[Array, "*stack d_in d_in"] | Float[Array, "*stack d_in"]
+    output_inverse: Float[Array, "..."]
+    input_inverse: Float[Array, "..."]
 
 
 class Cholesky(AbstractDampedSolver[CholeskyState]):
