@@ -71,6 +71,9 @@ from .nn import (
     PReLU as PReLU,
     revert as revert,
     RMSNorm as RMSNorm,
+    Shared as Shared,
+    SpectralNorm as SpectralNorm,
+    WeightNorm as WeightNorm,
 )
 
 

@@ -21,7 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Inexact, Shaped
 
-from ._block import AbstractBlock, Rows, Statistics
+from ._block import AbstractBlock, Statistics
 from ._form import AbstractForm
 from ._misc import (
     accumulator,
@@ -44,17 +44,25 @@ class Tag(eqx.Module):
     block: AbstractBlock = eqx.field(static=True)
     slots: Statistics
     weights: Array | None
+    also: "Tag | None"
+    swapped: bool = eqx.field(static=True)
 
-    def __init__(self, form: AbstractForm, block: AbstractBlock):
+    def __init__(
+        self, form: AbstractForm, block: AbstractBlock, *, swapped: bool = False
+    ):
         """**Arguments:**
 
         - `form`: how the output depends on the parameters, e.g. `kfac.Dense()`.
         - `block`: what is kept of its curvature, e.g. `kfac.Kronecker()`.
+        - `swapped`: whether the statistics are for a layer with the transposed weight;
+            see [`eqx_kfac.Shared`][].
         """
         self.form = form
         self.block = block
         self.slots = block.empty()
         self.weights = None
+        self.also = None
+        self.swapped = swapped
 
     def __call__(
         self, y: Inexact[Array, "*y"], x: Shaped[Array, "*x"]
@@ -68,6 +76,8 @@ class Tag(eqx.Module):
 
         `y`. Differentiating it with respect to filled slots gives the statistics.
         """
+        if self.also is not None:  # The statistics of another layer's weight, used here.
+            y = self.also(y, x)
         slots, treedef = jtu.tree_flatten(self.slots)
         if not slots:
             return y
@@ -80,7 +90,7 @@ class Tag(eqx.Module):
                 )
         shared = [] if self.weights is None else [self.weights]
         y, x, slots = cast_varying((y, x, slots), varying_axes((y, x, slots)))
-        layout = _Layout(self.form, self.block, treedef, len(shared))
+        layout = _Layout(self.form, self.block, self.swapped, treedef, len(shared))
         return tag_p.bind(y, x, *shared, *slots, layout=layout, stack=0, examples=0)
 
     def parameters(self, layer: Any, x: Any) -> Any:
@@ -120,6 +130,13 @@ class Tag(eqx.Module):
             stack = self.form.sizes(layer).stack
             stack = stack[: len(stack) - self.form.groups]
             weights = jnp.broadcast_to(weights, stack + weights.shape)
+        return self._with(slots, weights)
+
+    def with_slots(self, other: "Tag") -> "Tag":
+        """This tag, to add to the statistics of another one."""
+        return self._with(other.slots, other.weights)
+
+    def _with(self, slots: Statistics, weights: Array | None) -> "Tag":
         return eqx.tree_at(
             lambda t: (t.slots, t.weights),
             self,
@@ -129,7 +146,7 @@ class Tag(eqx.Module):
 
     def empty(self) -> "Tag":
         """This tag without its slots."""
-        return Tag(self.form, self.block)
+        return Tag(self.form, self.block, swapped=self.swapped)
 
 
 class _Layout(NamedTuple):
@@ -138,6 +155,7 @@ class _Layout(NamedTuple):
 
     form: AbstractForm
     block: AbstractBlock
+    swapped: bool
     slots: Any  # treedef of the slots
     num_shared: int
 
@@ -205,13 +223,9 @@ def _transpose(ct, *operands, layout, stack, examples):
 
     def statistics(x, ct, *shared):
         axes = stack + examples
-        inputs = layout.form.inputs(x, stack, axes)
-        g = layout.form.outputs(ct, stack, axes)
         weights = _row_weights(*shared, x=x, stack=stack, axes=axes)
-        groups = tuple(range(stack, stack + layout.form.groups))
-        if weights is not None:
-            weights = jnp.expand_dims(weights, groups)
-        rows = Rows(inputs, g, weights, stack + len(groups))
+        rows = layout.form.rows(x, ct, weights, stack, axes)
+        rows = rows._replace(swapped=layout.swapped)
         return jtu.tree_leaves(layout.block.statistics(rows, like))
 
     stats = _not_differentiable(statistics)(x, ct, *shared)

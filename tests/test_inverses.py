@@ -212,7 +212,9 @@ def test_diagonal_factors(solver, dense, diagonal_out, diagonal_in, d_out, d_in,
     """A diagonal factor is the matrix with that diagonal, in everything."""
     factors = [
         jnp.diag(jnp.diag(f)) if alone else f
-        for f, alone in zip(both(kronecker(getkey(), d_out, d_in)), (diagonal_out, diagonal_in))
+        for f, alone in zip(
+            both(kronecker(getkey(), d_out, d_in)), (diagonal_out, diagonal_in)
+        )
     ]
     short = [
         jnp.diag(f) if alone else f

@@ -1,7 +1,6 @@
 from ._base import (
     AbstractBlock as AbstractBlock,
     AbstractFactors as AbstractFactors,
-    Rows as Rows,
     Statistics as Statistics,
 )
 from ._diagonal import Diagonal as Diagonal, DiagonalFactors as DiagonalFactors

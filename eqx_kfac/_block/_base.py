@@ -1,10 +1,10 @@
 import abc
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 from jaxtyping import Array, Float, PyTree
 
-from .._form import AbstractForm, AbstractInputs
+from .._form import AbstractForm, Rows
 
 
 class Statistics(eqx.Module):
@@ -13,17 +13,6 @@ class Statistics(eqx.Module):
 
     inputs: PyTree  # Depends on the layer's inputs only: the same for every pullback.
     outputs: PyTree  # Depends on the gradients at the outputs: adds up over pullbacks.
-
-
-class Rows(NamedTuple):
-    """All that has passed through a layer: inputs `x`, gradients `g` at the outputs, and
-    example weights or `None`. The first `stack` axes of each index separate layers; the
-    next ones are example axes, outermost (the batch) first; then come positions."""
-
-    x: AbstractInputs
-    g: Float[Array, "*rows d_out"]
-    weights: Float[Array, "..."] | None
-    stack: int
 
 
 class AbstractFactors(eqx.Module):

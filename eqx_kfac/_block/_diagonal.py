@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float
 
-from .._form import AbstractForm, join
+from .._form import AbstractForm, join, Rows
 from .._misc import accumulator, moment, zeros_beside
-from ._base import AbstractBlock, AbstractFactors, Rows, Statistics
+from ._base import AbstractBlock, AbstractFactors, Statistics
 
 
 class Squares(eqx.Module):

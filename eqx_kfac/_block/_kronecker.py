@@ -5,20 +5,30 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._form import AbstractForm
-from .._misc import accumulator, moment, trailing, zeros_beside
+from .._form import AbstractForm, Rows, Vectors
+from .._misc import accumulator, moment, trailing, zeros_beside, zeros_of
 from .._operator import KroneckerOperator
-from ._base import AbstractBlock, AbstractFactors, Rows, Statistics
+from ._base import AbstractBlock, AbstractFactors, Statistics
 from ._sharing import AbstractSharing, Expand
 
 
 class InputMoments(eqx.Module):
     r"""$\sum w$, $\sum w x$ and $\sum w x x^\top$ over a layer's rows. The bias column
-    $\bar x = [x; 1]$ costs no copy: its moments are the first two."""
+    $\bar x = [x; 1]$ costs no copy: its moments are the first two. The last one is over
+    the rows of a layer that uses the transposed weight."""
 
     rows: Any = None
     first: Any = None
     second: Any = None
+    transposed: Any = None
+
+
+class OutputMoments(eqx.Module):
+    r"""$\sum g g^\top$ over a layer's rows, and over those of a layer that uses the
+    transposed weight."""
+
+    second: Any = None
+    transposed: Any = None
 
 
 class KroneckerFactors(AbstractFactors):
@@ -52,23 +62,33 @@ class Kronecker(AbstractBlock):
 
     sharing: AbstractSharing
     weighted: bool = eqx.field(static=True)
+    tied: bool = eqx.field(static=True)
 
-    def __init__(self, sharing: AbstractSharing = Expand(), weighted: bool = True):
+    def __init__(
+        self,
+        sharing: AbstractSharing = Expand(),
+        weighted: bool = True,
+        *,
+        tied: bool = False,
+    ):
         """**Arguments:**
 
         - `sharing`: [`eqx_kfac.Expand`][] or [`eqx_kfac.Reduce`][].
         - `weighted`: whether the weights of the loss terms are weights of the layer's
             inputs too. False for a layer whose inputs are not examples.
+        - `tied`: whether another layer uses the transposed weight, and adds to the
+            statistics; [`eqx_kfac.Shared`][] sets it.
         """
         self.sharing = sharing
         self.weighted = weighted
+        self.tied = tied
 
     @property
     def mixes_positions(self) -> bool:  # pyright: ignore
         return self.sharing.mixes_positions
 
     def empty(self) -> Statistics:
-        return Statistics(inputs=InputMoments(), outputs=None)
+        return Statistics(inputs=InputMoments(), outputs=OutputMoments())
 
     def slots(self, form: AbstractForm, layer: Any) -> Statistics:
         leaves = [p for p in form.parameters(layer) if p is not None]
@@ -85,27 +105,47 @@ class Kronecker(AbstractBlock):
             rows=zeros(),
             first=zeros(d_in) if d_in > 0 and bias else None,
             second=zeros(*square) if d_in > 0 else None,
+            transposed=zeros(d_out, d_out) if self.tied else None,
         )
-        return Statistics(inputs=moments, outputs=zeros(d_out, d_out))
+        outputs = OutputMoments(
+            second=zeros(d_out, d_out),
+            transposed=zeros(*square) if self.tied else None,
+        )
+        return Statistics(inputs=moments, outputs=outputs)
 
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
-        x, g, weights, stack = self.sharing(rows)
+        x, g, weights, stack, swapped = self.sharing(rows)
         like = slots.inputs
+        number = _number(g, weights, stack, like.rows)
+        if swapped:
+            transposed = x.second(weights, stack, like.transposed)
+            inputs = eqx.tree_at(
+                lambda m: (m.rows, m.transposed), zeros_of(like), (number, transposed)
+            )
+            transposed = Vectors(g).second(None, stack, slots.outputs.transposed)
+            outputs = OutputMoments(zeros_of(slots.outputs.second), transposed)
+            return Statistics(inputs, outputs)
         first = second = None
         if like.first is not None:
             first = x.first(weights, stack, like.first)
         if like.second is not None:
             second = x.second(weights, stack, like.second)
-        moments = InputMoments(_number(g, weights, stack, like.rows), first, second)
-        return Statistics(inputs=moments, outputs=moment(g, g, stack, slots.outputs))
+        outputs = moment(g, g, stack, slots.outputs.second)
+        return Statistics(
+            InputMoments(number, first, second, zeros_of(like.transposed)),
+            OutputMoments(outputs, zeros_of(slots.outputs.transposed)),
+        )
 
     def factors(self, statistics: Statistics, count: Any, l2: Any) -> KroneckerFactors:
         # A layer that nothing passed through has no curvature, rather than 0/0.
         rows = statistics.inputs.rows
         scale = jnp.where(rows == 0, 0, 1 / jnp.where(rows == 0, 1, rows))
-        second = _homogeneous(statistics.inputs)
+        second, outputs = _homogeneous(statistics.inputs), statistics.outputs.second
+        if self.tied:
+            second = second + statistics.outputs.transposed
+            outputs = outputs + statistics.inputs.transposed
         scale = trailing(scale, second)
-        output_factor = statistics.outputs / count.astype(statistics.outputs.dtype)
+        output_factor = outputs / count.astype(outputs.dtype)
         return KroneckerFactors(
             input_factor=second * scale,
             output_factor=output_factor,

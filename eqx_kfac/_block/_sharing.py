@@ -4,7 +4,7 @@ from typing import ClassVar
 import equinox as eqx
 import jax.numpy as jnp
 
-from ._base import Rows
+from .._form import Rows
 
 
 class AbstractSharing(eqx.Module):
@@ -59,11 +59,12 @@ class Reduce(AbstractSharing):
     mixes_positions = True
 
     def __call__(self, rows: Rows) -> Rows:
-        x, g, weights, stack = rows
+        x, g, weights, stack, _ = rows
         shared = tuple(range(stack + 1, g.ndim - 1))
         if not shared:
             return rows
         mean = x.mean(weights, stack)
         if weights is not None:
             weights = jnp.max(weights, axis=tuple(range(stack + 1, weights.ndim)))
-        return Rows(mean, jnp.sum(g, axis=shared), weights, stack)
+        g = jnp.sum(g, axis=shared)
+        return rows._replace(x=mean, g=g, weights=weights)

@@ -1,4 +1,4 @@
-from ._base import AbstractForm as AbstractForm, Sizes as Sizes
+from ._base import AbstractForm as AbstractForm, Rows as Rows, Sizes as Sizes
 from ._convolution import Convolution as Convolution
 from ._dense import Dense as Dense, join as join
 from ._einsum import Einsum as Einsum
@@ -13,3 +13,4 @@ from ._inputs import (
 )
 from ._lookup import Lookup as Lookup
 from ._parameters import Parameters as Parameters
+from ._within import Within as Within

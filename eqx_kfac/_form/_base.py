@@ -1,10 +1,16 @@
 import abc
+import operator
 from typing import Any, NamedTuple
 
 import equinox as eqx
-from jaxtyping import Array, Inexact, Shaped
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Inexact, Shaped
 
 from ._inputs import AbstractInputs
+
+
+# What stands for an array that is another layer's.
+_SharedNode = type(eqx.nn.Shared((0, 0), lambda p: p[1], lambda p: p[0]).pytree[1])
 
 
 class Sizes(NamedTuple):
@@ -15,6 +21,18 @@ class Sizes(NamedTuple):
     d_in: int  # Without the bias column.
     bias: bool
     diagonal: bool = False  # Whether second moments of the inputs are diagonal.
+
+
+class Rows(NamedTuple):
+    """All that has passed through a layer: inputs `x`, gradients `g` at the outputs, and
+    example weights or `None`. The first `stack` axes of each index separate layers; the
+    next ones are example axes, outermost (the batch) first; then come positions."""
+
+    x: AbstractInputs
+    g: Float[Array, "*rows d_out"]
+    weights: Float[Array, "..."] | None
+    stack: int
+    swapped: bool = False  # A use of the transposed weight.
 
 
 class AbstractForm(eqx.Module):
@@ -32,15 +50,27 @@ class AbstractForm(eqx.Module):
         several maps side by side, else 0."""
         return 0
 
-    @abc.abstractmethod
-    def parameters(self, layer: Any) -> tuple[Any, ...]:
-        """The layer's leaves that the canonical matrix is made of. A leaf is `None` when
-        the layer does not have it, or when it is frozen (partitioned away)."""
+    # The layer's leaves that the canonical matrix is made of.
+    names: eqx.AbstractVar[tuple[str, ...]]
 
-    @abc.abstractmethod
+    def parameters(self, layer: Any) -> tuple[Any, ...]:
+        """The leaves called `names`. A leaf is `None` when the layer does not have it,
+        when it is frozen (partitioned away), or belongs to another layer
+        (`eqx.nn.Shared`)."""
+        leaves = [operator.attrgetter(name)(layer) for name in self.names]
+        return tuple(None if isinstance(p, _SharedNode) else p for p in leaves)
+
     def replace(self, layer: Any, parameters: tuple[Any, ...]) -> Any:
-        """The layer with its `parameters` replaced. `None` keeps a leaf that is
-        `None`."""
+        """The layer with its `parameters` replaced; those that are `None` stay."""
+        new = [(n, p) for n, p in zip(self.names, parameters) if p is not None]
+        if not new:
+            return layer
+        return eqx.tree_at(
+            lambda m: [operator.attrgetter(name)(m) for name, _ in new],
+            layer,
+            [p for _, p in new],
+            is_leaf=lambda x: x is None,
+        )
 
     @abc.abstractmethod
     def sizes(self, layer: Any) -> Sizes:
@@ -58,6 +88,15 @@ class AbstractForm(eqx.Module):
         """The layer's outputs (or their gradients) as rows: stacked layers first
         (the form's own groups behind those of `z`), then examples, then positions at
         which the layer applies its matrix, then one axis of features."""
+
+    def rows(self, x: Array, g: Array, weights: Any, stack: int, axes: int) -> Rows:
+        """Everything that has passed through the layer, given its input `x` and the
+        gradient `g` at its output."""
+        groups = tuple(range(stack, stack + self.groups))
+        if weights is not None:
+            weights = jnp.expand_dims(weights, groups)
+        inputs, outputs = self.inputs(x, stack, axes), self.outputs(g, stack, axes)
+        return Rows(inputs, outputs, weights, stack + self.groups)
 
     @abc.abstractmethod
     def to_matrix(self, layer: Any) -> Inexact[Array, "*stack d_out d_in"]:

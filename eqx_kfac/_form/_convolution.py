@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Shaped
 
 from ._base import AbstractForm, Sizes
-from ._dense import join, replace, split
+from ._dense import join, split
 from ._inputs import Patches, Window
 
 
@@ -70,27 +70,24 @@ class Convolution(AbstractForm):
         self.extension = extension
         self.input_dilation = input_dilation or (1,) * len(kernel)
 
+    names = ("weight", "bias")
+
     @property
     def groups(self) -> int:
         return int(self.channel_groups > 1)
 
-    def parameters(self, layer: Any) -> tuple[Any, Any]:
-        return layer.weight, layer.bias
-
-    def replace(self, layer: Any, parameters: tuple[Any, ...]) -> Any:
-        return replace(self, layer, parameters)
-
     def sizes(self, layer: Any) -> Sizes:
         rank, groups = len(self.kernel), self.channel_groups
-        if layer.weight is not None:
-            shape = layer.weight.shape
+        weight, bias = self.parameters(layer)
+        if weight is not None:
+            shape = weight.shape
             stack, c_out = shape[: -rank - 2], shape[-rank - 2]
             d_in = shape[-rank - 1] * math.prod(self.kernel)
         else:
-            stack, c_out = layer.bias.shape[: -rank - 1], layer.bias.shape[-rank - 1]
+            stack, c_out = bias.shape[: -rank - 1], bias.shape[-rank - 1]
             d_in = 0
         own = (groups,) if groups > 1 else ()
-        return Sizes(stack + own, c_out // groups, d_in, layer.bias is not None)
+        return Sizes(stack + own, c_out // groups, d_in, bias is not None)
 
     def inputs(self, x: Shaped[Array, "..."], stack: int, axes: int) -> Patches:
         x = self._grouped(self._padded(x), stack, axes)

@@ -1,6 +1,5 @@
 from typing import Any
 
-import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Shaped
 
@@ -15,19 +14,12 @@ class Dense(AbstractForm):
     Scalar inputs and outputs (shape `()`) count as vectors of length one.
     """
 
-    def parameters(self, layer: Any) -> tuple[Any, Any]:
-        return layer.weight, layer.bias
-
-    def replace(self, layer: Any, parameters: tuple[Any, ...]) -> Any:
-        return replace(self, layer, parameters)
+    names = ("weight", "bias")
 
     def sizes(self, layer: Any) -> Sizes:
-        if layer.weight is not None:
-            *stack, d_out, d_in = layer.weight.shape
-        else:
-            *stack, d_out = layer.bias.shape
-            d_in = 0
-        return Sizes(tuple(stack), d_out, d_in, layer.bias is not None)
+        weight, bias = self.parameters(layer)
+        *stack, d_out, d_in = (*bias.shape, 0) if weight is None else weight.shape
+        return Sizes(tuple(stack), d_out, d_in, bias is not None)
 
     def inputs(self, x: Shaped[Array, "..."], stack: int, axes: int) -> Vectors:
         return Vectors(x[..., None] if x.ndim == axes else x)
@@ -44,11 +36,6 @@ class Dense(AbstractForm):
     def from_matrix(self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Any) -> Any:
         weight, bias = split(matrix, *self.parameters(layer))
         return self.replace(layer, (weight, bias))
-
-
-def replace(form: AbstractForm, layer: Any, parameters: tuple[Any, ...]) -> Any:
-    """`layer` with other leaves where `form.parameters` finds them."""
-    return eqx.tree_at(form.parameters, layer, parameters, is_leaf=lambda x: x is None)
 
 
 def join(weight: Any, bias: Any) -> Inexact[Array, "*stack d_out d_in"]:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Shaped
 
 from ._base import AbstractForm, Sizes
-from ._dense import join, replace, split
+from ._dense import join, split
 from ._inputs import Vectors
 
 
@@ -61,25 +61,15 @@ class Einsum(AbstractForm):
         self.bias = bias
 
     @property
+    def names(self) -> tuple[str, ...]:  # pyright: ignore
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
     def groups(self) -> int:
         return int(self._letters["groups"] != "")
 
-    def parameters(self, layer: Any) -> tuple[Any, Any]:
-        bias = None if self.bias is None else getattr(layer, self.bias)
-        return getattr(layer, self.weight), bias
-
-    def replace(self, layer: Any, parameters: tuple[Any, ...]) -> Any:
-        if self.bias is None:
-            return eqx.tree_at(
-                lambda m: getattr(m, self.weight),
-                layer,
-                parameters[0],
-                is_leaf=lambda x: x is None,
-            )
-        return replace(self, layer, parameters)
-
     def sizes(self, layer: Any) -> Sizes:
-        weight, bias = self.parameters(layer)
+        weight, bias = self._pair(layer)
         letters = self._letters
         known = letters["w"] if weight is not None else letters["b"]
         leaf = bias if weight is None else weight
@@ -106,7 +96,7 @@ class Einsum(AbstractForm):
 
     def to_matrix(self, layer: Any) -> Inexact[Array, "*stack d_out d_in"]:
         letters, sizes = self._letters, self.sizes(layer)
-        weight, bias = self.parameters(layer)
+        weight, bias = self._pair(layer)
         shape = (*sizes.stack, sizes.d_out)
         if weight is not None:
             weight = _reorder(weight, letters["w"], letters["canonical"])
@@ -118,7 +108,7 @@ class Einsum(AbstractForm):
 
     def from_matrix(self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Any) -> Any:
         letters = self._letters
-        weight, bias = self.parameters(layer)
+        weight, bias = self._pair(layer)
         rows = letters["groups"] + letters["out"]
         like = (
             None
@@ -132,6 +122,9 @@ class Einsum(AbstractForm):
         if bias is not None:
             bias = _reorder(bias, rows, letters["b"])
         return self.replace(layer, (weight, bias))
+
+    def _pair(self, layer: Any) -> tuple[Any, Any]:
+        return (*self.parameters(layer), None)[:2]  # pyright: ignore
 
     @property
     def _letters(self) -> dict[str, str]:

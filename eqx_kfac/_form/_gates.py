@@ -32,13 +32,9 @@ class Gates(AbstractForm):
     weights: tuple[Part, ...] = eqx.field(static=True)
     bias: Part = eqx.field(static=True)
 
-    def parameters(self, layer: Any) -> tuple[Any, ...]:
-        return tuple(getattr(layer, part.name) for part in (*self.weights, self.bias))
-
-    def replace(self, layer: Any, parameters: tuple[Any, ...]) -> Any:
-        where = lambda m: [p for p in self.parameters(m) if p is not None]
-        new = [p for p in parameters if p is not None]
-        return eqx.tree_at(where, layer, new) if new else layer
+    @property
+    def names(self) -> tuple[str, ...]:  # pyright: ignore
+        return tuple(part.name for part in (*self.weights, self.bias))
 
     def sizes(self, layer: Any) -> Sizes:
         weights, bias = self._pieces(layer)

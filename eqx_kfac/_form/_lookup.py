@@ -5,7 +5,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int
 
 from ._base import AbstractForm, Sizes
-from ._dense import replace
 from ._inputs import OneHot
 
 
@@ -15,13 +14,8 @@ class Lookup(AbstractForm):
     is diagonal: how often each row was looked up.
     """
 
+    names = ("weight",)
     number: int = eqx.field(static=True)
-
-    def parameters(self, layer: Any) -> tuple[Any]:
-        return (layer.weight,)
-
-    def replace(self, layer: Any, parameters: tuple[Any, ...]) -> Any:
-        return replace(self, layer, parameters)
 
     def sizes(self, layer: Any) -> Sizes:
         *stack, number, size = layer.weight.shape

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Shaped
 
 from ._base import AbstractForm, Sizes
-from ._dense import replace
 from ._inputs import Nothing
 
 
@@ -22,15 +21,10 @@ class Parameters(AbstractForm):
 
     def __init__(self, **ranks: int):
         """**Arguments:** the names of the layer's parameters, and how many axes they have
-        in one layer (stacked layers have more): `Parameters(weight=1, bias=1)`."""
+        in one layer (stacked layers have more): `Parameters(weight=1, bias=1)`. Of a
+        layer within the layer: `Parameters(**{"layer.bias": 1})`."""
         self.names = tuple(ranks)
         self.ranks = tuple(ranks.values())
-
-    def parameters(self, layer: Any) -> tuple[Any, ...]:
-        return tuple(getattr(layer, name) for name in self.names)
-
-    def replace(self, layer: Any, parameters: tuple[Any, ...]) -> Any:
-        return replace(self, layer, parameters)
 
     def sizes(self, layer: Any) -> Sizes:
         shapes = [

@@ -20,4 +20,6 @@ from ._elementwise import (
 )
 from ._embedding import Embedding as Embedding
 from ._linear import Linear as Linear
+from ._reparametrised import SpectralNorm as SpectralNorm, WeightNorm as WeightNorm
 from ._rnn import GRUCell as GRUCell, LSTMCell as LSTMCell
+from ._shared import Shared as Shared

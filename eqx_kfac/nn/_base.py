@@ -6,9 +6,10 @@ import dataclasses
 from typing import Any, ClassVar
 
 import equinox as eqx
+import numpy as np
 
 from .._block import AbstractBlock, Diagonal, Kronecker
-from .._form import AbstractForm, Parameters
+from .._form import AbstractForm, Convolution, Dense, Lookup, Parameters
 from .._tag import Tag
 
 
@@ -22,10 +23,15 @@ class AbstractTagged(eqx.Module):
         super().__init__(*args, **kwargs)
         self.tag = type(self).tags(self, block or self.default)
 
-    @staticmethod
+    @classmethod
     @abc.abstractmethod
-    def tags(layer: Any, block: AbstractBlock) -> Tag | dict[str, Tag]:
+    def tags(cls, layer: Any, block: AbstractBlock) -> Tag | dict[str, Tag]:
         """The tag of a layer of the Equinox type."""
+
+    @staticmethod
+    def supports(layer: Any) -> bool:
+        """Whether this layer of the Equinox type can have one."""
+        return True
 
 
 class TaggedOutputs(AbstractTagged):
@@ -34,14 +40,11 @@ class TaggedOutputs(AbstractTagged):
     tag: Tag
     default = Kronecker()
 
-    @staticmethod
-    @abc.abstractmethod
-    def form(layer: Any) -> AbstractForm:
-        """How it is linear."""
-
     @classmethod
     def tags(cls, layer: Any, block: AbstractBlock) -> Tag:
-        return Tag(cls.form(layer), block)
+        form = form_of(layer)
+        assert form is not None
+        return Tag(form, block)
 
     def __call__(self, x: Any, *, key: Any = None) -> Any:
         return self.tag(super().__call__(x, key=key), x)
@@ -75,3 +78,50 @@ def with_fields_of(cls: type, layer: Any, **extra: Any) -> Any:
         value = extra[field.name] if field.name in extra else getattr(layer, field.name)
         object.__setattr__(new, field.name, value)
     return new
+
+
+def form_of(layer: Any) -> AbstractForm | None:
+    """How a layer of `equinox.nn` is linear in its parameters, if it is."""
+    if isinstance(layer, eqx.nn.Linear):
+        return Dense()
+    if isinstance(layer, eqx.nn.Embedding):
+        return Lookup(layer.num_embeddings)
+    if isinstance(layer, eqx.nn.Conv):
+        return _convolution(layer)
+    if isinstance(layer, eqx.nn.ConvTranspose):
+        return _transposed_convolution(layer)
+    return None
+
+
+def _convolution(layer: eqx.nn.Conv) -> Convolution:
+    extended = layer.padding_mode != "ZEROS"
+    return Convolution(
+        layer.kernel_size,
+        layer.stride,
+        layer.dilation,
+        layer.groups,
+        "VALID" if extended else layer.padding,
+        mode=layer.padding_mode,
+        extension=layer.padding if extended else "VALID",
+    )
+
+
+def _transposed_convolution(layer: eqx.nn.ConvTranspose) -> Convolution:
+    padding, extension = layer._padding_transpose(), "VALID"
+    if layer.padding_mode == "CIRCULAR":  # Whole strides of it, before any zeros.
+        widths, strides = np.asarray(padding), np.asarray(layer.stride)[:, None]
+        extension, padding = _pads(widths // strides), _pads(widths % strides)
+    return Convolution(
+        layer.kernel_size,
+        (1,) * layer.num_spatial_dims,
+        layer.dilation,
+        layer.groups,
+        padding,
+        mode=layer.padding_mode,
+        extension=extension,
+        input_dilation=layer.stride,
+    )
+
+
+def _pads(widths: np.ndarray) -> tuple[tuple[int, int], ...]:
+    return tuple((int(low), int(high)) for low, high in widths)

@@ -21,7 +21,9 @@ from ._conv import (
 from ._elementwise import BatchNorm, GroupNorm, LayerNorm, PReLU, RMSNorm
 from ._embedding import Embedding
 from ._linear import Linear
+from ._reparametrised import SpectralNorm, WeightNorm
 from ._rnn import GRUCell, LSTMCell
+from ._shared import find_ties, Shared, with_tied_blocks
 
 
 _T = TypeVar("_T")
@@ -44,12 +46,13 @@ _tagged = {
     eqx.nn.PReLU: PReLU,
     eqx.nn.LSTMCell: LSTMCell,
     eqx.nn.GRUCell: GRUCell,
+    eqx.nn.WeightNorm: WeightNorm,
+    eqx.nn.SpectralNorm: SpectralNorm,
 }
 _untagged = {tagged: plain for plain, tagged in _tagged.items()}
 
-# These compute a layer's weight from other parameters: the layer inside is not linear in
-# what is trained.
-_reparametrised = (eqx.nn.WeightNorm, eqx.nn.SpectralNorm)
+# What is within these is for them to tag, or not linear in what is trained.
+_closed = (eqx.nn.WeightNorm, eqx.nn.SpectralNorm)
 
 Blocks = AbstractBlock | Mapping[Any, AbstractBlock | None] | Callable | None
 
@@ -61,8 +64,7 @@ def convert(model: _T, blocks: Blocks = None) -> _T:
     Finds layers anywhere in the PyTree: in `eqx.nn.MLP`, `Sequential`,
     `MultiheadAttention`, in your own modules, in tuples, lists and dicts, and stacked by
     `eqx.filter_vmap`. Everything else is left alone: subclasses of these layers, which
-    may compute anything; layers inside `eqx.nn.WeightNorm` and `eqx.nn.SpectralNorm`,
-    whose weight is not a parameter; layers that are tagged already.
+    may compute anything; layers that are tagged already.
 
     **Arguments:**
 
@@ -93,7 +95,7 @@ def convert(model: _T, blocks: Blocks = None) -> _T:
 
     def swap(path, node):
         tagged = _tagged.get(type(node))
-        if tagged is None:
+        if tagged is None or not tagged.supports(node):
             return node
         block = choice(jtu.keystr(path), node, tagged)
         if block is None:
@@ -101,13 +103,23 @@ def convert(model: _T, blocks: Blocks = None) -> _T:
         return with_fields_of(tagged, node, tag=tagged.tags(node, block))
 
     def is_leaf(node):
-        return (
-            type(node) in _tagged or is_tagged(node) or isinstance(node, _reparametrised)
-        )
+        return type(node) in _tagged or is_tagged(node) or isinstance(node, _closed)
 
     model = jtu.tree_map_with_path(swap, model, is_leaf=is_leaf)
     choice.check()
-    return model
+    return jtu.tree_map(_with_ties, model, is_leaf=_is_shared)
+
+
+def _is_shared(node: Any) -> bool:
+    return type(node) is eqx.nn.Shared
+
+
+def _with_ties(node: Any) -> Any:
+    if not _is_shared(node):
+        return node
+    ties = find_ties(node)
+    pytree = with_tied_blocks(node.pytree, ties)
+    return with_fields_of(Shared, node, pytree=pytree, ties=ties)
 
 
 class _Choice:
@@ -153,7 +165,10 @@ def revert(model: _T) -> _T:
         plain = _untagged.get(type(node))
         return node if plain is None else with_fields_of(plain, node)
 
-    return jtu.tree_map(swap, model, is_leaf=lambda node: type(node) in _untagged)
+    model = jtu.tree_map(swap, model, is_leaf=lambda node: type(node) in _untagged)
+    is_shared = lambda node: type(node) is Shared
+    untie = lambda node: with_fields_of(eqx.nn.Shared, node) if is_shared(node) else node
+    return jtu.tree_map(untie, model, is_leaf=is_shared)
 
 
 def cast(model: _T, dtype: Any) -> _T:

@@ -4,7 +4,6 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-from .._form import Dense
 from .._tag import LayerError
 from ._base import TaggedOutputs
 
@@ -12,10 +11,6 @@ from ._base import TaggedOutputs
 class Linear(TaggedOutputs, eqx.nn.Linear):
     """A drop-in for `equinox.nn.Linear` from which curvature can be collected. Same
     constructor, same leaves, same outputs; `isinstance(layer, eqx.nn.Linear)` holds."""
-
-    @staticmethod
-    def form(layer: Any) -> Dense:
-        return Dense()
 
     def __call__(
         self, x: Shaped[Array, "..."], *, key: Any = None

@@ -20,8 +20,8 @@ class LSTMCell(AbstractTagged, eqx.nn.LSTMCell):
     tag: Tag
     default = Kronecker()
 
-    @staticmethod
-    def tags(layer: Any, block: AbstractBlock) -> Tag:
+    @classmethod
+    def tags(cls, layer: Any, block: AbstractBlock) -> Tag:
         weights = (Part("weight_ih"), Part("weight_hh"))
         return Tag(Gates(weights, Part("bias")), block)
 
@@ -44,8 +44,8 @@ class GRUCell(AbstractTagged, eqx.nn.GRUCell):
     tag: dict[str, Tag]
     default = Kronecker()
 
-    @staticmethod
-    def tags(layer: Any, block: AbstractBlock) -> dict[str, Tag]:
+    @classmethod
+    def tags(cls, layer: Any, block: AbstractBlock) -> dict[str, Tag]:
         both = (Part("weight_ih", 0, 2, 3), Part("weight_hh", 0, 2, 3))
         forms = dict(
             gates=Gates(both, Part("bias", 0, 2, 3)),

@@ -1,0 +1,86 @@
+"""Layers whose weight is computed from other parameters, by a normalisation: $W = s v$
+with a scale $s$ that depends on $v$. The curvature kept is that of $v$ with $s$ held
+fixed: the tag is at a zero that is added to the output, times $s$."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._block import AbstractBlock, Diagonal, Kronecker
+from .._form import Parameters, Within
+from .._misc import trailing
+from .._tag import Tag
+from ._base import AbstractTagged, form_of
+
+
+class WeightNorm(AbstractTagged, eqx.nn.WeightNorm):
+    """`equinox.nn.WeightNorm` around a linear or convolutional layer, with two tags: at
+    the weight of the layer inside, as if the norm that divides it were fixed, and at the
+    scale `g` and the bias."""
+
+    tag: dict[str, Tag]
+    default = Kronecker()
+
+    @classmethod
+    def tags(cls, layer: Any, block: AbstractBlock) -> dict[str, Tag]:
+        return _tags(layer, block, g=layer.layer.weight.ndim)
+
+    @staticmethod
+    def supports(layer: Any) -> bool:
+        return _supports(layer) and layer.axis in (0, None)
+
+    def __call__(self, x: Any, *, key: Any = None) -> Array:
+        layer = self.tag["others"].parameters(self, x)
+        y = super(WeightNorm, layer).__call__(x, key=key)
+        if not self.tag["weight"].collecting:
+            return y
+        scale = self.g / self._norm(self.layer.weight)
+        return _tagged(self.tag["weight"], y, x, scale.reshape(-1))
+
+
+class SpectralNorm(AbstractTagged, eqx.nn.SpectralNorm):
+    """`equinox.nn.SpectralNorm` around a linear or convolutional layer, with two tags: at
+    the weight of the layer inside, as if the norm that divides it were fixed, and at the
+    bias."""
+
+    tag: dict[str, Tag]
+    default = Kronecker()
+
+    @classmethod
+    def tags(cls, layer: Any, block: AbstractBlock) -> dict[str, Tag]:
+        return _tags(layer, block)
+
+    @staticmethod
+    def supports(layer: Any) -> bool:
+        return _supports(layer)
+
+    def __call__(self, x: Any, state: Any, **kwargs: Any) -> tuple[Array, Any]:
+        layer = self.tag["others"].parameters(self, x) if "others" in self.tag else self
+        y, state = super(SpectralNorm, layer).__call__(x, state, **kwargs)
+        if not self.tag["weight"].collecting:
+            return y, state
+        u, v = state.get(self.uv_index)
+        matrix = self.layer.weight.reshape(len(u), len(v))
+        scale = 1 / jnp.einsum("i,ij,j->", u, matrix, v)
+        return _tagged(self.tag["weight"], y, x, scale[None]), state
+
+
+def _tags(layer: Any, block: AbstractBlock, **ranks: int) -> dict[str, Tag]:
+    inner = layer.layer
+    if inner.bias is not None:
+        ranks["layer.bias"] = inner.weight.ndim - 1
+    tags = dict(weight=Tag(Within(form_of(inner), "layer"), block))
+    if ranks:
+        tags["others"] = Tag(Parameters(**ranks), Diagonal())
+    return tags
+
+
+def _supports(layer: Any) -> bool:
+    return layer.weight_name == "weight" and form_of(layer.layer) is not None
+
+
+def _tagged(tag: Tag, y: Array, x: Any, scale: Array) -> Array:
+    """`y` plus `scale` (of every output channel) times a tagged zero."""
+    return y + trailing(scale, y) * tag(jnp.zeros_like(y), x)
