@@ -250,6 +250,7 @@ class KFAC(eqx.Module):
         loss_fn: Callable,
         model: Model,
         state: KFACState,
+        /,
         *args: Any,
         key: Key | None = None,
         micro_batches: int = 1,
@@ -267,11 +268,14 @@ class KFAC(eqx.Module):
         - `micro_batches`: split the batch into so many parts of equal size, and go
             through them one after the other: the same step in less memory. The arrays
             among `args` (those with at least one axis) are split along their first axis;
-            `kwargs` are handed on whole. The parts' `aux` are stacked.
+            `kwargs` are handed on whole: one dropout key means the same mask for every
+            part, keys of single examples, among `args`, do not. The parts' `aux` are
+            stacked.
 
         **Returns:** `(model, state, info)`. If something is not finite, or the loss rises
         by more than `max_increase`, `info.rejected` is true, `info.faults` says why, and
-        model and state stay as they are (but for counters, and a damping that adapts).
+        model and state stay as they are (but for counters, a damping that adapts, and
+        curvature that was itself finite).
         """
         check_count("micro_batches", micro_batches, 1)
         state = self._prepare(state, model)
