@@ -238,6 +238,7 @@ class KFAC(eqx.Module):
             velocity=jtu.tree_map(jnp.zeros_like, tagged),
             fallback=init_fallback(model, self.fallback),
             iterates=None if self.averaging is None else init_iterates(model),
+            refactorise=jnp.zeros((), bool),
             rejected=jnp.zeros((), jnp.int32),
             faults=init_faults(),
             **{name: at(self._initial(name), step) for name in NUMBERS},
@@ -307,7 +308,8 @@ class KFAC(eqx.Module):
         **Returns:** `(updates, state)`; apply with `eqx.apply_updates`.
 
         **Raises:** `ValueError` if a choice of the optimizer needs the loss function:
-        `kfac.QuadraticModel`, `kfac.LevenbergMarquardt`, `max_increase`.
+        `kfac.QuadraticModel`, `kfac.LevenbergMarquardt`, `max_increase`; or the
+        model: `averaging`.
         """
         self.check_without_loss("update")
         grads = eqx.filter(grads, eqx.is_inexact_array)
@@ -419,6 +421,7 @@ class KFAC(eqx.Module):
             lambda: trial.factorise(damping),
             (state.inverse, state.weight >= 0),  # True
             finite,
+            again=state.refactorise,
         )
         proposal = trial.propose(damping, inverse)
         others, fallback = update_fallback(grads, state.fallback, model, self.fallback)
@@ -472,6 +475,7 @@ class KFAC(eqx.Module):
             learning_rate=learning_rate,
             momentum=momentum,
             damping=trial.next_damping(damping, ratio, rejected),
+            refactorise=rejected & isinstance(self.damping, LevenbergMarquardt),
             rejected=state.rejected + rejected.astype(jnp.int32),
             faults=count(state.faults, faults),
         )

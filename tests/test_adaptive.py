@@ -323,7 +323,7 @@ def test_trajectory_equals_a_dense_implementation(name):
     assert got[0].shape == want[0].shape == (30, 26)
     assert relative_rows(got[0], want[0]) <= 1e-8
     for a, b in zip(got[1:], want[1:], strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10)
+        np.testing.assert_allclose(a, b, rtol=1e-8)
 
 
 @pytest.mark.parametrize("name", trajectories)
@@ -894,12 +894,11 @@ def test_decoupled_weight_decay():
     """It shrinks weights by learning rate times decay, beside the update."""
     model, state = after_two_steps()
     batch = *make_data(2), jnp.array(0.0)
-    mask = np.concatenate([np.ones(16), np.ones(10)]) * MASKED
     ends = []
     for decay in (0.0, 0.2, 0.7):
         state = set_number(state, "weight_decay", decay)
         new, after, info = one_step(guarded, with_cliff, model, state, *batch)
-        expected = parameters(after.velocity) - 0.1 * decay * mask * parameters(model)
+        expected = parameters(after.velocity) - 0.1 * decay * MASKED * parameters(model)
         got = parameters(new) - parameters(model)
         np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-15)
         norm = np.linalg.norm(parameters(after.velocity))
@@ -911,7 +910,7 @@ def test_decoupled_weight_decay():
         assert float(info.new_loss) == pytest.approx(loss, rel=1e-12)
     for end, velocity in ends[1:]:
         assert np.array_equal(velocity, ends[0][1])  # Momentum does not see it.
-        assert np.array_equal(end != ends[0][0], mask == 1)
+        assert np.array_equal(end != ends[0][0], MASKED == 1)
 
 
 class Scaled(eqx.Module):
@@ -1149,7 +1148,7 @@ def test_changing_the_damping_that_adapts():
 adaptive = kfac.KFAC(
     QUADRATIC,
     QUADRATIC,
-    kfac.LevenbergMarquardt(1e3, interval=2, calibration=3),
+    kfac.LevenbergMarquardt(10.0, interval=2, calibration=3),
     fisher=kfac.Exact(),
     inverse_period=2,
     max_increase=float("inf"),
@@ -1187,17 +1186,17 @@ def assert_near(got, want, rtol):
 def test_eager_jit_scan_donation_agree():
     batches = many_batches(2)
     got = run_adaptive(compiled, batches)
-    assert float(got[2].damping[0]) < 1e3  # It was calibrated,
+    assert float(got[2].damping[0]) < 10  # It was calibrated,
     assert np.isfinite(got[2].reduction_ratio[1])  # the rule applied,
     assert float(got[2].momentum[1]) != 0  # and momentum chosen.
 
     eager = run_adaptive(ft.partial(adaptive.step, squared), batches)
-    assert_near(got, eager, 1e-10)
+    assert_near(got, eager, 1e-12)
 
     model = make_model()
     state = adaptive.init(model)
     model, state, _, infos = scan_steps(adaptive, squared, model, state, batches)
-    assert_near((model, state, infos), eager, 1e-10)
+    assert_near((model, state, infos), eager, 1e-12)
 
     @eqx.filter_jit(donate="all-except-first")
     def donating(batch, model, state):
@@ -1209,7 +1208,7 @@ def test_eager_jit_scan_donation_agree():
         given.append((model, state))
         return donating(batch, model, state)
 
-    assert_near(run_adaptive(step, batches), eager, 1e-10)
+    assert_near(run_adaptive(step, batches), eager, 1e-12)
     assert all(leaf.is_deleted() for leaf in leaves(given[0][0]))
     assert given[0][1].damping.is_deleted()
 
@@ -1228,7 +1227,7 @@ def test_sharded_batch():
     got = run_adaptive(step, many_batches(2))
     want = run_adaptive(compiled, many_batches(2))
     assert len(got[0].layers[0].weight.sharding.device_set) == 8
-    assert_near(got, want, 1e-12)
+    assert_near(got, want, 1e-13)
 
 
 #
@@ -1297,6 +1296,8 @@ out_of_range = [
     (kfac.KFAC, "averaging", [-0.1, 1.1], "in [0, 1]"),
     (kfac.KFAC, "curvature_examples", [0, -3], "at least 1"),
 ]
+# Integers: where the tests' type checker would answer first.
+COUNTS = "interval", "calibration", "examples", "curvature_examples"
 required = {
     kfac.LevenbergMarquardt: dict(initial=1.0),
     kfac.KFAC: dict(learning_rate=0.1),
@@ -1315,11 +1316,9 @@ def test_numbers_out_of_range(make, name, value, range_):
 
 @pytest.mark.parametrize(
     "make,name",
-    [(make, name) for make, name, _, range_ in out_of_range if "least 1" not in range_],
+    [(make, name) for make, name, *_ in out_of_range if name not in COUNTS],
 )
 def test_numbers_of_the_wrong_type(make, name):
-    if name == "calibration":
-        return
     for value in ("0.1", [0.1], jnp.ones(2)):
         with raises(TypeError, f"`{name}` must be a number"):
             make(**(required[make] | {name: value}))
