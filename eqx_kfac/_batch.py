@@ -63,7 +63,7 @@ class Batch(eqx.Module):
         the aux stacked."""
         if self.micro_batches == 1:
             return fn(0, self.args)
-        pieces, static = eqx.partition(self._pieces(), eqx.is_array)
+        pieces, static = eqx.partition(self._pieces(), _has_examples)
         rest = []
 
         def body(total, indexed):

@@ -69,11 +69,15 @@ class LevenbergMarquardt(eqx.Module):
         **Raises:** `ValueError` for a number out of its range.
         """
         check_number("initial", initial, lambda v: v > 0, "positive")
-        check_number("decay", decay, lambda v: 0 < v < 1, "in (0, 1)")
-        check_number("lower", lower, lambda v: v >= 0, "at least 0")
-        check_number("upper", upper, lambda v: v >= 0, "at least 0")
-        check_number("minimum", minimum, lambda v: v > 0, "positive")
-        check_number("maximum", maximum, lambda v: v > 0, "positive")
+        numbers = [
+            ("decay", decay, lambda v: 0 < v < 1, "in (0, 1)"),
+            ("lower", lower, lambda v: v >= 0, "at least 0"),
+            ("upper", upper, lambda v: v >= 0, "at least 0"),
+            ("minimum", minimum, lambda v: v > 0, "positive"),
+            ("maximum", maximum, lambda v: v > 0, "positive"),
+        ]
+        for number in numbers:
+            check_number(*number, schedule=False)
         for low, high in (("lower", "upper"), ("minimum", "maximum")):
             a, b = locals()[low], locals()[high]
             if isinstance(a, (int, float)) and isinstance(b, (int, float)) and a > b:

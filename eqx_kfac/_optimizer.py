@@ -238,6 +238,7 @@ class KFAC(eqx.Module):
             velocity=jtu.tree_map(jnp.zeros_like, tagged),
             fallback=init_fallback(model, self.fallback),
             iterates=None if self.averaging is None else init_iterates(model),
+            refactorise=jnp.zeros((), bool),
             rejected=jnp.zeros((), jnp.int32),
             faults=init_faults(),
             **{name: at(self._initial(name), step) for name in NUMBERS},
@@ -250,6 +251,7 @@ class KFAC(eqx.Module):
         loss_fn: Callable,
         model: Model,
         state: KFACState,
+        /,
         *args: Any,
         key: Key | None = None,
         micro_batches: int = 1,
@@ -267,11 +269,14 @@ class KFAC(eqx.Module):
         - `micro_batches`: split the batch into so many parts of equal size, and go
             through them one after the other: the same step in less memory. The arrays
             among `args` (those with at least one axis) are split along their first axis;
-            `kwargs` are handed on whole. The parts' `aux` are stacked.
+            `kwargs` are handed on whole: one dropout key means the same mask for every
+            part, keys of single examples, among `args`, do not. The parts' `aux` are
+            stacked.
 
         **Returns:** `(model, state, info)`. If something is not finite, or the loss rises
         by more than `max_increase`, `info.rejected` is true, `info.faults` says why, and
-        model and state stay as they are (but for counters, and a damping that adapts).
+        model and state stay as they are (but for counters, a damping that adapts, and
+        curvature that was itself finite).
         """
         check_count("micro_batches", micro_batches, 1)
         state = self._prepare(state, model)
@@ -303,7 +308,8 @@ class KFAC(eqx.Module):
         **Returns:** `(updates, state)`; apply with `eqx.apply_updates`.
 
         **Raises:** `ValueError` if a choice of the optimizer needs the loss function:
-        `kfac.QuadraticModel`, `kfac.LevenbergMarquardt`, `max_increase`.
+        `kfac.QuadraticModel`, `kfac.LevenbergMarquardt`, `max_increase`; or the
+        model: `averaging`.
         """
         self.check_without_loss("update")
         grads = eqx.filter(grads, eqx.is_inexact_array)
@@ -415,6 +421,7 @@ class KFAC(eqx.Module):
             lambda: trial.factorise(damping),
             (state.inverse, state.weight >= 0),  # True
             finite,
+            again=state.refactorise,
         )
         proposal = trial.propose(damping, inverse)
         others, fallback = update_fallback(grads, state.fallback, model, self.fallback)
@@ -468,6 +475,7 @@ class KFAC(eqx.Module):
             learning_rate=learning_rate,
             momentum=momentum,
             damping=trial.next_damping(damping, ratio, rejected),
+            refactorise=rejected & isinstance(self.damping, LevenbergMarquardt),
             rejected=state.rejected + rejected.astype(jnp.int32),
             faults=count(state.faults, faults),
         )

@@ -58,7 +58,7 @@ class Quadratic(eqx.Module):
     vector: Float[Array, " n"]
 
     def __call__(self, coefficients: Float[Array, " n"]) -> Float[Array, ""]:
-        product = jnp.sum(self.matrix * coefficients, axis=-1)
+        product = jnp.sum(self.matrix * coefficients[None, :], axis=-1)
         return jnp.sum((product / 2 + self.vector) * coefficients)
 
     def minimum(self, fixed: Sequence[Float[Array, ""] | None]) -> Float[Array, " n"]:
@@ -69,7 +69,7 @@ class Quadratic(eqx.Module):
         free = [i for i, value in enumerate(fixed) if value is None]
         given = jnp.stack([jnp.zeros(()) if v is None else v for v in fixed])
         given = given.astype(self.vector.dtype)
-        vector = self.vector + jnp.sum(self.matrix * given, axis=-1)
+        vector = self.vector + jnp.sum(self.matrix * given[None, :], axis=-1)
         # In units in which both directions have curvature 1, whatever their lengths.
         curvature = jnp.diagonal(self.matrix)
         curved = curvature > 0

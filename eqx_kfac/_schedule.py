@@ -32,12 +32,14 @@ def when_due(
     compute: Callable,
     otherwise: Any,
     finite: Bool[Array, ""] | bool = True,
+    again: Bool[Array, ""] | bool = False,
 ) -> Any:
-    """`compute()` every `period` steps, and at every step until there is any curvature
-    (its `weight` is zero), but only if all is `finite`; else `otherwise`."""
+    """`compute()` every `period` steps, at every step until there is any curvature (its
+    `weight` is zero), and if it is due `again`, but only if all is `finite`; else
+    `otherwise`."""
     if period == 1 and finite is True:
         return compute()
-    due = (step % period == 0) | (weight == 0)
+    due = (step % period == 0) | (weight == 0) | again
     return jax.lax.cond(due & finite, compute, lambda: otherwise)
 
 
@@ -46,15 +48,17 @@ def when_due(
 #
 
 
-def check_number(name: str, value: Any, valid: Callable, range_: str) -> None:
+def check_number(
+    name: str, value: Any, valid: Callable, range_: str, schedule: bool = True
+) -> None:
     """Raises unless `value` is a number in its range, a scalar array, or a schedule."""
     number = isinstance(value, (int, float))
     if number and not valid(value):
         raise ValueError(f"`{name}` must be {range_}, but is {value}.")
-    if not (number or callable(value) or (eqx.is_array(value) and value.ndim == 0)):
-        raise TypeError(
-            f"`{name}` must be a number or a schedule (of scalars), but is {value!r}."
-        )
+    scheduled = schedule and callable(value)
+    if not (number or scheduled or (eqx.is_array(value) and value.ndim == 0)):
+        kinds = "a number or a schedule (of scalars)" if schedule else "a number"
+        raise TypeError(f"`{name}` must be {kinds}, but is {value!r}.")
 
 
 def check_count(name: str, value: Any, least: int) -> None:

@@ -85,6 +85,7 @@ class KFACState(eqx.Module):
     max_increase: Float[Array, ""] | None
     weight_decay: Float[Array, ""] | None
     averaging: Float[Array, ""] | None
+    refactorise: Bool[Array, ""]  # After a rejection the damping is another one.
     rejected: Int[Array, ""]  # How many steps were not taken.
     faults: Faults  # And why: counts.
 
@@ -94,7 +95,7 @@ class Info(eqx.Module):
     step is NaN; what never is, `None`."""
 
     loss: Float[Array, ""]  # Before the step.
-    new_loss: Float[Array, ""] | None  # After it, on the same batch.
+    new_loss: Float[Array, ""] | None  # After it (without decay), same batch.
     aux: Any
     learning_rate: Float[Array, ""]  # Without the norm constraint.
     momentum: Float[Array, ""]

@@ -75,7 +75,7 @@ def entries() -> list[Entry]:
     ]
     peers = []
     if importlib.util.find_spec("kfac_jax") is not None:
-        from tests.benchmarks import peer
+        import peer
 
         peers = [
             Entry("kfac-jax", f"batch {batch}", lambda b=batch: peer.adaptive(ae, b))
