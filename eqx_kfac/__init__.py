@@ -8,6 +8,8 @@ from ._block import (
     Kronecker as Kronecker,
     KroneckerFactors as KroneckerFactors,
     Reduce as Reduce,
+    Series as Series,
+    SeriesFactors as SeriesFactors,
 )
 from ._damping import LevenbergMarquardt as LevenbergMarquardt
 from ._estimate import (
@@ -36,7 +38,10 @@ from ._loss import (
     SoftmaxCrossEntropy as SoftmaxCrossEntropy,
     SquaredError as SquaredError,
 )
-from ._operator import KroneckerOperator as KroneckerOperator
+from ._operator import (
+    KroneckerOperator as KroneckerOperator,
+    SeriesOperator as SeriesOperator,
+)
 from ._optax import kfac as kfac, scale_by_kfac as scale_by_kfac
 from ._optimizer import KFAC as KFAC
 from ._quadratic import QuadraticModel as QuadraticModel
@@ -71,6 +76,7 @@ from .nn import (
     PReLU as PReLU,
     revert as revert,
     RMSNorm as RMSNorm,
+    scan_cell as scan_cell,
     Shared as Shared,
     SpectralNorm as SpectralNorm,
     WeightNorm as WeightNorm,

@@ -21,7 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Inexact, Shaped
 
-from ._block import AbstractBlock, Statistics
+from ._block import AbstractBlock, Series, Statistics
 from ._form import AbstractForm
 from ._misc import (
     accumulator,
@@ -76,8 +76,17 @@ class Tag(eqx.Module):
 
         `y`. Differentiating it with respect to filled slots gives the statistics.
         """
+        if self.collecting and isinstance(self.block, Series):
+            raise ValueError(
+                "The block `kfac.Series` has to know which time step follows which: run "
+                "the cell with `kfac.scan_cell(cell, hidden, inputs)`, or call "
+                "`tag.remember` in a loop of your own."
+            )
         if self.also is not None:  # The statistics of another layer's weight, used here.
             y = self.also(y, x)
+        return self._bind(y, x)
+
+    def _bind(self, y: Array, x: Array) -> Array:
         slots, treedef = jtu.tree_flatten(self.slots)
         if not slots:
             return y
@@ -92,6 +101,41 @@ class Tag(eqx.Module):
         y, x, slots = cast_varying((y, x, slots), varying_axes((y, x, slots)))
         layout = _Layout(self.form, self.block, self.swapped, treedef, len(shared))
         return tag_p.bind(y, x, *shared, *slots, layout=layout, stack=0, examples=0)
+
+    def memory(self, layer: Any) -> Any:
+        """What [`remember`][eqx_kfac.Tag.remember] hands on from one time step to the
+        next, before the first one: zeros. `None` if the block has no use for it."""
+        if not isinstance(self.block, Series):
+            return None
+        sizes = self.form.sizes(layer)
+        leaf = next(p for p in self.form.parameters(layer) if p is not None)
+        before = jnp.zeros(sizes.d_in + 1, leaf.dtype)
+        return before, jnp.zeros(sizes.d_out, leaf.dtype)
+
+    def remember(
+        self, y: Inexact[Array, "*y"], x: Shaped[Array, "*x"], memory: Any
+    ) -> tuple[Inexact[Array, "*y"], Any]:
+        """As calling the tag, in a loop over time, with a block that wants to know what
+        came before and what comes after ([`eqx_kfac.Series`][]).
+
+        **Arguments:**
+
+        - `y`, `x`: the layer's output and input at this time step.
+        - `memory`: `tag.memory(layer)`, or what the previous step returned.
+
+        **Returns:** `y`, and the next step's `memory`.
+        """
+        if memory is None:
+            return self(y, x), None
+        # The input is carried forward. Backward, the gradient of a zero that the next
+        # step adds to its output arrives here, beside the gradient of this one's.
+        before, zero = memory
+        y = y + zero.astype(y.dtype)
+        now = jnp.concatenate([x, jnp.ones(1, x.dtype)])
+        both = jnp.concatenate([y, jnp.zeros_like(y)])
+        both = self._bind(both, jnp.concatenate([x, before.astype(x.dtype)]))
+        y, zero_next = jnp.split(both, 2)
+        return y, (now.astype(before.dtype), zero_next.astype(zero.dtype))
 
     def parameters(self, layer: Any, x: Any) -> Any:
         """For the form [`eqx_kfac.Parameters`][]: to be called at the start of a layer's

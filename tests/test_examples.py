@@ -83,3 +83,42 @@ def test_autoencoder_resumes_where_it_stopped(tmp_path):
     assert (tmp_path / "a/curves.png").read_bytes().startswith(b"\x89PNG")
     checkpoint = [(tmp_path / name / "checkpoint-0.eqx").read_bytes() for name in "ab"]
     assert checkpoint[0] == checkpoint[1]  # Bit for bit, the optimizer's state too.
+
+
+def compared(script, picture, labels, *arguments):
+    """The table of a toy run: its rows, by the method they begin with."""
+    printed = run(script, "--toy", "--steps", "5", "--out", str(picture), *arguments)
+    header, *rows = printed.splitlines()[: 1 + len(labels)]
+    assert header.split()[:2] == ["method", "rate"]
+    found = {}
+    for label, row in zip(labels, rows):
+        assert row.startswith(label + " ")
+        found[label] = row.removeprefix(label).split()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 20_000
+    assert str(picture) in printed
+    return found
+
+
+def test_convnet(tmp_path):
+    labels = ["K-FAC", "AdamW", "SGD with momentum"]
+    picture = tmp_path / "deeper" / "convnet.png"
+    rows = compared("convnet.py", picture, labels, "--target", "2.25")
+    for rate, loss, accuracy, steps, *times, number, _, seconds, _ in rows.values():
+        assert float(rate) > 0 and steps == "5"
+        assert float(loss) < 2.25  # It trains, from 2.38 on, whoever is best.
+        assert 0 < float(accuracy) < 1
+        assert all(float(time) > 0 for time in times)
+        assert 1 <= int(number) <= 5 and 0 < float(seconds) <= float(times[0])
+
+
+def test_transformer(tmp_path):
+    labels = ["K-FAC, expand", "K-FAC, reduce", "AdamW"]
+    picture = tmp_path / "deeper" / "transformer.png"
+    rows = compared("transformer.py", picture, labels)
+    for rate, loss, test, right, steps, *times in rows.values():
+        assert float(rate) > 0 and steps == "5"
+        assert 0 < float(loss) < 2  # It trains.
+        assert 0 < float(test) < 2
+        assert 0 <= float(right) <= 1
+        assert len(times) == 3 and all(float(time) > 0 for time in times)

@@ -5,6 +5,7 @@ from ._base import (
 )
 from ._diagonal import Diagonal as Diagonal, DiagonalFactors as DiagonalFactors
 from ._kronecker import Kronecker as Kronecker, KroneckerFactors as KroneckerFactors
+from ._series import Series as Series, SeriesFactors as SeriesFactors
 from ._sharing import (
     AbstractSharing as AbstractSharing,
     Expand as Expand,

@@ -10,7 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int
 
-from .._misc import accumulator, moment, trailing
+from .._misc import accumulator, explicit_sharding, moment, trailing, zeros_of
+
+
+_PATCHES = 2**22  # How many numbers of patches are written out at once.
 
 
 class AbstractInputs(eqx.Module):
@@ -152,7 +155,40 @@ class Patches(AbstractInputs):
         return jnp.sum(weighted(sums, weights), axis=axes, dtype=like.dtype)
 
     def second(self, weights: Any, stack: int, like: Any) -> Inexact[Array, "..."]:
-        return Vectors(self.vectors()).second(weights, stack, like)
+        number = self._pieces(stack)
+        if number == 1:
+            return Vectors(self.vectors()).second(weights, stack, like)
+
+        # Some examples after the other: patches take as many times the memory of the
+        # input as the kernel has entries, and are used once. (Every so-manieth example,
+        # so that an axis that is split over devices stays split.)
+        def split(a):
+            a = a.reshape(*a.shape[:stack], -1, number, *a.shape[stack + 1 :])
+            return jnp.moveaxis(a, stack + 1, 0)
+
+        def add(total, piece):
+            x, w = piece
+            vectors = Vectors(Patches(x, self.window).vectors())
+            return total + vectors.second(w, stack, like), None
+
+        pieces = split(self.x), None if weights is None else split(weights)
+        return jax.lax.scan(add, zeros_of(like), pieces)[0]
+
+    def _pieces(self, stack: int) -> int:
+        """Into how many parts the examples are divided so that the patches of one part
+        fit into a cache, or nearly so."""
+        if self.lead == stack or explicit_sharding(jax.typeof(self.x)) is not None:
+            return 1
+        spatial = self.x.shape[self.lead + 1 :]
+        entries = math.prod(self.window.kernel) * self.x.shape[self.lead]
+        rows = math.prod(self.x.shape[: self.lead] + self.window.positions(spatial))
+        examples = self.x.shape[stack]
+        most = max(1, -(-rows * entries // _PATCHES))
+        return next(
+            n
+            for n in range(1, examples + 1)
+            if examples % n == 0 and n >= most or n == examples
+        )
 
     def vectors(self) -> Inexact[Array, "*rows d_in"]:
         return self._features(self.window.offsets(self.x), self.lead)

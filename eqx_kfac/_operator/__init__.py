@@ -6,6 +6,8 @@ from ._factor import (
     inverse as inverse,
     left as left,
     matmul as matmul,
+    power as power,
     right as right,
 )
 from ._kronecker import KroneckerOperator as KroneckerOperator
+from ._series import chain_gain as chain_gain, SeriesOperator as SeriesOperator

@@ -1,3 +1,4 @@
 from ._base import AbstractDampedSolver as AbstractDampedSolver
-from ._cholesky import Cholesky as Cholesky, damped_factors as damped_factors
+from ._cholesky import Cholesky as Cholesky
+from ._damped import damped_factors as damped_factors
 from ._eigh import Eigh as Eigh

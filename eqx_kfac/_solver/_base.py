@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float
 
-from .._operator import Factor, KroneckerOperator
+from .._operator import Factor, KroneckerOperator, SeriesOperator
+from ._series import apply_series, factorise_series, SeriesState
 
 
 _State = TypeVar("_State")
@@ -45,6 +46,8 @@ class AbstractDampedSolver(lx.AbstractLinearSolver[_State]):
         """Factorises the operator."""
         if isinstance(operator, lx.DiagonalLinearOperator):
             return DiagonalState(operator.diagonal)
+        if isinstance(operator, SeriesOperator):
+            return factorise_series(operator, _damping(options, operator.input_factor))
         if not isinstance(operator, KroneckerOperator):
             name = type(self).__name__
             raise ValueError(
@@ -61,6 +64,8 @@ class AbstractDampedSolver(lx.AbstractLinearSolver[_State]):
         damping = _damping(options, vector)
         if isinstance(state, DiagonalState):
             solution = vector / (state.diagonal + damping)
+        elif isinstance(state, SeriesState):
+            solution = apply_series(state, vector)
         else:
             solution = self.apply(state, vector, damping)
         return solution, lx.RESULTS.successful, {}

@@ -5,7 +5,9 @@ added to the output: that is where the tags are."""
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+from jaxtyping import Array, PyTree
 
 from .._block import AbstractBlock, Kronecker
 from .._form import Gates, Part
@@ -25,15 +27,20 @@ class LSTMCell(AbstractTagged, eqx.nn.LSTMCell):
         weights = (Part("weight_ih"), Part("weight_hh"))
         return Tag(Gates(weights, Part("bias")), block)
 
-    def __call__(self, input: Any, hidden: Any, *, key: Any = None) -> Any:
+    def __call__(self, input: Array, hidden: Any, *, key: Any = None) -> Any:
         if not self.tag.collecting:
             return super().__call__(input, hidden, key=key)
+        return self.remember(input, hidden, None)[0]
+
+    def remember(self, input: Array, hidden: Any, memory: Any) -> tuple[Any, Any]:
+        """One step of [`eqx_kfac.scan_cell`][]: the hidden state and the memory."""
         zero = jnp.zeros(4 * self.hidden_size, hidden[0].dtype)
-        bias = self.tag(zero, jnp.concatenate([input, hidden[0]]))
+        both = jnp.concatenate([input, hidden[0]])
+        bias, memory = self.tag.remember(zero, both, memory)
         if self.use_bias:
             bias = bias + self.bias
         cell = with_fields_of(eqx.nn.LSTMCell, self, bias=bias, use_bias=True)
-        return cell(input, hidden, key=key)
+        return cell(input, hidden), memory
 
 
 class GRUCell(AbstractTagged, eqx.nn.GRUCell):
@@ -54,16 +61,64 @@ class GRUCell(AbstractTagged, eqx.nn.GRUCell):
         )
         return {name: Tag(form, block) for name, form in forms.items()}
 
-    def __call__(self, input: Any, hidden: Any, *, key: Any = None) -> Any:
+    def __call__(self, input: Array, hidden: Array, *, key: Any = None) -> Array:
         if not any(tag.collecting for tag in self.tag.values()):
             return super().__call__(input, hidden, key=key)
+        return self.remember(input, hidden, dict.fromkeys(self.tag))[0]
+
+    def remember(self, input: Array, hidden: Array, memory: Any) -> tuple[Array, Any]:
+        """One step of [`eqx_kfac.scan_cell`][]: the hidden state and the memory."""
         zero = jnp.zeros(self.hidden_size, hidden.dtype)
         both = jnp.concatenate([input, hidden])
-        gates = self.tag["gates"](jnp.concatenate([zero, zero]), both)
-        bias = jnp.concatenate([gates, self.tag["input"](zero, input)])
-        bias_n = self.tag["hidden"](zero, hidden)
+        places = dict(
+            gates=(jnp.concatenate([zero, zero]), both),
+            input=(zero, input),
+            hidden=(zero, hidden),
+        )
+        tagged, new = {}, {}
+        for name, (y, x) in places.items():
+            tagged[name], new[name] = self.tag[name].remember(y, x, memory[name])
+        bias = jnp.concatenate([tagged["gates"], tagged["input"]])
+        bias_n = tagged["hidden"]
         if self.use_bias:
             bias, bias_n = bias + self.bias, bias_n + self.bias_n
         extra = dict(bias=bias, bias_n=bias_n, use_bias=True)
         cell = with_fields_of(eqx.nn.GRUCell, self, **extra)
-        return cell(input, hidden, key=key)
+        return cell(input, hidden), new
+
+
+def scan_cell(cell: Any, hidden: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
+    """Runs a recurrent cell over a sequence, `hidden = cell(input, hidden)`, as
+    `jax.lax.scan` would. The blocks of its tags get to know which time step follows
+    which, which [`eqx_kfac.Series`][] needs.
+
+    **Arguments:**
+
+    - `cell`: of `kfac` or `equinox.nn`.
+    - `hidden`: the hidden state to begin with.
+    - `inputs`: the sequence, time first.
+
+    **Returns:** the last hidden state, and all of them (without the first one).
+    """
+    if not isinstance(cell, (LSTMCell, GRUCell)) or not _remembers(cell):
+
+        def plain(hidden, input):
+            hidden = cell(input, hidden)
+            return hidden, hidden
+
+        return jax.lax.scan(plain, hidden, inputs)
+
+    def step(carry, input):
+        hidden, memory = cell.remember(input, *carry)
+        return (hidden, memory), hidden
+
+    is_tag = lambda node: isinstance(node, Tag)
+    memory = jax.tree.map(lambda tag: tag.memory(cell), cell.tag, is_leaf=is_tag)
+    (hidden, _), outputs = jax.lax.scan(step, (hidden, memory), inputs)
+    return hidden, outputs
+
+
+def _remembers(cell: Any) -> bool:
+    """Whether anything is collected that needs a memory."""
+    tags = [cell.tag] if isinstance(cell.tag, Tag) else cell.tag.values()
+    return any(tag.collecting for tag in tags)

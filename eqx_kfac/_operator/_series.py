@@ -1,0 +1,99 @@
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Float
+
+from ._factor import matmul, power
+
+
+class SeriesOperator(lx.AbstractLinearOperator):
+    r"""The covariance of a sum over $T$ time steps of matrices that form a chain:
+
+    $$C = \frac1T \sum_{s, t = 1}^{T} F_{s - t}, \qquad F_{-d} = F_d^\top, \qquad
+    F_d = \left(G_1 G_0^{-1}\right)^d G_0 \otimes \left(A_1 A_0^{-1}\right)^d A_0$$
+
+    with row-major $\operatorname{vec}$. In the coordinates in which $F_0$ is the
+    identity, $F_d = \Psi^d$ with $\Psi = \Psi_G \otimes \Psi_A$.
+
+    ??? cite "Reference"
+
+        J. Martens, J. Ba, M. Johnson, *Kronecker-factored Curvature Approximations for
+        Recurrent Neural Networks*, ICLR 2018.
+    """
+
+    output_factor: Float[Array, "d_out d_out"]
+    output_cross: Float[Array, "d_out d_out"]
+    input_factor: Float[Array, "d_in d_in"]
+    input_cross: Float[Array, "d_in d_in"]
+    length: Float[Array, ""]
+    kind: Literal["symmetric", "stationary"] = eqx.field(static=True)
+
+    def as_matrix(self) -> Float[Array, "size size"]:
+        psi_out, root_out = whitened(self.output_factor, self.output_cross)
+        psi_in, root_in = whitened(self.input_factor, self.input_cross)
+        if self.kind == "symmetric":
+            psi_out, psi_in = (psi_out + psi_out.T) / 2, (psi_in + psi_in.T) / 2
+            values_out, q_out = jnp.linalg.eigh(psi_out)
+            values_in, q_in = jnp.linalg.eigh(psi_in)
+            gains = chain_gain(jnp.outer(values_out, values_in), self.length)
+            basis = jnp.kron(matmul(root_out, q_out), matmul(root_in, q_in))
+            return matmul(basis * gains.reshape(-1)[None, :], basis.T)
+        psi, root = jnp.kron(psi_out, psi_in), jnp.kron(root_out, root_in)
+        eye = jnp.eye(psi.shape[0], dtype=psi.dtype)
+        forward = jnp.linalg.inv(eye - psi)
+        return matmul(root, matmul(forward + forward.T - eye, root))
+
+    def mv(self, vector: Float[Array, "d_out d_in"]) -> Float[Array, "d_out d_in"]:
+        return matmul(self.as_matrix(), vector.reshape(-1)).reshape(vector.shape)
+
+    def transpose(self) -> "SeriesOperator":
+        return self
+
+    def in_structure(self) -> jax.ShapeDtypeStruct:
+        shape = (self.output_factor.shape[0], self.input_factor.shape[0])
+        return jax.ShapeDtypeStruct(shape, self.input_factor.dtype)
+
+    def out_structure(self) -> jax.ShapeDtypeStruct:
+        return self.in_structure()
+
+
+def whitened(
+    factor: Float[Array, "d d"], cross: Float[Array, "d d"]
+) -> tuple[Float[Array, "d d"], Float[Array, "d d"]]:
+    r"""$M_0^{-1/2} M_1 M_0^{-1/2}$, in which one step follows from the one before, and
+    $M_0^{1/2}$."""
+    inverse_root = power(factor, -0.5)
+    return matmul(inverse_root, matmul(cross, inverse_root)), power(factor, 0.5)
+
+
+def chain_gain(x: Float[Array, "..."], length: Float[Array, ""]) -> Float[Array, "..."]:
+    r"""$\frac1T \sum_{|d| < T} (T - |d|) x^{|d|}$: how much larger the covariance of a
+    sum is than that of as many independent summands. (Correlations $x$ that are one to
+    within the fourth root of rounding are taken for that much less.)"""
+    x = jnp.clip(x, -1.0, 1.0 - jnp.finfo(x.dtype).eps ** 0.25)
+    sign = jnp.where(x < 0, jnp.cos(jnp.pi * length), 1)  # Of x to the power of T.
+    sums = length * (1 - x**2) - 2 * x * (1 - sign * jnp.abs(x) ** length)
+    return sums / (length * (1 - x) ** 2)
+
+
+for _property in (lx.is_symmetric, lx.is_positive_semidefinite):
+    _property.register(SeriesOperator)(lambda operator: True)
+for _property in (
+    lx.is_diagonal,
+    lx.is_tridiagonal,
+    lx.is_lower_triangular,
+    lx.is_upper_triangular,
+    lx.has_unit_diagonal,
+    lx.is_negative_semidefinite,
+):
+    _property.register(SeriesOperator)(lambda operator: False)
+for _same in (lx.linearise, lx.conj, lx.materialise):
+    _same.register(SeriesOperator)(lambda operator: operator)
+
+
+@lx.diagonal.register(SeriesOperator)
+def _(operator: SeriesOperator) -> Float[Array, " size"]:
+    return jnp.diag(operator.as_matrix())

@@ -1,0 +1,34 @@
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .._operator import diagonal, Factor, identity
+
+
+def damped_factors(
+    output_factor: Factor, input_factor: Factor, damping: Float[Array, ""]
+) -> tuple[Factor, Factor]:
+    r"""$G + (\sqrt\lambda / \pi) I$ and $A + \pi \sqrt\lambda I$, whose Kronecker
+    product is what [`eqx_kfac.Cholesky`][] inverts."""
+    eye_out, eye_in = identity(output_factor), identity(input_factor)
+    mean_out, mean_in = (
+        jnp.mean(diagonal(output_factor)),
+        jnp.mean(diagonal(input_factor)),
+    )
+    alive = (mean_out > 0) & (mean_in > 0)
+    # A dead layer: 1 ⊗ λ. (`where` on the way in too, so that nothing divides by zero.)
+    safe_out = jnp.where(alive, mean_out, 1)
+    safe_in = jnp.where(alive, mean_in, 1)
+    if output_factor.size == 1:  # b ⊗ A + λ = b ⊗ (A + (λ/b) I)
+        damped_out = safe_out * eye_out
+        damped_in = input_factor + (damping / safe_out) * eye_in
+    elif input_factor.size == 1:
+        damped_out = output_factor + (damping / safe_in) * eye_out
+        damped_in = safe_in * eye_in
+    else:
+        pi = jnp.sqrt(safe_in / safe_out)
+        damped_out = output_factor + (jnp.sqrt(damping) / pi) * eye_out
+        damped_in = input_factor + (jnp.sqrt(damping) * pi) * eye_in
+    return (
+        jnp.where(alive, damped_out, eye_out),
+        jnp.where(alive, damped_in, damping * eye_in),
+    )

@@ -1,0 +1,977 @@
+"""Every tagged layer: a drop-in for the layer of Equinox, whose curvature is that of the
+parameters that it has, alone or stacked, whole or partly frozen."""
+
+import functools as ft
+import io
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+
+import eqx_kfac as kfac
+from eqx_kfac._tag import fill_tags
+
+from .reference import error
+
+
+N = 4
+
+
+#
+# The layers
+#
+
+
+def each(layer, state, x):
+    return jax.vmap(layer)(x)
+
+
+def normalise(layer, state, x):
+    apply = jax.vmap(layer, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    return apply(x, state)[0]
+
+
+def with_state(layer, state, x):
+    return jax.vmap(lambda x: layer(x, state)[0])(x)
+
+
+def gru(layer, state, x):
+    return jax.vmap(lambda x: layer(x[:3], x[3:]))(x)
+
+
+def lstm(layer, state, x):
+    return jax.vmap(lambda x: jnp.concatenate(layer(x[:3], (x[3:5], x[5:]))))(x)
+
+
+class Case(NamedTuple):
+    make: Callable  # (namespace, key) -> layer
+    shape: tuple[int, ...]  # Of one input.
+    run: Callable = each  # (layer, state, batch) -> outputs
+    train: Any = None  # How many parameters (leaves) it has, if not two.
+
+
+def _linear(key):
+    return eqx.nn.Linear(4, 3, key=key)
+
+
+cases = {
+    "Linear": Case(lambda nn, k: nn.Linear(4, 3, key=k), (4,)),
+    "Conv": Case(lambda nn, k: nn.Conv(1, 2, 3, 2, dilation=2, key=k), (2, 5)),
+    "Conv1d": Case(lambda nn, k: nn.Conv1d(2, 3, 3, 2, key=k), (2, 5)),
+    "Conv2d": Case(
+        lambda nn, k: nn.Conv2d(2, 4, (3, 2), padding="SAME", groups=2, key=k), (2, 3, 2)
+    ),
+    "Conv2d circular": Case(
+        lambda nn, k: nn.Conv2d(2, 2, 2, padding="SAME", padding_mode="CIRCULAR", key=k),
+        (2, 2, 3),
+    ),
+    "Conv3d": Case(
+        lambda nn, k: nn.Conv3d(1, 2, 2, use_bias=False, key=k), (1, 2, 3, 2), train=1
+    ),
+    "ConvTranspose": Case(lambda nn, k: nn.ConvTranspose(1, 2, 2, 2, key=k), (2, 3)),
+    "ConvTranspose1d": Case(
+        lambda nn, k: nn.ConvTranspose1d(2, 3, 3, 2, padding=1, key=k), (2, 3)
+    ),
+    "ConvTranspose2d": Case(
+        lambda nn, k: nn.ConvTranspose2d(2, 2, 2, 2, groups=2, key=k), (2, 2, 2)
+    ),
+    "ConvTranspose3d": Case(
+        lambda nn, k: nn.ConvTranspose3d(1, 2, 2, use_bias=False, key=k),
+        (1, 2, 1, 2),
+        train=1,
+    ),
+    "Embedding": Case(lambda nn, k: nn.Embedding(5, 3, key=k), (), train=1),
+    "LayerNorm": Case(lambda nn, k: nn.LayerNorm(4), (4,)),
+    "LayerNorm 2d": Case(
+        lambda nn, k: nn.LayerNorm((2, 3), use_bias=False), (2, 3), train=1
+    ),
+    "RMSNorm": Case(lambda nn, k: nn.RMSNorm(4), (4,)),
+    "GroupNorm": Case(lambda nn, k: nn.GroupNorm(2, 4), (4, 3)),
+    "BatchNorm": Case(
+        lambda nn, k: nn.BatchNorm(3, "batch", mode="batch"), (3, 2), normalise
+    ),
+    "BatchNorm ema": Case(
+        lambda nn, k: nn.BatchNorm(3, "batch", mode="ema", momentum=0.5), (3,), normalise
+    ),
+    "PReLU": Case(lambda nn, k: nn.PReLU(0.3), (4,), train=1),
+    "PReLU vector": Case(lambda nn, k: nn.PReLU(jnp.arange(1.0, 5.0)), (4,), train=1),
+    "GRUCell": Case(lambda nn, k: nn.GRUCell(3, 2, key=k), (5,), gru, train=4),
+    "LSTMCell": Case(lambda nn, k: nn.LSTMCell(3, 2, key=k), (7,), lstm, train=3),
+    "WeightNorm": Case(lambda nn, k: nn.WeightNorm(_linear(k)), (4,), train=3),
+    "WeightNorm conv": Case(
+        lambda nn, k: nn.WeightNorm(eqx.nn.Conv1d(2, 3, 2, key=k), axis=None),
+        (2, 4),
+        train=3,
+    ),
+    "SpectralNorm": Case(
+        lambda nn, k: nn.SpectralNorm(_linear(k), "weight", key=k), (4,), with_state
+    ),
+}
+scales = [name for name in cases if "Norm" in name or "PReLU" in name]
+maps = [name for name in cases if name not in scales]
+stateless = [name for name in cases if cases[name].run not in (normalise, with_state)]
+each_case = pytest.mark.parametrize("name", cases)
+
+
+@ft.cache
+def make(name, nn=eqx.nn, seed=0):
+    """A layer and its state, with parameters that are nowhere zero or one."""
+    layer, state = eqx.nn.make_with_state(lambda: cases[name].make(nn, jr.key(seed)))()
+    return perturbed(layer, seed), state
+
+
+def perturbed(layer, seed):
+    params, rest = eqx.partition(layer, eqx.is_inexact_array)
+    leaves, treedef = jtu.tree_flatten(params)
+    keys = jr.split(jr.key(seed + 100), len(leaves))
+    leaves = [p + 0.1 * jr.normal(k, p.shape) for p, k in zip(leaves, keys, strict=True)]
+    return eqx.combine(treedef.unflatten(leaves), rest)
+
+
+def fresh(state):
+    """A state may be used only once; this may be, once more."""
+    return jtu.tree_map(lambda leaf: leaf, state)
+
+
+def inputs_of(name, seed=1):
+    if name == "Embedding":
+        return jnp.array([0, 3, 3, 1])
+    return jr.normal(jr.key(seed), (N, *cases[name].shape))
+
+
+def run(name, layer, state, x=None):
+    return cases[name].run(layer, fresh(state), inputs_of(name) if x is None else x)
+
+
+def arrays(tree):
+    return jtu.tree_leaves(eqx.filter(tree, eqx.is_array))
+
+
+def assert_equal_arrays(got, want):
+    for a, b in zip(arrays(got), arrays(want), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def assert_close(got, want, tolerance=1e-12):
+    got, want = arrays(got), arrays(want)
+    assert want
+    for a, b in zip(got, want, strict=True):
+        assert np.shape(a) == np.shape(b)
+        scale = max(np.linalg.norm(b), 1e-300)
+        assert (
+            np.linalg.norm(np.asarray(a, float) - np.asarray(b, float)) / scale
+            <= tolerance
+        )
+
+
+#
+# Drop-ins
+#
+
+
+@each_case
+def test_same_constructor_and_leaves(name):
+    ours, theirs = make(name, kfac)[0], make(name)[0]
+    assert isinstance(ours, type(theirs)) and type(ours) is not type(theirs)
+    assert len(arrays(ours)) == (cases[name].train or 2)
+    assert_equal_arrays(ours, theirs)
+    for field in theirs.__dataclass_fields__:
+        if not callable(getattr(theirs, field)) and field not in ("layer", "uv_index"):
+            before, after = getattr(theirs, field), getattr(ours, field)
+            assert eqx.tree_equal(
+                eqx.filter(before, eqx.is_array_like),
+                eqx.filter(after, eqx.is_array_like),
+            )
+
+
+@each_case
+def test_convert_and_revert(name):
+    theirs, _ = make(name)
+    converted = kfac.convert(theirs)
+    assert type(converted) is type(make(name, kfac)[0])
+    assert converted.tag == make(name, kfac)[0].tag
+    assert eqx.tree_equal(kfac.revert(converted), theirs)
+    assert eqx.tree_equal(kfac.convert(converted), converted)
+    assert not eqx.tree_equal(converted, theirs)
+    assert_equal_arrays(converted, theirs)
+
+
+@each_case
+def test_same_outputs(name):
+    theirs, state = make(name)
+    y = run(name, theirs, state)
+    np.testing.assert_array_equal(run(name, kfac.convert(theirs), state), y)
+    np.testing.assert_array_equal(run(name, *make(name, kfac)), y)
+    collecting = run(name, fill_tags(kfac.convert(theirs)), state)
+    assert collecting.dtype == y.dtype
+    np.testing.assert_allclose(collecting, y, rtol=1e-15, atol=1e-15)
+
+
+def program(name, layer, state):
+    params, static = eqx.partition((layer, fresh(state)), eqx.is_array)
+    traced = jax.make_jaxpr(lambda p, x: run(name, *eqx.combine(p, static), x))
+    return re.sub("0x[0-9a-f]+", "", str(traced(params, inputs_of(name))))
+
+
+@each_case
+def test_same_program(name):
+    theirs, state = make(name)
+    converted = kfac.convert(theirs)
+    assert program(name, converted, state) == program(name, theirs, state)
+    assert "kfac_tag" in program(name, fill_tags(converted), state)
+
+
+@each_case
+def test_same_files(name):
+    theirs, _ = make(name)
+    other, _ = make(name, seed=1)
+    pairs = [(theirs, kfac.convert(other)), (kfac.convert(theirs), other)]
+    written = []
+    for trained, like in pairs:
+        file = io.BytesIO()
+        eqx.tree_serialise_leaves(file, trained)
+        written.append(file.getvalue())
+        file.seek(0)
+        assert_equal_arrays(eqx.tree_deserialise_leaves(file, like), theirs)
+    assert written[0] == written[1]
+
+
+def test_parameter():
+    value = jnp.array([[1.0, -2.0], [3.0, 0.5]])
+    parameter = kfac.Parameter(value)
+    assert parameter(jnp.zeros(3)) is value
+    assert parameter.tag.block == kfac.Diagonal()
+    assert jtu.tree_leaves(parameter) == [value]
+    assert eqx.tree_equal(kfac.convert(parameter), parameter)
+    np.testing.assert_array_equal(fill_tags(parameter)(jnp.zeros(3)), value)
+    block = kfac.Kronecker(kfac.Reduce())
+    assert kfac.Parameter(value, block).tag.block == block
+
+
+#
+# Curvature. All layers at once, each with a loss of its own: one compilation
+#
+
+
+def objective(layers, states, xs, targets):
+    """The sum of all layers' losses; and each of them."""
+    losses = {}
+    for name, layer in layers.items():
+        y = run(name, layer, states[name], xs[name]).reshape(N, -1)
+        losses[name] = kfac.SquaredError(jnp.tanh(y), targets[name])
+    total = sum(losses.values(), 0)
+    return total, {name: loss.value for name, loss in losses.items()}
+
+
+def data(names):
+    xs = {name: inputs_of(name) for name in names}
+    targets = {}
+    for name in names:
+        y = jax.eval_shape(lambda x: run(name, *make(name), x), xs[name])
+        targets[name] = jr.normal(jr.key(len(name)), (N, y.size // N))
+    return xs, targets
+
+
+def layers_of(names, seed=0):
+    return {name: kfac.convert(make(name, seed=seed)[0]) for name in names}
+
+
+def states_of(names):
+    return {name: make(name)[1] for name in names}
+
+
+@eqx.filter_jit
+def empirical(params, frozen, states, xs, targets):
+    def loss_fn(params):
+        return objective(eqx.combine(params, frozen), states, xs, targets)
+
+    return kfac.curvature(loss_fn, kfac.Empirical())(params)
+
+
+@ft.cache
+def factors(name, seed=0, train="all"):
+    """Of one layer, computed with those of others."""
+    names = scales if name in scales else maps
+    layers = layers_of(names, seed)
+    params, frozen = eqx.partition(layers, filters[train](layers))
+    return empirical(params, frozen, states_of(names), *data(names))[name]
+
+
+def _is_bias(path):
+    return jtu.keystr(path[-1:]) in (".bias", ".bias_n", ".g")
+
+
+def _where(wanted):
+    return lambda tree: jtu.tree_map_with_path(
+        lambda path, leaf: eqx.is_inexact_array(leaf) and wanted(path), tree
+    )
+
+
+filters = {
+    "all": _where(lambda path: True),
+    "biases": _where(_is_bias),
+    "weights": _where(lambda path: not _is_bias(path)),
+}
+
+
+def is_factors(node):
+    return isinstance(node, (kfac.KroneckerFactors, kfac.DiagonalFactors))
+
+
+def by_tag(layer, curvature):
+    """`(tag, factors)` for all tags of a layer."""
+    if isinstance(layer.tag, kfac.Tag):
+        return [(layer.tag, curvature)]
+    return [(tag, curvature[name]) for name, tag in layer.tag.items()]
+
+
+def dense(f):
+    """The blocks that factors denote, one for every one of the maps side by side."""
+    if isinstance(f, kfac.DiagonalFactors):
+        return [np.diag(d.ravel()) for d in _each(f.diagonal, 2)]
+    A, diagonal = np.asarray(f.input_factor), f.input_factor.ndim < f.output_factor.ndim
+    A = [np.diag(a) for a in _each(A, 1)] if diagonal else _each(A, 2)
+    return [np.kron(g, a) for g, a in zip(_each(f.output_factor, 2), A, strict=True)]
+
+
+def _each(a, rank):
+    a = np.asarray(a)
+    return a.reshape(-1, *a.shape[a.ndim - rank :])
+
+
+def numbered(layer):
+    """The layer with its parameters counted, from 0."""
+    params, rest = eqx.partition(layer, eqx.is_inexact_array)
+    leaves, treedef = jtu.tree_flatten(params)
+    starts = np.cumsum([0] + [p.size for p in leaves])
+    leaves = [
+        jnp.arange(start, start + p.size, dtype=float).reshape(p.shape)
+        for start, p in zip(starts, leaves)
+    ]
+    return eqx.combine(treedef.unflatten(leaves), rest)
+
+
+def position(matrix):
+    """Where in their blocks parameters are, by number."""
+    return [[int(i) for i in m.ravel()] for m in _each(matrix, 2)]
+
+
+@pytest.mark.parametrize("train", ["biases", "weights"])
+@each_case
+def test_frozen_leaves_leave_out_rows_and_columns(name, train):
+    """What is kept of the other parameters is what it is without freezing."""
+    layer = kfac.convert(make(name)[0])
+    whole, some = factors(name), factors(name, train=train)
+    trained = eqx.filter(numbered(layer), filters[train](layer))
+    compared = 0
+    for (tag, f), (_, part) in zip(
+        by_tag(layer, whole), by_tag(layer, some), strict=True
+    ):
+        if all(p is None for p in tag.form.parameters(trained)):
+            assert part is None
+            continue
+        all_of_them = position(tag.form.to_matrix(numbered(layer)))
+        those = position(tag.form.to_matrix(trained))
+        for a, b, m, n in zip(dense(f), dense(part), all_of_them, those, strict=True):
+            index = [m.index(i) for i in n]
+            assert error(b, a[np.ix_(index, index)]) <= 1e-12
+            compared += 1
+    assert compared > 0 or len(arrays(trained)) == 0
+
+
+@pytest.mark.parametrize("name", scales)
+def test_diagonals_are_mean_squares_of_examples_gradients(name):
+    layer, state = make(name)
+    _, targets = data([name])
+
+    @jax.jit
+    def gradients(params):
+        def losses(params):
+            y = run(name, eqx.combine(params, static), state).reshape(N, -1)
+            return 0.5 * jnp.sum((jnp.tanh(y) - targets[name]) ** 2, axis=-1)
+
+        return jax.jacobian(losses)(params)
+
+    params, static = eqx.partition(layer, eqx.is_inexact_array)
+    found = gradients(params)
+    squares = jtu.tree_map(lambda g: jnp.mean(g**2, axis=0), found)
+    mean = jtu.tree_map(lambda g: jnp.mean(g, axis=0) ** 2, found)
+    compared = 0
+    for tag, f in by_tag(kfac.convert(layer), factors(name)):
+        if isinstance(f, kfac.DiagonalFactors):
+            want = tag.form.to_matrix(squares)
+            assert error(f.diagonal, want) <= 1e-12
+            assert error(f.diagonal, tag.form.to_matrix(mean)) > 1e-2
+            compared += 1
+    assert compared == 1
+
+
+def stacked(members):
+    """Two layers as one, with an axis in front."""
+    params = [eqx.filter(m, eqx.is_array) for m in members]
+    together = jtu.tree_map(lambda *leaves: jnp.stack(leaves), *params)
+    return eqx.combine(together, members[0])
+
+
+@eqx.filter_jit
+def empirical_stacked(layers, xs, targets):
+    def loss_fn(layers):
+        total = 0
+        for name, layer in layers.items():
+            axes = (eqx.if_array(0), None, None)
+            y = eqx.filter_vmap(ft.partial(run, name), in_axes=axes)(
+                layer, None, xs[name]
+            )
+            y = jnp.concatenate([y[0].reshape(N, -1), y[1].reshape(N, -1)], axis=1)
+            target = jnp.concatenate(2 * [targets[name]], axis=1)
+            total = kfac.SquaredError(jnp.tanh(y), target) + total
+        return total
+
+    return kfac.curvature(loss_fn, kfac.Empirical())(layers)
+
+
+def two(name):
+    return [make(name, seed=seed)[0] for seed in range(2)]
+
+
+@ft.cache
+def stacked_factors(name):
+    names = [n for n in (scales if name in scales else maps) if n in stateless]
+    layers = {n: kfac.convert(stacked(two(n))) for n in names if n != "PReLU"}
+    if "PReLU" in names:  # Stacked slopes look like the slopes of channels.
+        layers["PReLU"] = stacked(kfac.convert(two("PReLU")))
+    return empirical_stacked(layers, *data(names))[name]
+
+
+@pytest.mark.parametrize("name", stateless)
+def test_stacked_layers_are_separate_ones(name):
+    got = stacked_factors(name)
+    for seed in range(2):
+        assert_close(jtu.tree_map(lambda a: a[seed], got), factors(name, seed))
+    differ = [error(a[0], a[1]) for a in arrays(got) if np.linalg.norm(a[1]) > 0]
+    assert max(differ) > 1e-2
+
+
+@pytest.mark.parametrize("name", stateless)
+def test_conversion_of_stacked_layers(name):
+    theirs = stacked(two(name))
+    converted = kfac.convert(theirs)
+    assert type(converted) is type(make(name, kfac)[0])
+    assert eqx.tree_equal(kfac.revert(converted), theirs)
+    assert_equal_arrays(converted, theirs)
+
+
+#
+# Steps
+#
+
+
+def cast_arrays(tree, dtype):
+    cast = lambda a: a.astype(dtype) if eqx.is_inexact_array(a) else a
+    return jtu.tree_map(cast, tree)
+
+
+class Scale(eqx.Module):
+    scale: kfac.Parameter
+
+    def __call__(self, x):
+        return self.scale(x) * x
+
+
+@ft.cache
+def three_steps(dtype):
+    """`(model, losses by layer, states)` of every step."""
+    names = tuple(cases)
+    layers = cast_arrays({**layers_of(names)}, dtype)
+    layers["Parameter"] = Scale(kfac.Parameter(jnp.full(4, 0.5, dtype)))
+    states = cast_arrays(fresh(states_of(names)), dtype)
+    xs, targets = cast_arrays(data(names), dtype)
+    xs["Parameter"], targets["Parameter"] = xs["Linear"], xs["LayerNorm"]
+
+    def run(name, layer, state, x):
+        if name == "Parameter":
+            return jax.vmap(layer)(x), None
+        if cases[name].run is normalise:
+            apply = ft.partial(jax.vmap, axis_name="batch", in_axes=(0, None))
+            return apply(layer, out_axes=(0, None))(x, state)
+        return cases[name].run(layer, state, x), None
+
+    def loss_fn(layers, states, xs, targets):
+        losses, new = {}, {}
+        for name, layer in layers.items():
+            y, new[name] = run(name, layer, states.get(name), xs[name])
+            losses[name] = kfac.SquaredError(y.reshape(N, -1), 0.1 * targets[name])
+        values = {name: loss.value for name, loss in losses.items()}
+        return sum(losses.values(), 0), (values, new)
+
+    optimizer = kfac.KFAC(
+        0.02, 0.0, damping=1.0, fisher=kfac.Empirical(), inverse_period=1
+    )
+    step = eqx.filter_jit(ft.partial(optimizer.step, loss_fn))
+    state, history = optimizer.init(layers), []
+    for _ in range(3):
+        before = layers
+        layers, state, info = step(layers, state, fresh(states), xs, targets)
+        assert not info.rejected
+        values, new = info.aux
+        history.append((before, values, new))
+    return history
+
+
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.bfloat16])
+@pytest.mark.parametrize("name", [*cases, "Parameter"])
+def test_steps_lower_every_layers_loss(name, dtype):
+    history = three_steps(dtype)
+    losses = [float(values[name]) for _, values, _ in history]
+    assert np.all(np.isfinite(losses))
+    assert losses[-1] < losses[0]
+    if dtype == jnp.float64:
+        assert losses[0] > losses[1] > losses[2]
+    before, after = history[0][0][name], history[-1][0][name]
+    assert jtu.tree_structure(before) == jtu.tree_structure(after)
+    for a, b in zip(arrays(before), arrays(after), strict=True):
+        assert a.dtype == b.dtype == dtype and np.any(a != b)
+
+
+@pytest.mark.parametrize("name", ["BatchNorm", "BatchNorm ema"])
+def test_running_statistics_come_back_from_a_step(name):
+    layer, state = make(name)
+    apply = jax.vmap(layer, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    _, want = apply(inputs_of(name), fresh(state))
+    _, _, new = three_steps(jnp.float64)[0]
+    assert_close(new[name], want)
+    assert any(np.any(a != b) for a, b in zip(arrays(want), arrays(state)))
+
+
+#
+# convert(model, blocks=...)
+#
+
+
+reduce = kfac.Kronecker(kfac.Reduce())
+expand = kfac.Kronecker()
+
+
+class Tower(eqx.Module):
+    conv: eqx.nn.Conv1d
+    norm: eqx.nn.LayerNorm
+    mlps: list
+    cell: eqx.nn.GRUCell
+
+    def __init__(self, key=jr.key(0)):
+        self.conv = eqx.nn.Conv1d(2, 2, 3, key=key)
+        self.norm = eqx.nn.LayerNorm(2)
+        self.mlps = [eqx.nn.MLP(2, 2, 2, 1, key=key) for _ in range(11)]
+        self.cell = eqx.nn.GRUCell(2, 2, key=key)
+
+
+def blocks_of(blocks):
+    """The blocks of some layers of a tower, by name."""
+    tower = kfac.convert(Tower(), blocks=blocks)
+    layers = dict(
+        conv=tower.conv,
+        norm=tower.norm,
+        cell=tower.cell,
+        first=tower.mlps[1].layers[0],
+        second=tower.mlps[1].layers[1],
+        tenth=tower.mlps[10].layers[0],
+    )
+    return {name: _block(layer) for name, layer in layers.items()}
+
+
+def _block(layer):
+    if not hasattr(layer, "tag"):
+        return None
+    if isinstance(layer.tag, kfac.Tag):
+        return layer.tag.block
+    (block,) = {tag.block for tag in layer.tag.values()}
+    return block
+
+
+default = dict(
+    conv=expand,
+    norm=kfac.Diagonal(),
+    cell=expand,
+    first=expand,
+    second=expand,
+    tenth=expand,
+)
+mlp = dict(first=reduce, second=reduce, tenth=reduce)
+choices = {
+    "default": (None, {}),
+    "one": (reduce, dict(mlp, conv=reduce, cell=reduce)),
+    "one diagonal": (
+        kfac.Diagonal(),
+        {name: kfac.Diagonal() for name in default},
+    ),
+    "nothing": ({}, {}),
+    "type": ({eqx.nn.Linear: reduce}, mlp),
+    "types": (
+        {eqx.nn.Conv1d: kfac.Diagonal(), eqx.nn.GRUCell: reduce},
+        dict(conv=kfac.Diagonal(), cell=reduce),
+    ),
+    "type of a scale": ({eqx.nn.LayerNorm: reduce}, dict(norm=reduce)),
+    "path": ({".conv": reduce}, dict(conv=reduce)),
+    "path above": ({".mlps": reduce}, mlp),
+    "path of an item": ({".mlps[1]": reduce}, dict(first=reduce, second=reduce)),
+    "longest path": (
+        {".mlps[1].layers[0]": kfac.Diagonal(), ".mlps": reduce, ".mlps[1]": None},
+        dict(first=kfac.Diagonal(), second=None, tenth=reduce),
+    ),
+    "root": ({"": reduce}, {name: reduce for name in default}),
+    "path before type": (
+        {eqx.nn.Linear: kfac.Diagonal(), ".mlps[1]": reduce},
+        dict(first=reduce, second=reduce, tenth=kfac.Diagonal()),
+    ),
+    "path everywhere before type": (
+        {eqx.nn.Linear: kfac.Diagonal(), ".mlps": reduce},
+        mlp,
+    ),
+    "untagged type": ({eqx.nn.GRUCell: None}, dict(cell=None)),
+    "untagged path": ({".norm": None}, dict(norm=None)),
+    "function": (
+        lambda path, layer: reduce if path.endswith("[0]") else "default",
+        dict(first=reduce, tenth=reduce),
+    ),
+    "function of the layer": (
+        lambda path, layer: None if isinstance(layer, eqx.nn.Conv) else reduce,
+        dict(mlp, conv=None, norm=reduce, cell=reduce),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", choices)
+def test_choice_of_blocks(name):
+    blocks, chosen = choices[name]
+    assert blocks_of(blocks) == {**default, **chosen}
+    assert eqx.tree_equal(kfac.revert(kfac.convert(Tower(), blocks)), Tower())
+
+
+@pytest.mark.parametrize(
+    "key, named",
+    [
+        (eqx.nn.Conv3d, "Conv3d"),
+        (eqx.nn.Conv, r"\.Conv'"),  # Of which the tower has a subclass.
+        (eqx.nn.MLP, "MLP"),
+        (kfac.Linear, "Linear"),
+        (".mlps[11]", r"\.mlps\[11\]"),
+        (".mlp", r"`\.mlp`"),
+        ("mlps", "`mlps`"),
+        (".conv.weight", r"\.conv\.weight"),
+        (".mlps[1].activation", "activation"),
+    ],
+)
+def test_choices_that_nobody_has(key, named):
+    with pytest.raises(ValueError, match=named) as error:
+        kfac.convert(Tower(), {key: reduce, ".conv": expand})
+    assert "`.conv`" not in str(error.value)
+
+
+def test_chosen_block_is_in_the_repr():
+    make = lambda blocks: repr(kfac.convert(Tower(), blocks).conv)
+    assert "Reduce()" in make(reduce) and "Reduce()" not in make(None)
+    assert "Diagonal()" in make({".conv": kfac.Diagonal()})
+    assert "Diagonal()" not in make(None)
+    assert "tag=" not in make({".conv": None})
+
+
+def test_layers_take_a_block():
+    layers = [
+        kfac.Conv1d(2, 2, 3, key=jr.key(0), block=reduce),
+        kfac.LayerNorm(3, block=reduce),
+        kfac.GRUCell(2, 2, key=jr.key(0), block=reduce),
+        kfac.Embedding(3, 2, key=jr.key(0), block=reduce),
+        kfac.PReLU(block=reduce),
+    ]
+    assert [_block(layer) for layer in layers] == 5 * [reduce]
+    assert eqx.tree_equal(kfac.convert(layers, kfac.Diagonal()), layers)
+
+
+#
+# Shared weights
+#
+
+
+V, D, S = 5, 3, 2
+
+
+class Tied(eqx.Module):
+    """Tokens to tokens, with one matrix at both ends."""
+
+    shared: eqx.nn.Shared
+
+    def __init__(self, *, bias, owner, key=jr.key(0)):
+        keys = jr.split(key)
+        pair = (
+            eqx.nn.Embedding(V, D, key=keys[0]),
+            eqx.nn.Linear(D, V, use_bias=bias, key=keys[1]),
+        )
+        weights = [lambda p: p[0].weight, lambda p: p[1].weight]
+        self.shared = eqx.nn.Shared(pair, weights[1 - owner], weights[owner])
+
+    def __call__(self, tokens):
+        embedding, projection = self.shared()
+        h = jnp.tanh(jax.vmap(embedding)(tokens))
+        return jax.vmap(projection)(h)
+
+
+class Pair(eqx.Module):
+    """Two linear layers, the weight of the second being that of the first."""
+
+    shared: eqx.nn.Shared
+
+    def __init__(self, d_hidden, *, transposed, key=jr.key(0)):
+        keys = jr.split(key)
+        d_out = D if transposed else d_hidden
+        first = eqx.nn.Linear(D, d_hidden, use_bias=False, key=keys[0])
+        second = eqx.nn.Linear(d_hidden, d_out, key=keys[1])
+        get = lambda p: p[0].weight.T if transposed else p[0].weight
+        self.shared = eqx.nn.Shared((first, second), lambda p: p[1].weight, get)
+
+    def __call__(self, x):
+        first, second = self.shared()
+        return jax.vmap(lambda x: second(jnp.tanh(first(x))))(x)
+
+
+def cotangents(fisher, loss, key):
+    """What is pulled back, `[number, *outputs]`."""
+    number = fisher.number([loss])
+    return jnp.stack([fisher.cotangents([loss], i, key)[0] for i in range(number)])
+
+
+fishers = [kfac.Exact(), kfac.Empirical(), kfac.MonteCarlo(2)]
+
+
+def collect(model, fisher, x, y, key):
+    loss_fn = lambda model: kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y)
+    return eqx.filter_jit(kfac.curvature(loss_fn, fisher))(model, key=key)
+
+
+def second_moment(*rows):
+    rows = [np.asarray(r).reshape(-1, r.shape[-1]) for r in rows]
+    return sum(r.T @ r for r in rows)
+
+
+tokens = jnp.array([[0, 3], [3, 1], [3, 3], [2, 0]])
+
+
+def tied_moments(model, fisher, key):
+    """`hh`, the embedding's and the projection's `gg`, by explicit sums."""
+    embedding, projection = model.shared()
+    h = jnp.tanh(embedding.weight[tokens])
+    logits = jax.vmap(jax.vmap(projection))(h)
+    g = cotangents(fisher, kfac.SoftmaxCrossEntropy(logits, tokens), key)
+    g_embedding = jnp.einsum("...v,vd->...d", g, projection.weight) * (1 - h**2)
+    return second_moment(h), second_moment(g_embedding), second_moment(g)
+
+
+@pytest.mark.parametrize("fisher", fishers)
+@pytest.mark.parametrize("bias, owner", [(True, 0), (False, 0), (False, 1)])
+def test_embedding_tied_to_the_projection(fisher, bias, owner):
+    model = Tied(bias=bias, owner=owner)
+    converted = kfac.convert(model)
+    assert type(converted.shared) is kfac.Shared
+    assert eqx.tree_equal(kfac.revert(converted), model)
+    assert_equal_arrays(jax.vmap(converted)(tokens), jax.vmap(model)(tokens))
+    key = jr.key(3)
+    found = collect(converted, fisher, tokens, tokens, key).shared.pytree
+    hh, gg_embedding, gg = tied_moments(model, fisher, key)
+    counts = np.bincount(tokens.ravel(), minlength=V)
+    terms, rows = tokens.size, 2 * tokens.size
+    if owner == 0:  # W: [d_out, vocabulary], diagonal on the side of the vocabulary.
+        inputs, outputs = counts + np.diag(gg), gg_embedding + hh
+    else:
+        inputs, outputs = hh + gg_embedding, gg + np.diag(counts)
+    assert error(found[owner].input_factor, inputs / rows) <= 1e-12
+    assert error(found[owner].output_factor, outputs / terms) <= 1e-12
+    if bias:  # The projection's own parameter.
+        assert error(found[1].output_factor, gg / terms) <= 1e-12
+        assert error(found[1].input_factor, np.ones((1, 1))) <= 1e-12
+    # Neither use alone.
+    alone = counts if owner == 0 else hh
+    assert error(found[owner].input_factor, alone / tokens.size) > 1e-2
+
+
+def test_tied_weights_made_by_hand():
+    """With tagged layers, as `convert` makes it."""
+    converted = kfac.convert(Tied(bias=False, owner=0))
+    pair = kfac.revert(converted).shared()
+    shared = converted.shared
+    mine = kfac.Shared(kfac.convert(pair), shared.where, shared.get)
+    assert eqx.tree_equal(mine, shared)
+
+
+@pytest.mark.parametrize("fisher", fishers[:2])
+@pytest.mark.parametrize("d_hidden, transposed", [(3, False), (3, True), (4, True)])
+def test_linear_layers_share_a_weight(fisher, d_hidden, transposed):
+    model = Pair(d_hidden, transposed=transposed)
+    x = jr.normal(jr.key(1), (N, S, D))
+    y = jnp.arange(N * S).reshape(N, S) % D
+    found = collect(kfac.convert(model), fisher, x, y, None).shared.pytree
+    first, second = model.shared()
+    h = jnp.tanh(x @ first.weight.T)
+    logits = h @ second.weight.T + second.bias.reshape(1, 1, -1)
+    g = cotangents(fisher, kfac.SoftmaxCrossEntropy(logits, y), None)
+    g_hidden = jnp.einsum("...o,oh->...h", g, second.weight) * (1 - h**2)
+    ends = [x, g] if transposed else [x, h]
+    others = [g_hidden, h] if transposed else [g_hidden, g]
+    assert error(found[0].input_factor, second_moment(*ends) / (2 * N * S)) <= 1e-12
+    assert error(found[0].output_factor, second_moment(*others) / (N * S)) <= 1e-12
+    assert error(found[0].input_factor, second_moment(x) / (N * S)) > 1e-2
+    # The bias, which is not shared.
+    assert error(found[1].output_factor, second_moment(g) / (N * S)) <= 1e-12
+
+
+class Twice(eqx.Module):
+    shared: eqx.nn.Shared
+
+    def __init__(self, key=jr.key(0)):
+        pair = 2 * (eqx.nn.Linear(D, D, key=key),)
+        self.shared = eqx.nn.Shared(pair, lambda p: p[1], lambda p: p[0])
+
+    def __call__(self, x):
+        first, second = self.shared()
+        return second(jnp.tanh(first(x)))
+
+
+def test_whole_layer_is_shared():
+    model = Twice()
+    x, y = jr.normal(jr.key(1), (N, D)), jnp.arange(N) % D
+    found = collect(kfac.convert(model), kfac.Exact(), x, y, None).shared.pytree[0]
+    layer, _ = model.shared()
+    h = jnp.tanh(jax.vmap(layer)(x))
+    logits = jax.vmap(layer)(h)
+    g = cotangents(kfac.Exact(), kfac.SoftmaxCrossEntropy(logits, y), None)
+    g_hidden = jnp.einsum("...o,oh->...h", g, layer.weight) * (1 - h**2)
+    ones = jnp.ones((2 * N, 1))
+    bar = jnp.concatenate([jnp.concatenate([x, h]), ones], axis=1)
+    assert error(found.input_factor, second_moment(bar) / (2 * N)) <= 1e-12
+    assert error(found.output_factor, second_moment(g, g_hidden) / N) <= 1e-12
+
+
+@pytest.mark.parametrize("model", [Tied(bias=True, owner=0), Pair(4, transposed=True)])
+def test_steps_with_shared_weights(model):
+    first = model.shared()[0]
+    x = tokens if isinstance(first, eqx.nn.Embedding) else jr.normal(jr.key(1), (N, S, D))
+    loss_fn = lambda model, x: kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), tokens % D)
+    optimizer = kfac.KFAC(0.1, 0.0, 0.1, fisher=kfac.Exact())
+    model = kfac.convert(model)
+    state = optimizer.init(model)
+    step = eqx.filter_jit(ft.partial(optimizer.step, loss_fn))
+    losses = []
+    for _ in range(3):
+        model, state, info = step(model, state, x)
+        losses.append(info.loss)
+    assert losses[0] > losses[1] > losses[2]
+    assert type(model.shared) is kfac.Shared
+
+
+def share_weight(first, second, get=lambda p: p[0].weight):
+    return eqx.nn.Shared((first, second), lambda p: p[1].weight, get)
+
+
+def square(nn=eqx.nn, **kwargs):
+    return nn.Linear(3, 3, key=jr.key(0), **kwargs)
+
+
+class Untaggable(eqx.Module):
+    weight: jax.Array
+
+
+def test_shared_with_an_owner_that_has_a_bias():
+    with pytest.raises(ValueError, match="bias") as raised:
+        kfac.convert(share_weight(square(), square()))
+    assert "[0]" in str(raised.value) and "use_bias=False" in str(raised.value)
+    kfac.convert(share_weight(square(use_bias=False), square()))
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_shared_with_an_untagged_thing(swap):
+    pair = [square(use_bias=False), Untaggable(jnp.ones((3, 3)))]
+    shared = share_weight(*(pair[::-1] if swap else pair))
+    with pytest.raises(ValueError, match="cannot") as raised:
+        kfac.convert(shared)
+    assert f"[{int(swap)}]" in str(raised.value)
+    untagged = kfac.convert(shared, {eqx.nn.Linear: None})
+    assert type(untagged.pytree[int(swap)]) is eqx.nn.Linear
+    assert eqx.tree_equal(kfac.revert(untagged), shared)
+
+
+def test_shared_weights_that_are_not_linear():
+    make = lambda: eqx.nn.Conv1d(2, 2, 3, use_bias=False, key=jr.key(0))
+    with pytest.raises(ValueError, match="linear layers or embeddings"):
+        kfac.convert(share_weight(make(), make()))
+
+
+def test_transposed_use_needs_a_kronecker_block():
+    transposed = lambda p: p[0].weight.T
+    shared = share_weight(square(use_bias=False), square(), transposed)
+    with pytest.raises(ValueError, match="kfac.Kronecker"):
+        kfac.convert(shared, kfac.Diagonal())
+
+
+#
+# Weights within a normalisation
+#
+
+
+def wrapped(name):
+    """A layer that normalises the weight of another one; that layer, with the weight that
+    results; and the scale of every output, `[d_out]`."""
+    layer, state = make(name)
+    v = layer.layer.weight
+    if name == "SpectralNorm":
+        y, state = layer(jnp.zeros(4), fresh(state))
+        u, w = state.get(layer.uv_index)
+        scale = jnp.full(len(v), 1 / (u @ v @ w))
+    else:
+        norms = jnp.sqrt(jnp.sum(v.reshape(len(v), -1) ** 2, axis=1))
+        norms = norms if layer.axis == 0 else jnp.sqrt(jnp.sum(v**2))[None]
+        scale = jnp.broadcast_to(layer.g.ravel() / norms, len(v))
+    shape = (-1,) + (1,) * (v.ndim - 1)
+    return layer.layer, v * scale.reshape(shape), np.asarray(scale)
+
+
+@pytest.mark.parametrize("name", ["WeightNorm", "WeightNorm conv", "SpectralNorm"])
+def test_weight_with_its_scale_held_fixed(name):
+    """The factors of `v` in `W = s v`: those of `W`, with the gradients times `s`."""
+    inner, weight, scale = wrapped(name)
+    plain = eqx.tree_at(lambda m: m.weight, inner, weight)
+    x, target = inputs_of(name), data([name])[1][name]
+
+    def loss_fn(layer):
+        y = jax.vmap(layer)(x).reshape(N, -1)
+        return kfac.SquaredError(jnp.tanh(y), target)
+
+    want = kfac.curvature(loss_fn, kfac.Empirical())(kfac.convert(plain))
+    found = factors(name)["weight"]
+    assert error(found.input_factor, want.input_factor[:-1, :-1]) <= 1e-12
+    scaled = want.output_factor * np.outer(scale, scale)
+    assert error(found.output_factor, scaled) <= 1e-12
+    assert error(found.output_factor, want.output_factor) > 1e-2
+
+
+def test_weight_norm_by_hand():
+    layer, _ = make("WeightNorm")
+    x, target = inputs_of("WeightNorm"), data(["WeightNorm"])[1]["WeightNorm"]
+    v, g, bias = layer.layer.weight, layer.g, layer.layer.bias
+    norm = jnp.linalg.norm(v, axis=1)[None]
+    direction = x @ v.T / norm  # How the output changes with g.
+    t = jnp.tanh(direction * g.T + bias[None])
+    slope = (t - target) * (1 - t**2)
+    found = factors("WeightNorm")
+    assert error(found["weight"].input_factor, second_moment(x) / N) <= 1e-12
+    scaled = second_moment(slope * g.T / norm) / N
+    assert error(found["weight"].output_factor, scaled) <= 1e-12
+    squares = jnp.concatenate(
+        [jnp.mean((slope * direction) ** 2, 0), jnp.mean(slope**2, 0)]
+    )
+    assert error(found["others"].diagonal.ravel(), squares) <= 1e-12

@@ -1,0 +1,603 @@
+"""Whole models: the architectures of Equinox's documentation, tiny, written with the
+layers of `equinox.nn` as anybody would, converted and trained."""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+
+import eqx_kfac as kfac
+
+from .reference import error, kron
+
+
+N = 3
+
+
+#
+# The models. Each acts on one example
+#
+
+
+def over(layer, xs):
+    """A layer on every row of `xs`; or what stands in its place, on all of them."""
+    return layer.over(xs) if isinstance(layer, Probe) else jax.vmap(layer)(xs)
+
+
+class CNN(eqx.Module):
+    layers: list
+
+    def __init__(self, keys):
+        self.layers = [
+            eqx.nn.Conv2d(1, 2, 3, key=keys[0]),
+            eqx.nn.MaxPool2d(2, 2),
+            jax.nn.relu,
+            jnp.ravel,
+            eqx.nn.Linear(8, 5, key=keys[1]),
+            jax.nn.sigmoid,
+            eqx.nn.Linear(5, 3, key=keys[2]),
+        ]
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class AttentionBlock(eqx.Module):
+    norms: list
+    attention: eqx.nn.MultiheadAttention
+    linears: list
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, size, keys, p=0.0):
+        self.norms = [eqx.nn.LayerNorm(size), eqx.nn.LayerNorm(size)]
+        self.attention = eqx.nn.MultiheadAttention(
+            2, size, use_output_bias=True, dropout_p=p, key=keys[0]
+        )
+        self.linears = [
+            eqx.nn.Linear(size, 5, key=keys[1]),
+            eqx.nn.Linear(5, size, key=keys[2]),
+        ]
+        self.dropout = eqx.nn.Dropout(p)
+
+    def __call__(self, x, key=None):
+        keys = [None, None] if key is None else jr.split(key)
+        y = over(self.norms[0], x)
+        x = x + self.attention(y, y, y, key=keys[0])
+        y = jax.nn.gelu(over(self.linears[0], over(self.norms[1], x)))
+        return x + self.dropout(over(self.linears[1], y), key=keys[1])
+
+
+class ViT(eqx.Module):
+    patches: eqx.nn.Linear
+    positions: Any
+    token: Any
+    block: AttentionBlock
+    norm: eqx.nn.LayerNorm
+    head: eqx.nn.Linear
+
+    def __init__(self, keys, wrap=lambda array: array):
+        self.patches = eqx.nn.Linear(4, 4, key=keys[0])
+        self.positions = wrap(0.1 * jr.normal(keys[1], (5, 4)))
+        self.token = wrap(0.1 * jr.normal(keys[2], (1, 4)))
+        self.block = AttentionBlock(4, keys[3:6])
+        self.norm = eqx.nn.LayerNorm(4)
+        self.head = eqx.nn.Linear(4, 3, key=keys[6])
+
+    def __call__(self, image):
+        positions, token = self.positions, self.token
+        if isinstance(token, kfac.Parameter):
+            positions, token = positions(image), token(image)
+        patches = image.reshape(2, 2, 2, 2).transpose(0, 2, 1, 3).reshape(4, 4)
+        x = jnp.concatenate([token, over(self.patches, patches)]) + positions
+        x = over(self.norm, self.block(x))
+        return self.head(x[0])
+
+
+class UNet(eqx.Module):
+    down: list
+    up: list
+    merge: list
+
+    def __init__(self, keys):
+        conv, transposed = eqx.nn.Conv2d, eqx.nn.ConvTranspose2d
+        self.down = [
+            conv(1, 2, 3, padding=1, key=keys[0]),
+            conv(2, 3, 2, stride=2, key=keys[1]),
+            conv(3, 3, 2, stride=2, key=keys[2]),
+        ]
+        self.up = [
+            transposed(3, 3, 2, stride=2, key=keys[3]),
+            transposed(3, 2, 2, stride=2, key=keys[4]),
+        ]
+        self.merge = [
+            conv(6, 3, 3, padding=1, use_bias=False, key=keys[5]),
+            conv(4, 2, 1, key=keys[6]),
+        ]
+
+    def __call__(self, image):
+        """Two logits for every pixel, `[4, 4, 2]`."""
+        a = jnp.tanh(self.down[0](image))
+        b = jnp.tanh(self.down[1](a))
+        c = jnp.tanh(self.down[2](b))
+        b = jnp.concatenate([b, jnp.tanh(self.up[0](c))])
+        a = jnp.concatenate([a, jnp.tanh(self.up[1](jnp.tanh(self.merge[0](b))))])
+        return jnp.moveaxis(self.merge[1](a), 0, -1)
+
+
+class RNN(eqx.Module):
+    cell: eqx.nn.GRUCell
+    linear: eqx.nn.Linear
+    bias: Any
+
+    def __init__(self, keys, wrap=lambda array: array):
+        self.cell = eqx.nn.GRUCell(2, 3, key=keys[0])
+        self.linear = eqx.nn.Linear(3, 1, use_bias=False, key=keys[1])
+        self.bias = wrap(jnp.full(1, 0.1))
+
+    def __call__(self, x):
+        bias = self.bias(x) if isinstance(self.bias, kfac.Parameter) else self.bias
+        step = lambda h, x: (self.cell(x, h), None)
+        h, _ = jax.lax.scan(step, jnp.zeros(3), x)
+        return self.linear(h) + bias
+
+
+class Encoder(eqx.Module):
+    embeddings: dict
+    norm: eqx.nn.LayerNorm
+    dropout: eqx.nn.Dropout
+    block: AttentionBlock
+    pooler: eqx.nn.Linear
+    head: eqx.nn.Linear
+
+    def __init__(self, keys):
+        sizes = dict(token=6, position=4, segment=2)
+        self.embeddings = {
+            name: eqx.nn.Embedding(number, 4, key=key)
+            for (name, number), key in zip(sizes.items(), keys)
+        }
+        self.norm = eqx.nn.LayerNorm(4)
+        self.dropout = eqx.nn.Dropout(0.3)
+        self.block = AttentionBlock(4, keys[3:6], p=0.3)
+        self.pooler = eqx.nn.Linear(4, 4, key=keys[6])
+        self.head = eqx.nn.Linear(4, 3, key=keys[7])
+
+    def __call__(self, inputs):
+        keys = jr.split(inputs["key"])
+        parts = [over(e, inputs[name]) for name, e in self.embeddings.items()]
+        x = self.dropout(over(self.norm, sum(parts)), key=keys[0])
+        x = self.block(x, keys[1])
+        return self.head(jnp.tanh(self.pooler(x[0])))
+
+
+class Mixer(eqx.Module):
+    into: eqx.nn.Conv2d
+    out: eqx.nn.ConvTranspose2d
+    across_patches: eqx.nn.MLP
+    across_channels: eqx.nn.MLP
+    norms: list
+
+    def __init__(self, keys):
+        self.into = eqx.nn.Conv2d(2, 3, 2, stride=2, key=keys[0])
+        self.out = eqx.nn.ConvTranspose2d(3, 1, 2, stride=2, key=keys[1])
+        gelu = jax.nn.gelu
+        self.across_patches = eqx.nn.MLP(4, 4, 5, 1, gelu, key=keys[2])
+        self.across_channels = eqx.nn.MLP(3, 3, 5, 1, gelu, key=keys[3])
+        shapes = (3, 4), (4, 3), (3, 4)
+        self.norms = [eqx.nn.LayerNorm(shape) for shape in shapes]
+
+    def __call__(self, inputs):
+        """A score for every pixel, `[16]`."""
+        image, time = inputs
+        time = jnp.broadcast_to(time.reshape(1, 1, 1), image.shape)
+        y = self.into(jnp.concatenate([image, time])).reshape(3, 4)
+        y = y + over(self.across_patches, self.norms[0](y))
+        y = y.T
+        y = y + over(self.across_channels, self.norms[1](y))
+        return self.out(self.norms[2](y.T).reshape(3, 2, 2)).ravel()
+
+
+#
+# What is asked about each
+#
+
+
+def softmax(z, y, weights):
+    return kfac.SoftmaxCrossEntropy(z, y, weights)
+
+
+def sigmoid(z, y, weights):
+    return kfac.SigmoidCrossEntropy(z, y, weights)
+
+
+def squared(z, y, weights):
+    return kfac.SquaredError(z, y, weights)
+
+
+def softmax_hessian(z):
+    p = jax.nn.softmax(z)
+    return jnp.diag(p) - jnp.outer(p, p)
+
+
+def sigmoid_hessian(z):
+    p = jax.nn.sigmoid(z)
+    return jnp.diag(p * (1 - p))
+
+
+def squared_hessian(z):
+    return jnp.eye(len(z))
+
+
+class Spec(NamedTuple):
+    make: Callable  # keys -> model
+    data: Callable  # key -> (inputs, targets)
+    once: Callable  # model -> the layers that are used once in an example
+    several: Callable  # model -> some that are used several times
+    scales: Callable = lambda m: []  # model -> layers with a diagonal block
+    loss: Callable = softmax
+    hessian: Callable = softmax_hessian
+
+
+def image_and_class(size):
+    def data(key):
+        return jr.normal(key, (N, 1, size, size)), jnp.arange(N) % 3
+
+    return data
+
+
+def image_and_pixels(key):
+    x = jr.normal(key, (N, 1, 4, 4))
+    return x, (x[:, 0] > 0).astype(jnp.int32)
+
+
+def sequence_and_label(key):
+    return jr.normal(key, (N, 4, 2)), jnp.array([[0], [1], [1]])
+
+
+def text_and_class(key):
+    inputs = dict(
+        token=jnp.array([[0, 1, 1, 2], [3, 3, 3, 0], [2, 4, 1, 5]]),
+        position=jnp.tile(jnp.arange(4)[None], (N, 1)),
+        segment=jnp.array([[0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 0]]),
+        key=jr.split(key, N),
+    )
+    return inputs, jnp.arange(N) % 3
+
+
+def image_and_score(key):
+    keys = jr.split(key)
+    x = jr.normal(keys[0], (N, 1, 4, 4)), jnp.array([0.1, 0.5, 0.9])
+    return x, jr.normal(keys[1], (N, 16))
+
+
+def block_norms(m):
+    return [*m.block.norms, m.norm]
+
+
+specs = {
+    "cnn": Spec(
+        CNN,
+        image_and_class(6),
+        once=lambda m: [m.layers[4], m.layers[6]],
+        several=lambda m: [m.layers[0]],
+    ),
+    "vit": Spec(
+        ft.partial(ViT, wrap=kfac.Parameter),
+        image_and_class(4),
+        once=lambda m: [m.head],
+        several=lambda m: [m.patches, *m.block.linears],
+        scales=lambda m: [*block_norms(m), m.positions, m.token],
+    ),
+    "unet": Spec(
+        UNet,
+        image_and_pixels,
+        once=lambda m: [m.down[2]],
+        several=lambda m: [m.down[1], m.up[1], m.merge[0]],
+    ),
+    "rnn": Spec(
+        ft.partial(RNN, wrap=kfac.Parameter),
+        sequence_and_label,
+        once=lambda m: [m.linear],
+        several=lambda m: [],
+        scales=lambda m: [m.bias],
+        loss=sigmoid,
+        hessian=sigmoid_hessian,
+    ),
+    "encoder": Spec(
+        Encoder,
+        text_and_class,
+        once=lambda m: [m.pooler, m.head],
+        several=lambda m: [*m.embeddings.values(), m.block.linears[0]],
+        scales=block_norms,
+    ),
+    "mixer": Spec(
+        Mixer,
+        image_and_score,
+        once=lambda m: [],
+        several=lambda m: [m.into, m.out],
+        scales=lambda m: m.norms,
+        loss=squared,
+        hessian=squared_hessian,
+    ),
+}
+each_model = pytest.mark.parametrize("name", specs)
+
+
+@ft.cache
+def make(name):
+    """A model, with parameters that are nowhere zero or one; and a batch."""
+    model = specs[name].make(jr.split(jr.key(0), 8))
+    params, rest = eqx.partition(model, eqx.is_inexact_array)
+    leaves, treedef = jtu.tree_flatten(params)
+    noise = np.random.default_rng(0)
+    leaves = [p + 0.1 * noise.normal(size=p.shape) for p in leaves]
+    return eqx.combine(treedef.unflatten(leaves), rest), *specs[name].data(jr.key(1))
+
+
+def loss_of(name, model, x, y, weights):
+    return specs[name].loss(jax.vmap(model)(x), y, weights)
+
+
+@ft.cache
+def trainer(name):
+    """A converted model, its first state, and the compiled step. The curvature of a
+    step's batch is in the state that comes from it."""
+    optimizer = kfac.KFAC(0.2, 0.0, 0.1, fisher=kfac.Exact(), inverse_period=1, ema=0.0)
+    model = kfac.convert(make(name)[0])
+    step = eqx.filter_jit(ft.partial(optimizer.step, ft.partial(loss_of, name)))
+    return model, optimizer.init(model), step
+
+
+@ft.cache
+def curvature(name, example=None):
+    """Of the batch, or of one of its examples."""
+    model, state, step = trainer(name)
+    _, x, y = make(name)
+    weights = jnp.ones(N) if example is None else jnp.eye(N)[example]
+    _, state, info = step(model, state, x, y, weights)
+    assert not info.rejected
+    return state.curvature
+
+
+#
+# Conversion
+#
+
+
+@each_model
+def test_outputs_are_unchanged(name):
+    model, x, _ = make(name)
+    converted = kfac.convert(model)
+    want = jax.vmap(model)(x)
+    np.testing.assert_array_equal(jax.vmap(converted)(x), want)
+    assert eqx.tree_equal(kfac.revert(converted), kfac.revert(model))
+    for a, b in zip(jtu.tree_leaves(converted), jtu.tree_leaves(model), strict=True):
+        assert a is b
+
+
+def uncovered(model):
+    """The paths that `init` complains about."""
+    with pytest.raises(ValueError, match="No tagged layer covers") as raised:
+        kfac.KFAC(0.1).init(model)
+    (listed,) = [line for line in str(raised.value).split(". ")[:1]]
+    return set(listed.split("`")[1::2])
+
+
+@each_model
+def test_conversion_covers_every_parameter(name):
+    model, state, _ = trainer(name)
+    moved = jtu.tree_leaves(state.velocity)
+    assert len(moved) == len(jtu.tree_leaves(eqx.filter(model, eqx.is_inexact_array)))
+    assert state.fallback is None
+
+
+def test_what_conversion_does_not_cover_is_named():
+    keys = jr.split(jr.key(0), 8)
+    assert uncovered(kfac.convert(ViT(keys))) == {".positions", ".token"}
+    assert uncovered(kfac.convert(RNN(keys))) == {".bias"}
+    some = kfac.convert(RNN(keys), {".cell": None})
+    names = ("weight_ih", "weight_hh", "bias", "bias_n")
+    assert uncovered(some) == {".bias", *(f".cell.{name}" for name in names)}
+
+
+#
+# Training
+#
+
+
+@each_model
+def test_steps_lower_the_loss(name):
+    model, state, step = trainer(name)
+    _, x, y = make(name)
+    losses = []
+    for _ in range(5):
+        model, state, info = step(model, state, x, y, jnp.ones(N))
+        assert not info.rejected
+        losses.append(float(info.loss))
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.97 * losses[0]
+
+
+#
+# Dense references, without the library
+#
+
+
+class Probe:
+    """In the place of a layer: keeps its input, and adds to its output."""
+
+    def __init__(self, layer, delta):
+        self.layer, self.delta, self.input, self.shape = layer, delta, None, None
+
+    def __call__(self, x, *, key=None):
+        return self._probed(x, self.layer(x))
+
+    def over(self, xs):
+        return self._probed(xs, jax.vmap(self.layer)(xs))
+
+    def _probed(self, x, y):
+        assert self.input is None  # In one place of the model.
+        self.input, self.shape = x, y.shape
+        return y if self.delta is None else y + self.delta
+
+
+def rows_of(layer, x):
+    """What one example puts into the layer, `[rows, d_in(+1)]`."""
+    if isinstance(layer, eqx.nn.Embedding):
+        return jax.nn.one_hot(x, layer.num_embeddings, dtype=layer.weight.dtype)
+    if not isinstance(layer, eqx.nn.Linear):
+        x = _patches(layer, x)
+    x = x.reshape(-1, x.shape[-1])
+    if layer.bias is None:
+        return x
+    return jnp.concatenate([x, jnp.ones((len(x), 1))], axis=1)
+
+
+def _patches(layer, x):
+    options = dict(window_strides=layer.stride, padding=layer.padding)
+    if isinstance(layer, eqx.nn.ConvTranspose):
+        padding = [(k - 1, k - 1) for k in layer.kernel_size]  # Nothing is cut off.
+        ones = len(layer.stride) * (1,)
+        options = dict(window_strides=ones, padding=padding, lhs_dilation=layer.stride)
+    out = jax.lax.conv_general_dilated_patches(x[None], layer.kernel_size, **options)
+    return jnp.moveaxis(out[0], 0, -1)
+
+
+def columns_of(layer, z):
+    """Changes of outputs with what came out of a layer, `[..., rows, d_out]`."""
+    lead = z.shape[:2]
+    if isinstance(layer, (eqx.nn.Linear, eqx.nn.Embedding)):
+        return z.reshape(*lead, -1, z.shape[-1])
+    return jnp.moveaxis(z.reshape(*lead, z.shape[2], -1), 2, -1)
+
+
+def matrix_of(layer, leaves):
+    """Changes with the canonical matrix, `[terms, k, size]`."""
+    leaves = [a for a in leaves if a is not None]
+    lead = leaves[0].shape[:2]
+    rows = (-1,) if isinstance(layer, kfac.Parameter) else (len(_weight(layer)), -1)
+    if isinstance(layer, eqx.nn.LayerNorm):
+        rows = (-1,)
+    matrix = jnp.concatenate([a.reshape(*lead, *rows) for a in leaves], axis=-1)
+    return matrix.reshape(*lead, -1)
+
+
+def _weight(layer):
+    return layer.value if isinstance(layer, kfac.Parameter) else layer.weight
+
+
+class Reading(NamedTuple):
+    """Of every example."""
+
+    hessian: Any  # `[N, terms, k, k]`
+    parameters: list  # Of `once` and `scales`: `[N, terms, k, size]`
+    inputs: list  # Of `once` and `several`: `[N, rows, d_in(+1)]`
+    outputs: list  # `[N, terms, k, rows, d_out]`
+
+
+@ft.cache
+def read(name):
+    spec = specs[name]
+    model, x, _ = make(name)
+    differentiated = lambda m: [*spec.once(m), *spec.scales(m)]
+    probed = lambda m: [*spec.once(m), *spec.several(m)]
+    layers = probed(model)
+    leaves = lambda layer: jtu.tree_leaves(eqx.filter(layer, eqx.is_inexact_array))
+
+    def one(values, deltas, x):
+        model = make(name)[0]
+        model = eqx.tree_at(lambda m: list(map(leaves, differentiated(m))), model, values)
+        probes = list(map(Probe, probed(model), deltas))
+        z = eqx.tree_at(probed, model, probes)(x) if probes else model(x)
+        z = z.reshape(-1, z.shape[-1])
+        return z, (z, probes)
+
+    def shapes(x):
+        _, (_, probes) = one(values, [None for _ in layers], x)
+        found.extend(probe.shape for probe in probes)
+
+    def example(x):
+        def run(values, deltas):
+            z, (_, probes) = one(values, deltas, x)
+            return z, (z, [probe.input for probe in probes])
+
+        jacobian = jax.jacrev(run, argnums=(0, 1), has_aux=True)
+        (of_values, of_deltas), (z, inputs) = jacobian(values, deltas)
+        return Reading(
+            jax.vmap(spec.hessian)(z),
+            list(map(matrix_of, differentiated(model), of_values)),
+            list(map(rows_of, layers, inputs)),
+            list(map(columns_of, layers, of_deltas)),
+        )
+
+    values, found = list(map(leaves, differentiated(model))), []
+    jax.eval_shape(shapes, jtu.tree_map(lambda a: a[0], x))
+    deltas = [jnp.zeros(shape) for shape in found]
+    return jtu.tree_map(np.asarray, jax.jit(jax.vmap(example))(x))
+
+
+def gauss_newton(reading, J, examples=slice(None)):
+    J, H = J[examples], reading.hessian[examples]
+    total = np.einsum("ntki,ntkl,ntlj->ij", J, H, J, optimize=True)
+    return total / (len(H) * H.shape[1])
+
+
+def kronecker(reading, i):
+    """`(output_factor, input_factor)` of one of the probed layers."""
+    x, J, H = reading.inputs[i], reading.outputs[i], reading.hessian
+    x = x.reshape(-1, x.shape[-1])
+    G = np.einsum("ntksi,ntkl,ntlsj->ij", J, H, J, optimize=True)
+    return G / (len(H) * H.shape[1]), x.T @ x / len(x)
+
+
+@pytest.mark.parametrize("name", [name for name in specs if name != "mixer"])
+def test_one_example_and_layers_used_once(name):
+    """Their blocks are those of the Gauss-Newton matrix."""
+    reading = read(name)
+    for found, J in zip(specs[name].once(curvature(name, 1)), reading.parameters):
+        assert error(kron(found), gauss_newton(reading, J, slice(1, 2))) <= 1e-10
+        # One example is another matter than three.
+        assert error(kron(found), gauss_newton(reading, J)) > 1e-2
+
+
+@each_model
+def test_factors_of_a_batch(name):
+    reading, spec = read(name), specs[name]
+    found = curvature(name)
+    layers = [*spec.once(found), *spec.several(found)]
+    assert len(layers) == len(reading.inputs) > 0
+    for i, factors in enumerate(layers):
+        G, A = kronecker(reading, i)
+        if factors.input_factor.ndim == 1:
+            assert np.all(A == np.diag(np.diag(A)))
+            A = np.diag(A)
+        assert error(factors.output_factor, G) <= 1e-10
+        assert error(factors.input_factor, A) <= 1e-10
+    other = curvature(name, 1)
+    for factors, one in zip(layers, [*spec.once(other), *spec.several(other)]):
+        assert error(factors.output_factor, one.output_factor) > 1e-2
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in specs if specs[name].scales(None or make(name)[0])]
+)
+def test_diagonals_are_exact(name):
+    """Of any number of examples, however often the parameters are used."""
+    reading, spec = read(name), specs[name]
+    number = len(spec.once(make(name)[0]))
+    for example in (None, 1):
+        which = slice(None) if example is None else slice(example, example + 1)
+        found = spec.scales(curvature(name, example))
+        pairs = list(zip(found, reading.parameters[number:], strict=True))
+        for factors, J in pairs:
+            block = gauss_newton(reading, J, which)
+            assert error(factors.diagonal.ravel(), np.diag(block)) <= 1e-10
+            if len(block) > 1:  # Which is not diagonal.
+                assert error(np.diag(np.diag(block)), block) > 1e-2
