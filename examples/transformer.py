@@ -179,8 +179,10 @@ def kfac_trainer(
     optimizer = kfac.KFAC(
         learning_rate=jnp.float32(rates[0]),  # Of the type that every step sets.
         momentum=0.9,
-        damping=optax.exponential_decay(0.1, transition_steps=steps, decay_rate=0.03),
+        damping=optax.exponential_decay(0.1, transition_steps=steps, decay_rate=0.1),
         norm_constraint=1e-3,
+        curvature_period=5,
+        inverse_period=10,
     )
 
     def step(model, state, rate, text, key):

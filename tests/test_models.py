@@ -350,7 +350,7 @@ def loss_of(name, model, x, y, weights):
 def trainer(name):
     """A converted model, its first state, and the compiled step. The curvature of a
     step's batch is in the state that comes from it."""
-    optimizer = kfac.KFAC(0.2, 0.0, 0.1, fisher=kfac.Exact(), inverse_period=1, ema=0.0)
+    optimizer = kfac.KFAC(0.05, 0.0, 0.1, fisher=kfac.Exact(), inverse_period=1, ema=0.0)
     model = kfac.convert(make(name)[0])
     step = eqx.filter_jit(ft.partial(optimizer.step, ft.partial(loss_of, name)))
     return model, optimizer.init(model), step
@@ -422,7 +422,7 @@ def test_steps_lower_the_loss(name):
         model, state, info = step(model, state, x, y, jnp.ones(N))
         assert not info.rejected
         losses.append(float(info.loss))
-    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.97 * losses[0]
+    assert max(losses[1:]) < losses[0] and losses[-1] < 0.98 * losses[0]
 
 
 #
@@ -480,13 +480,17 @@ def columns_of(layer, z):
 
 def matrix_of(layer, leaves):
     """Changes with the canonical matrix, `[terms, k, size]`."""
-    leaves = [a for a in leaves if a is not None]
     lead = leaves[0].shape[:2]
     rows = (-1,) if isinstance(layer, kfac.Parameter) else (len(_weight(layer)), -1)
     if isinstance(layer, eqx.nn.LayerNorm):
         rows = (-1,)
     matrix = jnp.concatenate([a.reshape(*lead, *rows) for a in leaves], axis=-1)
     return matrix.reshape(*lead, -1)
+
+
+def leaves_of(layer):
+    leaves = [getattr(layer, name, None) for name in ("value", "weight", "bias")]
+    return [leaf for leaf in leaves if leaf is not None]
 
 
 def _weight(layer):
@@ -509,11 +513,11 @@ def read(name):
     differentiated = lambda m: [*spec.once(m), *spec.scales(m)]
     probed = lambda m: [*spec.once(m), *spec.several(m)]
     layers = probed(model)
-    leaves = lambda layer: jtu.tree_leaves(eqx.filter(layer, eqx.is_inexact_array))
 
     def one(values, deltas, x):
         model = make(name)[0]
-        model = eqx.tree_at(lambda m: list(map(leaves, differentiated(m))), model, values)
+        flat = lambda m: jtu.tree_leaves(list(map(leaves_of, differentiated(m))))
+        model = eqx.tree_at(flat, model, jtu.tree_leaves(values))
         probes = list(map(Probe, probed(model), deltas))
         z = eqx.tree_at(probed, model, probes)(x) if probes else model(x)
         z = z.reshape(-1, z.shape[-1])
@@ -537,7 +541,7 @@ def read(name):
             list(map(columns_of, layers, of_deltas)),
         )
 
-    values, found = list(map(leaves, differentiated(model))), []
+    values, found = list(map(leaves_of, differentiated(model))), []
     jax.eval_shape(shapes, jtu.tree_map(lambda a: a[0], x))
     deltas = [jnp.zeros(shape) for shape in found]
     return jtu.tree_map(np.asarray, jax.jit(jax.vmap(example))(x))
@@ -582,12 +586,17 @@ def test_factors_of_a_batch(name):
         assert error(factors.input_factor, A) <= 1e-10
     other = curvature(name, 1)
     for factors, one in zip(layers, [*spec.once(other), *spec.several(other)]):
-        assert error(factors.output_factor, one.output_factor) > 1e-2
+        assert error(kron_of(factors), kron_of(one)) > 1e-2
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in specs if specs[name].scales(None or make(name)[0])]
-)
+def kron_of(factors):
+    """Also with a diagonal input factor."""
+    if factors.input_factor.ndim == 2:
+        return kron(factors)
+    return np.kron(np.asarray(factors.output_factor), np.diag(factors.input_factor))
+
+
+@pytest.mark.parametrize("name", ["vit", "rnn", "encoder", "mixer"])
 def test_diagonals_are_exact(name):
     """Of any number of examples, however often the parameters are used."""
     reading, spec = read(name), specs[name]
@@ -601,3 +610,189 @@ def test_diagonals_are_exact(name):
             assert error(factors.diagonal.ravel(), np.diag(block)) <= 1e-10
             if len(block) > 1:  # Which is not diagonal.
                 assert error(np.diag(np.diag(block)), block) > 1e-2
+
+
+#
+# Expand and Reduce
+#
+
+
+class TokenBlock(eqx.Module):
+    """Layers vmapped over tokens; the mean over tokens is classified."""
+
+    norm: eqx.nn.LayerNorm
+    linears: list
+
+    def __init__(self, keys):
+        self.norm = eqx.nn.LayerNorm(3)
+        self.linears = [
+            eqx.nn.Linear(3, 3, key=keys[0]),
+            eqx.nn.Linear(3, 3, key=keys[1]),
+        ]
+
+    def __call__(self, x):
+        y = jax.vmap(self.linears[0])(jax.vmap(self.norm)(x))
+        return jnp.mean(x + jax.vmap(self.linears[1])(jnp.tanh(y)), axis=0)
+
+
+def test_expand_and_reduce_differ():
+    model = TokenBlock(jr.split(jr.key(0)))
+    x = jr.normal(jr.key(1), (N, 4, 3))
+
+    def found(sharing, x):
+        loss_fn = lambda model: kfac.SoftmaxCrossEntropy(jax.vmap(model)(x))
+        converted = kfac.convert(model, kfac.Kronecker(sharing))
+        return eqx.filter_jit(kfac.curvature(loss_fn, kfac.Exact()))(converted)
+
+    expand, reduce = found(kfac.Expand(), x), found(kfac.Reduce(), x)
+    assert error(reduce.norm.diagonal, expand.norm.diagonal) <= 1e-12
+    for a, b in zip(expand.linears, reduce.linears, strict=True):
+        assert error(b.input_factor, a.input_factor) > 1e-2
+        assert error(b.output_factor, a.output_factor) > 1e-2
+    # The last layer's outputs are averaged: what reduce assumes. Per token, the gradient
+    # is a quarter of that of the mean, and the Hessian at the mean is H.
+    z = jax.vmap(model)(x)
+    H = np.mean(np.asarray(jax.vmap(softmax_hessian)(z)), axis=0)
+    assert error(reduce.linears[1].output_factor, H) <= 1e-12
+    assert error(expand.linears[1].output_factor, H / 4) <= 1e-12
+
+
+#
+# A generator, with batch normalisation and its state
+#
+
+
+class Generator(eqx.Module):
+    layers: list
+    norm: eqx.nn.BatchNorm
+
+    def __init__(self, keys):
+        self.layers = [
+            eqx.nn.ConvTranspose2d(3, 4, 2, use_bias=False, key=keys[0]),
+            eqx.nn.ConvTranspose2d(4, 1, 4, stride=2, padding=1, key=keys[1]),
+        ]
+        self.norm = eqx.nn.BatchNorm(4, "batch", mode="batch")
+
+    def __call__(self, x, state):
+        x, state = self.hidden(x, state)
+        return jnp.tanh(self.layers[1](x)), state
+
+    def hidden(self, x, state):
+        x, state = self.norm(self.layers[0](x), state)
+        return jax.nn.relu(x), state
+
+
+def batched(model, x, state):
+    apply = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    return apply(x, jtu.tree_map(lambda leaf: leaf, state))
+
+
+def generator_loss(model, x, state):
+    images, state = batched(model, x, state)
+    images = images.reshape(len(x), -1)
+    return kfac.SquaredError(images, jnp.full_like(images, 0.5)), state
+
+
+def test_generator():
+    model, state = eqx.nn.make_with_state(Generator)(jr.split(jr.key(0)))
+    x = jr.normal(jr.key(1), (N, 3, 1, 1))
+    converted = kfac.convert(model)
+    want, want_state = batched(model, x, state)
+    got, got_state = batched(converted, x, state)
+    np.testing.assert_array_equal(got, want)
+    assert eqx.tree_equal(got_state, want_state)
+
+    optimizer = kfac.KFAC(0.1, 0.0, 0.1, fisher=kfac.Exact(), inverse_period=1, ema=0.0)
+    step = eqx.filter_jit(ft.partial(optimizer.step, generator_loss))
+    memory, losses = optimizer.init(converted), []
+    for i in range(4):
+        converted, memory, info = step(converted, memory, x, state)
+        losses.append(float(info.loss))
+        if i == 0:
+            found, new_state = memory.curvature, info.aux
+        state = info.aux
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.97 * losses[0]
+    for a, b in zip(jtu.tree_leaves(new_state), jtu.tree_leaves(want_state), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+    assert int(state.get(converted.norm.batch_counter)) == 4
+
+    # After the normalisation, examples are on their own.
+    last = model.layers[1]
+    h, _ = batched(
+        model.hidden, x, eqx.nn.make_with_state(Generator)(jr.split(jr.key(0)))[1]
+    )
+    patches = jax.vmap(
+        lambda h: jax.lax.conv_general_dilated_patches(
+            h[None], (4, 4), (1, 1), [(2, 2), (2, 2)], lhs_dilation=(2, 2)
+        )[0]
+    )(h)
+    rows = np.moveaxis(np.asarray(patches), 1, -1).reshape(-1, 64)
+    rows = np.concatenate([rows, np.ones((len(rows), 1))], axis=1)
+    assert error(found.layers[1].input_factor, rows.T @ rows / len(rows)) <= 1e-12
+    slopes = np.sum((1 - np.asarray(want) ** 2) ** 2) / N
+    assert error(found.layers[1].output_factor, slopes.reshape(1, 1)) <= 1e-12
+    assert found.layers[1].input_factor.shape == (last.weight.size + 1,) * 2
+
+
+#
+# A neural ODE
+#
+
+
+class Field(eqx.Module):
+    mlp: eqx.nn.MLP
+
+    def __init__(self):
+        self.mlp = eqx.nn.MLP(2, 2, 3, 1, jnp.tanh, key=jr.key(0))
+
+    def __call__(self, t, y, args):
+        return self.mlp(y)
+
+
+STEPS = 4
+
+
+def unrolled(model, y):
+    for _ in range(STEPS):
+        y = y + model(None, y, None) / STEPS
+    return y
+
+
+def solved(adjoint, model, y):
+    diffrax = pytest.importorskip("diffrax")
+    solution = diffrax.diffeqsolve(
+        diffrax.ODETerm(model),
+        diffrax.Euler(),
+        t0=0.0,
+        t1=1.0,
+        dt0=1 / STEPS,
+        y0=y,
+        saveat=diffrax.SaveAt(t1=True),
+        adjoint=getattr(diffrax, adjoint)(),
+        max_steps=STEPS,
+    )
+    return solution.ys[-1]
+
+
+def ode_results(solve):
+    x = jr.normal(jr.key(1), (N, 2))
+    loss_fn = lambda model, x: kfac.SoftmaxCrossEntropy(
+        jax.vmap(ft.partial(solve, model))(x), jnp.arange(N) % 2
+    )
+    collect = kfac.value_grad_and_curvature(loss_fn, kfac.Exact())
+    return eqx.filter_jit(collect)(kfac.convert(Field()), x)
+
+
+@pytest.mark.parametrize("adjoint", ["RecursiveCheckpointAdjoint", "DirectAdjoint"])
+def test_neural_ode(adjoint):
+    pytest.importorskip("diffrax")
+    loss, grads, found = ode_results(ft.partial(solved, adjoint))
+    want_loss, want_grads, want = ode_results(unrolled)
+    assert abs(loss - want_loss) <= 1e-12
+    for a, b in zip(jtu.tree_leaves((grads, found)), jtu.tree_leaves((want_grads, want))):
+        assert np.linalg.norm(a - b) <= 1e-10 * max(1, np.linalg.norm(b))
+    one_step = ode_results(lambda model, y: y + model(None, y, None))[2]
+    assert (
+        error(found.mlp.layers[0].input_factor, one_step.mlp.layers[0].input_factor)
+        > 1e-3
+    )

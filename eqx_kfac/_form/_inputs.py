@@ -3,6 +3,7 @@ first `stack` axes separate layers; then come examples, then positions.)"""
 
 import abc
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
@@ -13,7 +14,7 @@ from jaxtyping import Array, Inexact, Int
 from .._misc import accumulator, explicit_sharding, moment, trailing, zeros_of
 
 
-_PATCHES = 2**22  # How many numbers of patches are written out at once.
+_PATCHES = 2**18  # How many numbers of patches are written out at once.
 
 
 class AbstractInputs(eqx.Module):
@@ -122,20 +123,31 @@ class Window(eqx.Module):
         sizes = zip(spatial, self.kernel, self.stride, self.dilation, strict=True)
         return tuple(1 + (n - d * (k - 1) - 1) // s for n, k, s, d in sizes)
 
-    def offsets(self, x: Array) -> list[Array]:
-        """For every entry of the kernel, in its order, what it sees: the positions of
-        `x: [..., *spatial]`."""
-        number = self.positions(x.shape[-len(self.kernel) :])
-        slices = []
-        for index in range(math.prod(self.kernel)):
-            offset, window = [], []
-            for k in reversed(self.kernel):
-                index, o = divmod(index, k)
-                offset.insert(0, o)
-            for o, n, s, d in zip(offset, number, self.stride, self.dilation):
-                window.append(slice(o * d, o * d + (n - 1) * s + 1, s))
-            slices.append(x[(..., *window)])
-        return slices
+    def unfold(self, x: Array) -> Inexact[Array, "..."]:
+        """What every entry of the kernel sees at every place: `[..., *spatial]` becomes
+        `[..., *kernel, *positions]`, one axis after the other."""
+        rank = len(self.kernel)
+        lead = x.ndim - rank
+        for i in range(rank):
+            x = jnp.stack(list(self._seen(x, lead + 2 * i, i)), axis=lead + i)
+        return x
+
+    def sums(self, x: Array) -> Inexact[Array, "..."]:
+        """The sums of that over all places, `[..., *kernel]`."""
+        rank, dtype = len(self.kernel), accumulator(x.dtype)
+        lead = x.ndim - rank
+        for i in range(rank):
+            seen = self._seen(x, lead + i, i)
+            sums = [jnp.sum(a, axis=lead + i, dtype=dtype) for a in seen]
+            x = jnp.stack(sums, axis=lead + i)
+        return x
+
+    def _seen(self, x: Array, axis: int, i: int) -> Iterator[Array]:
+        """For every entry along axis `i` of the kernel, its part of `axis` of `x`."""
+        k, s, d = self.kernel[i], self.stride[i], self.dilation[i]
+        span = (x.shape[axis] - d * (k - 1) - 1) // s * s + 1
+        for offset in range(0, k * d, d):
+            yield jax.lax.slice_in_dim(x, offset, offset + span, s, axis)
 
 
 class Patches(AbstractInputs):
@@ -179,40 +191,29 @@ class Patches(AbstractInputs):
         fit into a cache, or nearly so."""
         if self.lead == stack or explicit_sharding(jax.typeof(self.x)) is not None:
             return 1
-        spatial = self.x.shape[self.lead + 1 :]
-        entries = math.prod(self.window.kernel) * self.x.shape[self.lead]
-        rows = math.prod(self.x.shape[: self.lead] + self.window.positions(spatial))
+        places = self.window.positions(self.x.shape[self.lead + 1 :])
+        entries = self.x.shape[self.lead] * math.prod(self.window.kernel)
+        size = math.prod(self.x.shape[: self.lead] + places) * entries
         examples = self.x.shape[stack]
-        most = max(1, -(-rows * entries // _PATCHES))
-        return next(
-            n
-            for n in range(1, examples + 1)
-            if examples % n == 0 and n >= most or n == examples
-        )
+        numbers = [n for n in range(1, examples + 1) if examples % n == 0]
+        return next((n for n in numbers if size <= n * _PATCHES), examples)
 
     def vectors(self) -> Inexact[Array, "*rows d_in"]:
-        return self._features(self.window.offsets(self.x), self.lead)
+        return jnp.moveaxis(self._flat(self.window.unfold(self.x)), self.lead, -1)
 
     def mean(self, weights: Any, stack: int) -> Vectors:
-        sums = self._sums()
         number = math.prod(self.window.positions(self.x.shape[self.lead + 1 :]))
-        means = Vectors(sums / number)
-        return means if sums.ndim == stack + 2 else means.mean(weights, stack)
+        means = Vectors(self._sums() / number)
+        return means if self.lead == stack + 1 else means.mean(weights, stack)
 
     def _sums(self) -> Inexact[Array, "*lead d_in"]:
         """The sums of all rows of one example."""
-        spatial = tuple(range(self.lead + 1, self.x.ndim))
-        dtype = accumulator(self.x.dtype)
-        sums = [jnp.sum(o, spatial, dtype=dtype) for o in self.window.offsets(self.x)]
-        return self._features(sums, self.lead)
+        return self._flat(self.window.sums(self.x))
 
-    @staticmethod
-    def _features(offsets: list[Array], lead: int) -> Array:
-        """`[*lead, channels, *positions]` of every entry of the kernel, as one axis of
-        features behind the positions, ordered as in the kernel: channels outermost."""
-        x = jnp.stack(offsets, axis=lead + 1)
-        x = x.reshape(*x.shape[:lead], -1, *x.shape[lead + 2 :])
-        return jnp.moveaxis(x, lead, -1)
+    def _flat(self, x: Array) -> Array:
+        """Channels and kernel, in the kernel's order, as one axis of features."""
+        rest = x.shape[self.lead + 1 + len(self.window.kernel) :]
+        return x.reshape(*x.shape[: self.lead], -1, *rest)
 
 
 def weighted(x: Array, weights: Any) -> Array:
