@@ -179,7 +179,7 @@ def kfac_trainer(
     optimizer = kfac.KFAC(
         learning_rate=jnp.float32(rates[0]),  # Of the type that every step sets.
         momentum=0.9,
-        damping=optax.exponential_decay(0.1, transition_steps=steps, decay_rate=0.1),
+        damping=optax.exponential_decay(0.1, transition_steps=steps, decay_rate=0.03),
         norm_constraint=1e-3,
         curvature_period=5,
         inverse_period=10,
@@ -374,7 +374,7 @@ class Arguments(argparse.Namespace):
 
 def parse(argv: list[str] | None = None) -> Arguments:
     parser = argparse.ArgumentParser(description="A transformer that learns to add.")
-    parser.add_argument("--steps", type=int, default=1000, help="steps of every run")
+    parser.add_argument("--steps", type=int, default=300, help="steps of every run")
     parser.add_argument("--batch", type=int, default=64, help="lines in a batch")
     parser.add_argument("--seed", type=int, default=0, help="initialisation and text")
     parser.add_argument("--out", type=Path, default=Path("runs/transformer.png"))
@@ -393,8 +393,8 @@ def main(argv: list[str] | None = None) -> None:
     width, depth, per_line = (8, 1, 1) if arguments.toy else (32, 2, 3)
     key = jax.random.key(arguments.seed)
     model = Transformer(per_line * LENGTH, width, depth, key)
-    kfac_rates = (0.3,) if arguments.toy else (0.03, 0.1, 0.3)
-    adamw_rates = (3e-3, 1e-2) if arguments.toy else (1e-3, 3e-3, 1e-2)
+    kfac_rates = (0.3,) if arguments.toy else (0.1, 0.3)
+    adamw_rates = (3e-3, 1e-2) if arguments.toy else (3e-3, 1e-2, 3e-2)
     corpus = write(arguments.steps, arguments.batch, per_line, arguments.seed)
     steps = arguments.steps
     trainers = [

@@ -19,7 +19,7 @@ from .reference import error
 
 
 TOLERANCE = 1e-10
-DIFFERENT = 0.03
+DIFFERENT = 0.1
 BLOCKS = dict(
     expand=kfac.Kronecker(),
     reduce=kfac.Kronecker(kfac.Reduce()),
@@ -403,6 +403,26 @@ def test_convolution(name):
         blocks = reference.ggn(head, True, ones)
         assert error(dense(factors_of(got[exact])), blocks) < TOLERANCE
         assert error(dense(factors_of(got[other])), blocks) > DIFFERENT
+
+
+@pytest.mark.parametrize("most", [1, 100])
+def test_patches_in_several_parts(most, monkeypatch):
+    """However few patches may be written out at once, none is forgotten."""
+    case = convolution("2d-groups")
+    x = np.concatenate([case.x, -2 * case.x[:2]])  # (Of another length: not compiled.)
+    x = x[: 6 if most == 1 else 5]
+    weights = np.arange(len(x), dtype=float)
+    rows = patches(case.layer, x)
+    head = random_head(case.layer.out_channels * rows.shape[1])
+    monkeypatch.setattr(kfac._form._inputs, "_PATCHES", most)
+    layers = {"expand": kfac.convert(case.layer)}
+    got = collect(layers, x, 1, head, False, weights)
+    rows = np.concatenate([rows, np.ones((*rows.shape[:-1], 1))], -1)
+    want = np.einsum("n,nsgi,nsgj->gij", weights, rows, rows)
+    want = want / weights.sum() / rows.shape[1]
+    got = factors_of(got["expand"]).input_factor
+    assert error(got, want) < TOLERANCE
+    assert error(got, want[::-1]) > DIFFERENT
 
 
 #

@@ -966,6 +966,14 @@ def test_weight_with_its_scale_held_fixed(name):
     assert error(found.output_factor, want.output_factor) > 1e-2
 
 
+@pytest.mark.parametrize("wrap", [eqx.nn.WeightNorm, eqx.nn.SpectralNorm])
+def test_normalised_embeddings_are_left_alone(wrap):
+    embedding = eqx.nn.Embedding(5, 3, key=jr.key(0))
+    options = dict(key=jr.key(0)) if wrap is eqx.nn.SpectralNorm else {}
+    layer = wrap(embedding, "weight", **options)
+    assert kfac.convert(layer) is layer
+
+
 def test_weight_norm_by_hand():
     layer, _ = make("WeightNorm")
     x, target = inputs_of("WeightNorm"), data(["WeightNorm"])[1]["WeightNorm"]

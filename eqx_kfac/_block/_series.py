@@ -1,4 +1,4 @@
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -57,11 +57,11 @@ class Series(AbstractBlock):
         Recurrent Neural Networks*, ICLR 2018.
     """
 
-    kind: Literal["symmetric", "stationary"] = eqx.field(static=True)
+    kind: str = eqx.field(static=True)
     weighted = True
     mixes_positions = True
 
-    def __init__(self, kind: Literal["symmetric", "stationary"] = "symmetric"):
+    def __init__(self, kind: str = "symmetric"):
         """**Arguments:**
 
         - `kind`: which of the two.

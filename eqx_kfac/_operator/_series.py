@@ -1,5 +1,3 @@
-from typing import Literal
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -29,7 +27,7 @@ class SeriesOperator(lx.AbstractLinearOperator):
     input_factor: Float[Array, "d_in d_in"]
     input_cross: Float[Array, "d_in d_in"]
     length: Float[Array, ""]
-    kind: Literal["symmetric", "stationary"] = eqx.field(static=True)
+    kind: str = eqx.field(static=True)
 
     def as_matrix(self) -> Float[Array, "size size"]:
         psi_out, root_out = whitened(self.output_factor, self.output_cross)

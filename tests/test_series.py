@@ -1,0 +1,301 @@
+"""Recurrent cells whose time steps are a chain: `kfac.Series`, `kfac.scan_cell`."""
+
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+
+import eqx_kfac as kfac
+
+from . import reference
+
+
+TOLERANCE = 1e-10
+TIME, NUMBER, D_IN, HIDDEN = 5, 4, 3, 2
+
+kinds = pytest.mark.parametrize("kind", ["symmetric", "stationary"])
+
+
+#
+# The statistics
+#
+
+
+class Model(eqx.Module):
+    cell: eqx.nn.LSTMCell
+
+    def __call__(self, xs):
+        zero = jnp.zeros(HIDDEN)
+        return kfac.scan_cell(self.cell, (zero, zero), xs)[1][0]
+
+
+def make_model(block):
+    cell = eqx.nn.LSTMCell(D_IN, HIDDEN, key=jax.random.key(1))
+    return kfac.convert(Model(cell), block)
+
+
+@ft.cache
+def sequences():
+    return jax.random.normal(jax.random.key(0), (NUMBER, TIME, D_IN))
+
+
+def loss_fn(model, xs, weights=None):
+    outputs = jax.vmap(model)(xs)
+    return kfac.SquaredError(outputs, jnp.zeros_like(outputs), weights)
+
+
+@eqx.filter_jit
+def estimate(model, xs, weights=None):
+    return kfac.curvature(loss_fn, kfac.Empirical())(model, xs, weights).cell
+
+
+@ft.cache
+def unrolled():
+    """Inputs (with a one) and gradients at the gates, of every sequence and step."""
+    cell = kfac.revert(make_model(kfac.Kronecker())).cell
+
+    def run(xs, shifts):
+        hidden, outputs, inputs = (jnp.zeros(HIDDEN), jnp.zeros(HIDDEN)), [], []
+        for x, shift in zip(xs, shifts, strict=True):
+            inputs.append(jnp.concatenate([x, hidden[0], jnp.ones(1)]))
+            shifted = eqx.tree_at(lambda c: c.bias, cell, cell.bias + shift)
+            hidden = shifted(x, hidden)
+            outputs.append(hidden[0])
+        return jnp.sum(jnp.stack(outputs) ** 2) / 2, jnp.stack(inputs)
+
+    gradient = jax.vmap(jax.grad(run, argnums=1, has_aux=True))
+    g, x = gradient(sequences(), jnp.zeros((NUMBER, TIME, 4 * HIDDEN)))
+    return np.asarray(x), np.asarray(g)
+
+
+def moments(a, b):
+    return np.einsum("nti,ntj->ij", a, b)
+
+
+@kinds
+def test_moments_of_successive_steps(kind):
+    factors = estimate(make_model(kfac.Series(kind)), sequences())
+    x, g = unrolled()
+    rows, pairs = NUMBER * TIME, NUMBER * (TIME - 1)
+    terms = NUMBER * TIME  # There is a loss at every step.
+    expected = dict(
+        input_factor=moments(x, x) / rows,
+        input_cross=moments(x[:, 1:], x[:, :-1]) / pairs,
+        output_factor=moments(g, g) / terms,
+        output_cross=moments(g[:, 1:], g[:, :-1]) / terms * rows / pairs,
+    )
+    for name, value in expected.items():
+        assert reference.error(getattr(factors, name), value) < TOLERANCE
+    assert float(factors.length) == TIME
+    # The order matters: backward in time is another chain.
+    assert reference.error(factors.input_cross.T, expected["input_cross"]) > 1e-2
+    assert reference.error(factors.output_cross.T, expected["output_cross"]) > 1e-2
+
+
+def test_one_step_moments_are_those_of_independent_steps():
+    series = estimate(make_model(kfac.Series()), sequences())
+    independent = estimate(make_model(kfac.Kronecker()), sequences())
+    for name in ("input_factor", "output_factor"):
+        ours, theirs = getattr(series, name), getattr(independent, name)
+        assert reference.error(ours, theirs) < TOLERANCE
+
+
+def test_masked_sequences_count_for_nothing():
+    model, xs = make_model(kfac.Series()), sequences()
+    weights = jnp.array([1.0, 0.0, 1.0, 1.0])
+    masked = estimate(model, xs, jnp.broadcast_to(weights[:, None], (NUMBER, TIME)))
+    removed = estimate(model, xs[jnp.array([0, 2, 3])])
+    assert all(
+        reference.error(a, b) < TOLERANCE
+        for a, b in zip(jax.tree.leaves(masked), jax.tree.leaves(removed))
+        if a.ndim == 2
+    )
+
+
+@pytest.mark.parametrize("solver", [kfac.Cholesky(), kfac.Eigh()])
+@kinds
+def test_training(kind, solver):
+    model, xs = make_model(kfac.Series(kind)), sequences()
+    optimizer = kfac.KFAC(0.3, 0.5, damping=0.1, solver=solver)
+    state, step = optimizer.init(model), eqx.filter_jit(optimizer.step)
+    start = loss_fn(model, xs).value
+    for i in range(3):
+        key = jax.random.key(i)
+        model, state, info = step(loss_fn, model, state, xs, key=key)
+        assert not info.rejected
+    assert loss_fn(model, xs).value < start
+
+
+def test_gru_has_three_chains():
+    class Gru(eqx.Module):
+        cell: eqx.nn.GRUCell
+
+        def __call__(self, xs):
+            return kfac.scan_cell(self.cell, jnp.zeros(HIDDEN), xs)[1]
+
+    plain = Gru(eqx.nn.GRUCell(D_IN, HIDDEN, use_bias=False, key=jax.random.key(1)))
+    model = kfac.convert(plain, kfac.Series())
+    xs = sequences()
+    assert jnp.array_equal(jax.vmap(model)(xs), jax.vmap(plain)(xs))
+    cell = kfac.curvature(loss_fn, kfac.Empirical())(model, xs).cell
+    sizes = dict(gates=D_IN + HIDDEN, input=D_IN, hidden=HIDDEN)
+    for name, d_in in sizes.items():
+        assert cell[name].input_cross.shape == (d_in, d_in)
+    x = np.asarray(xs)
+    expected = moments(x[:, 1:], x[:, :-1]) / (NUMBER * (TIME - 1))
+    assert reference.error(cell["input"].input_cross, expected) < TOLERANCE
+
+
+def test_a_plain_loop_does_not_know_what_follows_what():
+    class Loop(eqx.Module):
+        cell: eqx.nn.LSTMCell
+
+        def __call__(self, xs):
+            hidden = (jnp.zeros(HIDDEN), jnp.zeros(HIDDEN))
+            step = lambda hidden, x: (self.cell(x, hidden), None)
+            return jax.lax.scan(step, hidden, xs)[0][0]
+
+    cell = eqx.nn.LSTMCell(D_IN, HIDDEN, key=jax.random.key(1))
+    model = kfac.convert(Loop(cell), kfac.Series())
+    assert jnp.all(jnp.isfinite(jax.vmap(model)(sequences())))
+    with pytest.raises(ValueError, match="scan_cell"):
+        kfac.curvature(loss_fn, kfac.Empirical())(model, sequences())
+
+
+def test_scan_cell_is_scan():
+    """Nothing is added unless something is collected."""
+    model = make_model(kfac.Series())
+    plain = kfac.revert(model)
+    xs = sequences()[0]
+    assert str(jax.make_jaxpr(model)(xs)) == str(jax.make_jaxpr(plain)(xs))
+
+
+def test_unknown_kind():
+    with pytest.raises(ValueError, match="'symmetric' or 'stationary'"):
+        kfac.Series("other")
+
+
+#
+# The operator and its inverse
+#
+
+
+def positive(key, size):
+    a = jax.random.normal(key, (size, 2 * size))
+    return a @ a.T / size
+
+
+def root(matrix):
+    values, vectors = np.linalg.eigh(matrix)
+    return (vectors * np.sqrt(values)) @ vectors.T
+
+
+def chain(key, size, symmetric, strength):
+    """A covariance, that of successive steps, and the transition between them in
+    coordinates in which the first one is the identity."""
+    keys = jax.random.split(key)
+    covariance = np.asarray(positive(keys[0], size))
+    psi = np.asarray(jax.random.normal(keys[1], (size, size)))
+    psi = (psi + psi.T) / 2 if symmetric else psi
+    psi = strength * psi / np.linalg.norm(psi, 2)
+    half = root(covariance)
+    return covariance, half @ psi @ half, psi
+
+
+def sum_of_chain(operator, psi, length):
+    """(1/T) sum over all pairs of steps, one by one."""
+    size = psi.shape[0]
+    total, power = length * np.eye(size), np.eye(size)
+    for distance in range(1, length):
+        power = power @ psi
+        total = total + (length - distance) * (power + power.T)
+    half = np.kron(root(operator.output_factor), root(operator.input_factor))
+    return half @ total @ half / length
+
+
+def make_operator(kind, length, strength=0.7):
+    symmetric = kind == "symmetric"
+    a0, a1, psi_in = chain(jax.random.key(1), 3, symmetric, strength)
+    g0, g1, psi_out = chain(jax.random.key(2), 2, symmetric, strength)
+    arrays = [jnp.asarray(m) for m in (g0, g1, a0, a1)]
+    operator = kfac.SeriesOperator(*arrays, jnp.array(float(length)), kind)
+    return operator, np.kron(psi_out, psi_in)
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 7])
+def test_symmetric_chain(length):
+    operator, psi = make_operator("symmetric", length)
+    dense = sum_of_chain(operator, psi, length)
+    assert reference.error(operator.as_matrix(), dense) < TOLERANCE
+    independent = np.kron(operator.output_factor, operator.input_factor)
+    difference = reference.error(operator.as_matrix(), independent)
+    assert difference < TOLERANCE if length == 1 else difference > 1e-2
+
+
+def test_stationary_chain_is_the_limit():
+    """The error of leaving the ends out falls as one over the length."""
+    errors = []
+    for length in (100, 1000):
+        operator, psi = make_operator("stationary", length)
+        dense = sum_of_chain(operator, psi, length)
+        errors.append(reference.error(operator.as_matrix(), dense))
+    assert errors[1] < 1e-3
+    np.testing.assert_allclose(errors[0] / errors[1], 10, rtol=0.1)
+
+
+@pytest.mark.parametrize("solver", [kfac.Cholesky(), kfac.Eigh()])
+@pytest.mark.parametrize("length", [1, 6])
+@kinds
+def test_inverse(kind, length, solver):
+    operator, _ = make_operator(kind, length)
+    v = jax.random.normal(jax.random.key(3), (2, 3))
+    solution = lx.linear_solve(operator, v, solver).value
+    dense = np.linalg.solve(np.asarray(operator.as_matrix()), np.asarray(v).ravel())
+    assert reference.error(solution.ravel(), dense) < TOLERANCE
+    assert reference.error(operator.mv(solution), v) < TOLERANCE
+
+
+@kinds
+def test_without_correlation_steps_are_independent(kind):
+    operator, _ = make_operator(kind, 6)
+    where = lambda o: (o.output_cross, o.input_cross)
+    zeros = jnp.zeros((2, 2)), jnp.zeros((3, 3))
+    operator = eqx.tree_at(where, operator, zeros)
+    kronecker = kfac.KroneckerOperator(operator.output_factor, operator.input_factor)
+    assert reference.error(operator.as_matrix(), kronecker.as_matrix()) < TOLERANCE
+    v, options = jax.random.normal(jax.random.key(3), (2, 3)), dict(damping=0.1)
+    ours, theirs = (
+        lx.linear_solve(o, v, kfac.Cholesky(), options=options).value
+        for o in (operator, kronecker)
+    )
+    assert reference.error(ours, theirs) < TOLERANCE
+
+
+@kinds
+def test_damping_enters_the_factors(kind):
+    """As if they were damped, and the transition of one step to the next with them."""
+    operator, _ = make_operator(kind, 6)
+    v, damping = jax.random.normal(jax.random.key(3), (2, 3)), 0.1
+    solution = lx.linear_solve(
+        operator, v, kfac.Cholesky(), options=dict(damping=damping)
+    )
+    a, g = operator.input_factor, operator.output_factor
+    pi = jnp.sqrt((jnp.trace(a) / 3) / (jnp.trace(g) / 2))
+    damped = eqx.tree_at(
+        lambda o: (o.output_factor, o.input_factor),
+        operator,
+        (
+            g + jnp.sqrt(damping) / pi * jnp.eye(2),
+            a + jnp.sqrt(damping) * pi * jnp.eye(3),
+        ),
+    )
+    expected = lx.linear_solve(damped, v, kfac.Cholesky()).value
+    assert reference.error(solution.value, expected) < TOLERANCE
+    assert (
+        reference.error(lx.linear_solve(operator, v, kfac.Cholesky()).value, expected)
+        > 1e-2
+    )
