@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Inexact, Shaped
 
 from ._block import AbstractBlock, Series, Statistics
-from ._form import AbstractForm
+from ._form import AbstractForm, Parameters
 from ._misc import (
     accumulator,
     cast_varying,
@@ -46,6 +46,9 @@ class Tag(eqx.Module):
     weights: Array | None
     also: "Tag | None"
     swapped: bool = eqx.field(static=True)
+    # Of a tag at parameters, while collecting: a mark for each one that is trained.
+    # (Within the loss function, the others are there again.)
+    trained: tuple[Array | None, ...]
 
     def __init__(
         self, form: AbstractForm, block: AbstractBlock, *, swapped: bool = False
@@ -63,6 +66,7 @@ class Tag(eqx.Module):
         self.weights = None
         self.also = None
         self.swapped = swapped
+        self.trained = (None,) * len(form.names)
 
     def __call__(
         self, y: Inexact[Array, "*y"], x: Shaped[Array, "*x"]
@@ -154,9 +158,12 @@ class Tag(eqx.Module):
         if not self.collecting or not is_trainable(self, layer):
             return layer
         (example, *_) = [a for a in jtu.tree_leaves(x) if isinstance(a, jax.Array)]
-        column = self.form.to_matrix(layer)[..., 0]
-        column = self(column, example.reshape(-1)[0])
-        return self.form.from_matrix(column[..., None], layer)
+        leaves = zip(self.form.parameters(layer), self.trained, strict=True)
+        trained = tuple(None if mark is None else leaf for leaf, mark in leaves)
+        part = self.form.only(layer, trained)
+        column = self(self.form.to_matrix(part)[..., 0], example.reshape(-1)[0])
+        part = self.form.from_matrix(column[..., None], part)
+        return self.form.replace(layer, self.form.parameters(part))
 
     @property
     def collecting(self) -> bool:
@@ -174,7 +181,19 @@ class Tag(eqx.Module):
             stack = self.form.sizes(layer).stack
             stack = stack[: len(stack) - self.form.groups]
             weights = jnp.broadcast_to(weights, stack + weights.shape)
-        return self._with(slots, weights)
+        tag = self._with(slots, weights)
+        marks = tuple(
+            None if p is None else jnp.ones(p.shape[: p.ndim - rank], bool)
+            for p, rank in self._ranked(layer)
+        )
+        is_marks = lambda node: node is tag.trained
+        return eqx.tree_at(lambda t: t.trained, tag, marks, is_leaf=is_marks)
+
+    def _ranked(self, layer: Any) -> list[tuple[Any, int]]:
+        """The parameters that a tag is at, and their ranks."""
+        if not isinstance(self.form, Parameters):
+            return [(None, 0)] * len(self.form.names)
+        return list(zip(self.form.parameters(layer), self.form.ranks, strict=True))
 
     def with_slots(self, other: "Tag") -> "Tag":
         """This tag, to add to the statistics of another one."""

@@ -314,7 +314,7 @@ def parse(argv: list[str] | None = None) -> Arguments:
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
     data, test_data = load()
-    widths = (4, 4) if arguments.toy else (16, 32, 32)
+    widths = (4,) if arguments.toy else (16, 32, 32)
     model = kfac.convert(network(widths, jax.random.key(arguments.seed)))
     kfac_rates, adamw_rates, sgd_rates = (
         (0.01, 0.03, 0.1),

@@ -104,12 +104,13 @@ def test_convnet(tmp_path):
     labels = ["K-FAC", "AdamW", "SGD with momentum"]
     picture = tmp_path / "deeper" / "convnet.png"
     rows = compared("convnet.py", picture, labels, "--target", "2.25")
-    for rate, loss, accuracy, steps, *times, number, _, seconds, _ in rows.values():
+    for row in rows.values():
+        rate, loss, accuracy, steps, *times, number, _, seconds, _ = row
         assert float(rate) > 0 and steps == "5"
-        assert float(loss) < 2.25  # It trains, from 2.38 on, whoever is best.
+        assert float(loss) < 2.25  # It trains, from 2.35 on, whoever is best.
         assert 0 < float(accuracy) < 1
-        assert all(float(time) > 0 for time in times)
-        assert 1 <= int(number) <= 5 and 0 < float(seconds) <= float(times[0])
+        assert all(float(time) >= 0 for time in times)
+        assert 1 <= int(number) <= 5 and 0 <= float(seconds) <= float(times[0])
 
 
 def test_transformer(tmp_path):
@@ -118,7 +119,7 @@ def test_transformer(tmp_path):
     rows = compared("transformer.py", picture, labels)
     for rate, loss, test, right, steps, *times in rows.values():
         assert float(rate) > 0 and steps == "5"
-        assert 0 < float(loss) < 2  # It trains.
-        assert 0 < float(test) < 2
+        assert 0 < float(loss) < 1.72  # It trains, from 1.77 on.
+        assert 0 < float(test) < 1.72
         assert 0 <= float(right) <= 1
-        assert len(times) == 3 and all(float(time) > 0 for time in times)
+        assert len(times) == 3 and all(float(time) >= 0 for time in times)

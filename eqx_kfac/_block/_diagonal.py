@@ -47,6 +47,9 @@ class Diagonal(AbstractBlock):
     weighted = False  # The cotangents are, and nothing else enters.
     mixes_positions = True
 
+    def __init__(self):
+        """No arguments."""
+
     def empty(self) -> Statistics:
         return Statistics(inputs=None, outputs=Squares())
 

@@ -159,7 +159,11 @@ class Kronecker(AbstractBlock):
 def _number(g: Array, weights: Any, stack: int, like: Any) -> Float[Array, "*stack"]:
     """The number of rows, or the sum of their weights."""
     if weights is None:
-        return jnp.full(g.shape[:stack], math.prod(g.shape[stack:-1]), like.dtype)
+        # As a function of the data: under `vmap`, the backward pass of a `custom_vjp`
+        # runs for single examples, and what is constant would not be added up.
+        number = math.prod(g.shape[stack:-1])
+        probe = jnp.sum(g, axis=tuple(range(stack, g.ndim)))
+        return jnp.where(probe == 0, number, number).astype(like.dtype)
     w = jnp.broadcast_to(trailing(weights, g)[..., 0], g.shape[:-1])
     axes = tuple(range(stack, w.ndim))
     return jnp.sum(w, axis=axes, dtype=like.dtype)

@@ -50,8 +50,11 @@ class AbstractForm(eqx.Module):
         several maps side by side, else 0."""
         return 0
 
-    # The layer's leaves that the canonical matrix is made of.
-    names: eqx.AbstractVar[tuple[str, ...]]
+    @property
+    @abc.abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """The names of the layer's leaves that the canonical matrix is made of, with
+        dots if they are deeper."""
 
     def parameters(self, layer: Any) -> tuple[Any, ...]:
         """The leaves called `names`. A leaf is `None` when the layer does not have it,
@@ -69,6 +72,15 @@ class AbstractForm(eqx.Module):
             lambda m: [operator.attrgetter(name)(m) for name, _ in new],
             layer,
             [p for _, p in new],
+            is_leaf=lambda x: x is None,
+        )
+
+    def only(self, layer: Any, parameters: tuple[Any, ...]) -> Any:
+        """The layer with exactly these parameters, some of which are `None`."""
+        return eqx.tree_at(
+            lambda m: [operator.attrgetter(name)(m) for name in self.names],
+            layer,
+            list(parameters),
             is_leaf=lambda x: x is None,
         )
 

@@ -70,7 +70,9 @@ class Convolution(AbstractForm):
         self.extension = extension
         self.input_dilation = input_dilation or (1,) * len(kernel)
 
-    names = ("weight", "bias")
+    @property
+    def names(self) -> tuple[str, ...]:
+        return "weight", "bias"
 
     @property
     def groups(self) -> int:

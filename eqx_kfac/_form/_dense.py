@@ -14,7 +14,9 @@ class Dense(AbstractForm):
     Scalar inputs and outputs (shape `()`) count as vectors of length one.
     """
 
-    names = ("weight", "bias")
+    @property
+    def names(self) -> tuple[str, ...]:
+        return "weight", "bias"
 
     def sizes(self, layer: Any) -> Sizes:
         weight, bias = self.parameters(layer)

@@ -45,7 +45,14 @@ class Einsum(AbstractForm):
         w, _, x = operands.partition(",")
         counts = {a: (a in w) + (a in x) + (a in z) for a in {*w, *x, *z}}
         repeated = any(len(set(part)) < len(part) for part in (w, x, z))
-        if "->" not in subscripts or "," not in operands or repeated or not w.isalpha():
+        letters = all(part == "" or part.isalpha() for part in (w, x, z))
+        if (
+            "->" not in subscripts
+            or "," not in operands
+            or repeated
+            or not letters
+            or not w
+        ):
             raise ValueError(
                 f"`{subscripts}` is not of the form 'weight,x->z' with every letter at "
                 "most once in each of the three."
@@ -61,7 +68,7 @@ class Einsum(AbstractForm):
         self.bias = bias
 
     @property
-    def names(self) -> tuple[str, ...]:  # pyright: ignore
+    def names(self) -> tuple[str, ...]:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     @property

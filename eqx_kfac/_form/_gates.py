@@ -33,12 +33,12 @@ class Gates(AbstractForm):
     bias: Part = eqx.field(static=True)
 
     @property
-    def names(self) -> tuple[str, ...]:  # pyright: ignore
+    def names(self) -> tuple[str, ...]:
         return tuple(part.name for part in (*self.weights, self.bias))
 
     def sizes(self, layer: Any) -> Sizes:
         weights, bias = self._pieces(layer)
-        if not weights:
+        if not weights and bias is not None:
             return Sizes(bias.shape[:-1], bias.shape[-1], 0, bias=True)
         *stack, d_out, _ = weights[0].shape
         d_in = sum(w.shape[-1] for w in weights)

@@ -34,7 +34,7 @@ class AbstractInputs(eqx.Module):
     def vectors(self) -> Inexact[Array, "*rows d_in"]:
         """All rows, written out."""
 
-    def mean(self, weights: Any, stack: int) -> "Vectors":
+    def mean(self, weights: Any, stack: int) -> "AbstractInputs":
         """The mean over all axes of the rows but the first: over the positions of every
         example. Positions of zero weight are left out, as if they were not there."""
         x = self.vectors()
@@ -81,7 +81,7 @@ class Nothing(AbstractInputs):
     def vectors(self) -> Inexact[Array, "*rows d_in"]:
         return jnp.zeros(self.rows + (0,))
 
-    def mean(self, weights: Any, stack: int) -> "Nothing":
+    def mean(self, weights: Any, stack: int) -> "AbstractInputs":
         return Nothing(self.rows[: stack + 1])
 
 
@@ -108,7 +108,7 @@ class OneHot(AbstractInputs):
         return self.first(weights, stack, like)
 
     def vectors(self) -> Inexact[Array, "*rows d_in"]:
-        return jax.nn.one_hot(self.index, self.size, dtype=accumulator())
+        return jax.nn.one_hot(self.index, self.size, dtype=jnp.result_type(float))
 
 
 class Window(eqx.Module):
@@ -172,8 +172,8 @@ class Patches(AbstractInputs):
             return Vectors(self.vectors()).second(weights, stack, like)
 
         # Some examples after the other: patches take as many times the memory of the
-        # input as the kernel has entries, and are used once. (Every so-manieth example,
-        # so that an axis that is split over devices stays split.)
+        # input as the kernel has entries, and are used once. (Every n-th example, so
+        # that an axis that is split over devices stays split.)
         def split(a):
             a = a.reshape(*a.shape[:stack], -1, number, *a.shape[stack + 1 :])
             return jnp.moveaxis(a, stack + 1, 0)
@@ -201,7 +201,7 @@ class Patches(AbstractInputs):
     def vectors(self) -> Inexact[Array, "*rows d_in"]:
         return jnp.moveaxis(self._flat(self.window.unfold(self.x)), self.lead, -1)
 
-    def mean(self, weights: Any, stack: int) -> Vectors:
+    def mean(self, weights: Any, stack: int) -> AbstractInputs:
         number = math.prod(self.window.positions(self.x.shape[self.lead + 1 :]))
         means = Vectors(self._sums() / number)
         return means if self.lead == stack + 1 else means.mean(weights, stack)

@@ -14,8 +14,11 @@ class Lookup(AbstractForm):
     is diagonal: how often each row was looked up.
     """
 
-    names = ("weight",)
     number: int = eqx.field(static=True)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("weight",)
 
     def sizes(self, layer: Any) -> Sizes:
         *stack, number, size = layer.weight.shape

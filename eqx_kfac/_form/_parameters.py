@@ -16,15 +16,19 @@ class Parameters(AbstractForm):
     however the layer uses its parameters.
     """
 
-    names: tuple[str, ...] = eqx.field(static=True)
+    leaves: tuple[str, ...] = eqx.field(static=True)
     ranks: tuple[int, ...] = eqx.field(static=True)
 
     def __init__(self, **ranks: int):
         """**Arguments:** the names of the layer's parameters, and how many axes they have
         in one layer (stacked layers have more): `Parameters(weight=1, bias=1)`. Of a
         layer within the layer: `Parameters(**{"layer.bias": 1})`."""
-        self.names = tuple(ranks)
+        self.leaves = tuple(ranks)
         self.ranks = tuple(ranks.values())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.leaves
 
     def sizes(self, layer: Any) -> Sizes:
         shapes = [

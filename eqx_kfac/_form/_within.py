@@ -15,7 +15,7 @@ class Within(AbstractForm):
     name: str = eqx.field(static=True)
 
     @property
-    def names(self) -> tuple[str, ...]:  # pyright: ignore
+    def names(self) -> tuple[str, ...]:
         return (f"{self.name}.weight",)
 
     @property

@@ -16,7 +16,7 @@ from .._tag import Tag
 class AbstractTagged(eqx.Module):
     """A layer with a tag, made as the layer of Equinox that it is a subclass of."""
 
-    tag: eqx.AbstractVar[Tag | dict[str, Tag]]
+    tag: eqx.AbstractVar[Any]  # A `Tag`, or several by name.
     default: ClassVar[AbstractBlock]
 
     def __init__(self, *args: Any, block: AbstractBlock | None = None, **kwargs: Any):
@@ -47,7 +47,7 @@ class TaggedOutputs(AbstractTagged):
         return Tag(form, block)
 
     def __call__(self, x: Any, *, key: Any = None) -> Any:
-        return self.tag(super().__call__(x, key=key), x)
+        return self.tag(super().__call__(x, key=key), x)  # pyright: ignore
 
 
 class TaggedParameters(AbstractTagged):
@@ -68,7 +68,7 @@ class TaggedParameters(AbstractTagged):
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         layer = self.tag.parameters(self, x)
-        return super(TaggedParameters, layer).__call__(x, *args, **kwargs)
+        return super(TaggedParameters, layer).__call__(x, *args, **kwargs)  # pyright: ignore
 
 
 def with_fields_of(cls: type, layer: Any, **extra: Any) -> Any:

@@ -64,7 +64,9 @@ def convert(model: _T, blocks: Blocks = None) -> _T:
     Finds layers anywhere in the PyTree: in `eqx.nn.MLP`, `Sequential`,
     `MultiheadAttention`, in your own modules, in tuples, lists and dicts, and stacked by
     `eqx.filter_vmap`. Everything else is left alone: subclasses of these layers, which
-    may compute anything; layers that are tagged already.
+    may compute anything; layers that are tagged already. (Of stacked `PReLU`s the slopes
+    cannot be told from those of channels: convert inside the `eqx.filter_vmap` that makes
+    them.)
 
     **Arguments:**
 
@@ -126,6 +128,10 @@ class _Choice:
     """Which block a layer gets; and which of the choices that were given nobody got."""
 
     def __init__(self, blocks: Blocks):
+        if isinstance(blocks, type):
+            raise TypeError(
+                f"`blocks` must be a block, not its class: `kfac.{blocks.__name__}()`."
+            )
         self.blocks = blocks
         self.unused = set(blocks) if isinstance(blocks, Mapping) else set()
 
@@ -137,10 +143,16 @@ class _Choice:
             return blocks if isinstance(default, Kronecker) else default
         if not isinstance(blocks, Mapping):
             block = blocks(path, layer)
-            return default if block == "default" else block
+            block = default if isinstance(block, str) and block == "default" else block
+            if not isinstance(block, AbstractBlock | None):
+                raise TypeError(
+                    "`blocks` must return a block, `None` or 'default', but returned "
+                    f"{block!r} for `{path}`."
+                )
+            return block
         paths = [k for k in blocks if isinstance(k, str) and _is_below(path, k)]
         keys = sorted(paths, key=len)[-1:] or [k for k in blocks if k is type(layer)]
-        self.unused -= {*paths, *keys}
+        self.unused -= {*paths, type(layer)}
         return blocks[keys[0]] if keys else default
 
     def check(self) -> None:

@@ -25,7 +25,7 @@ class WeightNorm(AbstractTagged, eqx.nn.WeightNorm):
 
     @classmethod
     def tags(cls, layer: Any, block: AbstractBlock) -> dict[str, Tag]:
-        return _tags(layer, block, g=layer.layer.weight.ndim)
+        return _tags(layer, block, g=_rank(layer.layer))
 
     @staticmethod
     def supports(layer: Any) -> bool:
@@ -33,7 +33,7 @@ class WeightNorm(AbstractTagged, eqx.nn.WeightNorm):
 
     def __call__(self, x: Any, *, key: Any = None) -> Array:
         layer = self.tag["others"].parameters(self, x)
-        y = super(WeightNorm, layer).__call__(x, key=key)
+        y = super(WeightNorm, layer).__call__(x, key=key)  # pyright: ignore
         if not self.tag["weight"].collecting:
             return y
         scale = self.g / self._norm(self.layer.weight)
@@ -70,15 +70,23 @@ class SpectralNorm(AbstractTagged, eqx.nn.SpectralNorm):
 def _tags(layer: Any, block: AbstractBlock, **ranks: int) -> dict[str, Tag]:
     inner = layer.layer
     if inner.bias is not None:
-        ranks["layer.bias"] = inner.weight.ndim - 1
-    tags = dict(weight=Tag(Within(form_of(inner), "layer"), block))
+        ranks["layer.bias"] = _rank(inner) - 1
+    form = form_of(inner)
+    assert form is not None
+    tags = dict(weight=Tag(Within(form, "layer"), block))
     if ranks:
         tags["others"] = Tag(Parameters(**ranks), Diagonal())
     return tags
 
 
+def _rank(inner: Any) -> int:
+    """How many axes the weight of one layer has; stacked ones have more."""
+    return 2 + getattr(inner, "num_spatial_dims", 0)
+
+
 def _supports(layer: Any) -> bool:
-    return layer.weight_name == "weight" and form_of(layer.layer) is not None
+    kinds = (eqx.nn.Linear, eqx.nn.Conv, eqx.nn.ConvTranspose)
+    return layer.weight_name == "weight" and isinstance(layer.layer, kinds)
 
 
 def _tagged(tag: Tag, y: Array, x: Any, scale: Array) -> Array:

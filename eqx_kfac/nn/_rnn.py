@@ -37,7 +37,7 @@ class LSTMCell(AbstractTagged, eqx.nn.LSTMCell):
         zero = jnp.zeros(4 * self.hidden_size, hidden[0].dtype)
         both = jnp.concatenate([input, hidden[0]])
         bias, memory = self.tag.remember(zero, both, memory)
-        if self.use_bias:
+        if self.bias is not None:
             bias = bias + self.bias
         cell = with_fields_of(eqx.nn.LSTMCell, self, bias=bias, use_bias=True)
         return cell(input, hidden), memory
@@ -80,7 +80,7 @@ class GRUCell(AbstractTagged, eqx.nn.GRUCell):
             tagged[name], new[name] = self.tag[name].remember(y, x, memory[name])
         bias = jnp.concatenate([tagged["gates"], tagged["input"]])
         bias_n = tagged["hidden"]
-        if self.use_bias:
+        if self.bias is not None and self.bias_n is not None:
             bias, bias_n = bias + self.bias, bias_n + self.bias_n
         extra = dict(bias=bias, bias_n=bias_n, use_bias=True)
         cell = with_fields_of(eqx.nn.GRUCell, self, **extra)
