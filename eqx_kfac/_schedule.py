@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -56,7 +55,7 @@ def check_number(
     if number and not valid(value):
         raise ValueError(f"`{name}` must be {range_}, but is {value}.")
     scheduled = schedule and callable(value)
-    if not (number or scheduled or (eqx.is_array(value) and jnp.ndim(value) == 0)):
+    if not (number or scheduled or (isinstance(value, jax.Array) and value.ndim == 0)):
         kinds = "a number or a schedule (of scalars)" if schedule else "a number"
         raise TypeError(f"`{name}` must be {kinds}, but is {value!r}.")
 
