@@ -373,7 +373,9 @@ class Arguments(argparse.Namespace):
 
 
 def parse(argv: list[str] | None = None) -> Arguments:
-    parser = argparse.ArgumentParser(description="A transformer that learns to add.")
+    parser = argparse.ArgumentParser(
+        description="K-FAC and AdamW on a small language model."
+    )
     parser.add_argument("--steps", type=int, default=300, help="steps of every run")
     parser.add_argument("--batch", type=int, default=64, help="lines in a batch")
     parser.add_argument("--seed", type=int, default=0, help="initialisation and text")
