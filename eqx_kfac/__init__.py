@@ -72,6 +72,8 @@ from .nn import (
     LayerNorm as LayerNorm,
     Linear as Linear,
     LSTMCell as LSTMCell,
+    MLP as MLP,
+    MultiheadAttention as MultiheadAttention,
     Parameter as Parameter,
     PReLU as PReLU,
     revert as revert,

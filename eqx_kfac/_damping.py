@@ -6,7 +6,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ._schedule import check_count, check_number
+from ._misc import check_count
+from ._schedule import check_number
 
 
 class LevenbergMarquardt(eqx.Module):

@@ -143,6 +143,14 @@ def tree_norm(tree: PyTree) -> Shaped[Array, ""]:
     return jnp.sqrt(tree_dot(tree, tree))
 
 
+def check_count(name: str, value: Any, least: int) -> None:
+    """Raises unless `value` is an integer that is at least `least`."""
+    if not isinstance(value, int):
+        raise TypeError(f"`{name}` must be an integer, but is {value!r}.")
+    if value < least:
+        raise ValueError(f"`{name}` must be at least {least}, but is {value}.")
+
+
 def check_same_shapes(state: PyTree, expected: PyTree) -> None:
     """Raises unless an optimizer's state has the structure and the shapes that belong to
     its model."""

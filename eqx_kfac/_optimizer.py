@@ -16,6 +16,7 @@ from ._fisher import AbstractFisher, MonteCarlo
 from ._misc import (
     all_finite,
     cast_varying,
+    check_count,
     check_same_shapes,
     masked,
     tree_dot,
@@ -37,7 +38,6 @@ from ._precondition import (
 from ._quadratic import quadratic, QuadraticModel
 from ._schedule import (
     at,
-    check_count,
     check_instance,
     check_number,
     check_preconditioner,

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ._custom_types import Model
-from ._misc import symmetric, tree_dot
-from ._schedule import check_count
+from ._misc import check_count, symmetric, tree_dot
 
 
 class QuadraticModel(eqx.Module):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ._misc import check_count
 from ._solver import AbstractDampedSolver
 
 
@@ -58,14 +59,6 @@ def check_number(
     if not (number or scheduled or (isinstance(value, jax.Array) and value.ndim == 0)):
         kinds = "a number or a schedule (of scalars)" if schedule else "a number"
         raise TypeError(f"`{name}` must be {kinds}, but is {value!r}.")
-
-
-def check_count(name: str, value: Any, least: int) -> None:
-    """Raises unless `value` is an integer that is at least `least`."""
-    if not isinstance(value, int):
-        raise TypeError(f"`{name}` must be an integer, but is {value!r}.")
-    if value < least:
-        raise ValueError(f"`{name}` must be at least {least}, but is {value}.")
 
 
 def check_instance(name: str, value: Any, cls: type, example: str) -> None:

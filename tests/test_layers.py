@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import eqx_kfac as kfac
-from eqx_kfac._tag import fill_tags
+from eqx_kfac._tag import fill_tags, tagged_layers
 
 from .reference import error
 
@@ -837,6 +837,65 @@ def test_linear_layers_share_a_weight(fisher, d_hidden, transposed):
     assert error(found[1].output_factor, second_moment(g) / (N * S)) <= 1e-12
 
 
+class Attending(eqx.Module):
+    """Tokens to tokens, with `attend` at the end."""
+
+    embedding: eqx.nn.Embedding
+
+    def __call__(self, tokens):
+        h = jnp.tanh(jax.vmap(self.embedding)(tokens))
+        return jax.vmap(self.embedding.attend)(h)
+
+
+def attending(block):
+    return Attending(kfac.Embedding(V, D, key=jr.key(0), block=block))
+
+
+@pytest.mark.parametrize("fisher", fishers)
+def test_attend_is_a_tied_projection(fisher):
+    model = attending(kfac.Kronecker(tied=True))
+    weight = model.embedding.weight
+    tied = kfac.convert(Tied(bias=False, owner=0))
+    pair = eqx.tree_at(lambda p: p[0].weight, tied.shared.pytree, weight)
+    tied = eqx.tree_at(lambda t: t.shared.pytree, tied, pair)
+    assert_equal_arrays(jax.vmap(model)(tokens), jax.vmap(tied)(tokens))
+    key = jr.key(3)
+    found = collect(model, fisher, tokens, tokens, key).embedding
+    want = collect(tied, fisher, tokens, tokens, key).shared.pytree[0]
+    assert error(found.input_factor, want.input_factor) <= 1e-12
+    assert error(found.output_factor, want.output_factor) <= 1e-12
+
+
+def test_attend_needs_a_tied_block():
+    with pytest.raises(ValueError, match="tied=True") as raised:
+        collect(attending(None), kfac.Exact(), tokens, tokens, None)
+    assert ".embedding" in "".join(raised.value.__notes__)
+    assert attending(None)(tokens[0]).shape == (S, V)
+
+
+composites = {
+    "MLP": lambda nn, **kw: nn.MLP(3, 2, 4, 2, jnp.tanh, key=jr.key(0), **kw),
+    "MultiheadAttention": lambda nn, **kw: nn.MultiheadAttention(
+        2, 4, use_output_bias=True, key=jr.key(0), **kw
+    ),
+}
+
+
+@pytest.mark.parametrize("name", composites)
+def test_composites_are_those_of_equinox(name):
+    make = composites[name]
+    plain, ours = make(eqx.nn), make(kfac)
+    assert isinstance(ours, type(plain)) and type(ours) is getattr(kfac, name)
+    converted = kfac.convert(plain)
+    assert_equal_arrays(ours, converted)
+    for blocks in (None, reduce):
+        mine = make(kfac, block=blocks)
+        found = [tag for _, tag, _ in tagged_layers(mine)]
+        assert found == [tag for _, tag, _ in tagged_layers(kfac.convert(plain, blocks))]
+        assert eqx.tree_equal(kfac.revert(mine), plain)
+        assert jtu.tree_structure(kfac.convert(mine)) == jtu.tree_structure(mine)
+
+
 class Twice(eqx.Module):
     shared: eqx.nn.Shared
 
@@ -990,3 +1049,57 @@ def test_weight_norm_by_hand():
         [jnp.mean((slope * direction) ** 2, 0), jnp.mean(slope**2, 0)]
     )
     assert error(found["others"].diagonal.ravel(), squares) <= 1e-12
+
+
+#
+# Several axes of examples
+#
+
+
+axes_makers = {
+    "Linear": (lambda block: kfac.Linear(3, 2, key=jr.key(0), block=block), (3,)),
+    "Conv1d": (lambda b: kfac.Conv1d(2, 2, 2, key=jr.key(0), block=b), (2, 4)),
+    "LayerNorm": (lambda block: kfac.LayerNorm(3, block=block), (3,)),
+}
+
+
+@pytest.mark.parametrize("weights", [None, jnp.arange(6.0).reshape(2, 3) / 4])
+@pytest.mark.parametrize("name", axes_makers)
+@pytest.mark.parametrize(
+    "make_block",
+    [lambda **kw: kfac.Kronecker(kfac.Reduce(**kw)), kfac.Diagonal],
+    ids=["Reduce", "Diagonal"],
+)
+def test_batch_axes(name, make_block, weights):
+    """[2, 3] examples of 4 positions are 6 examples of 4 positions, if that is said."""
+    make_layer, shape = axes_makers[name]
+    x = jr.normal(jr.key(1), (2, 3, 4, *shape))
+
+    def found(x, weights, block):
+        def loss_fn(layer):
+            for _ in range(x.ndim - len(shape)):
+                layer = jax.vmap(layer)
+            y = layer(x)
+            y = jnp.tanh(y).reshape(*x.shape[: -len(shape)], -1)
+            return kfac.SquaredError(y, jnp.ones(y.shape), weights)
+
+        return kfac.curvature(loss_fn, kfac.Empirical())(make_layer(block))
+
+    merged = None if weights is None else weights.reshape(6)
+    want = found(x.reshape(6, 4, *shape), merged, make_block())
+    both = found(x, weights, make_block(batch_axes=2))
+    outer = found(x, weights, make_block())
+    assert all(e <= 1e-12 for e in errors(both, want))
+    assert any(e > 1e-2 for e in errors(outer, want))
+
+
+def errors(factors, want):
+    pairs = zip(jtu.tree_leaves(factors), jtu.tree_leaves(want), strict=True)
+    return [error(a, b) for a, b in pairs if a.ndim > 0]  # Without `l2`.
+
+
+def test_batch_axes_are_counted():
+    with pytest.raises(ValueError, match="batch_axes"):
+        kfac.Reduce(0)
+    with pytest.raises(TypeError, match="batch_axes"):
+        kfac.Diagonal(1.0)

@@ -7,7 +7,7 @@ import lineax as lx
 from jaxtyping import Array, Float
 
 from .._form import AbstractForm, join, Rows
-from .._misc import accumulator, moment, zeros_beside
+from .._misc import accumulator, check_count, moment, zeros_beside
 from ._base import AbstractBlock, AbstractFactors, Statistics
 
 
@@ -44,11 +44,17 @@ class Diagonal(AbstractBlock):
         with Second-Order Methods*, 1988 Connectionist Models Summer School.
     """
 
+    batch_axes: int = eqx.field(static=True)
     weighted = False  # The cotangents are, and nothing else enters.
     mixes_positions = True
 
-    def __init__(self):
-        """No arguments."""
+    def __init__(self, batch_axes: int = 1):
+        """**Arguments:**
+
+        - `batch_axes`: as for [`eqx_kfac.Reduce`][].
+        """
+        check_count("batch_axes", batch_axes, 1)
+        self.batch_axes = batch_axes
 
     def empty(self) -> Statistics:
         return Statistics(inputs=None, outputs=Squares())
@@ -81,10 +87,11 @@ class Diagonal(AbstractBlock):
 
     def _squares(self, rows: Rows, x: Array, like: Any) -> Array:
         g, x, stack = rows.g.astype(like.dtype), x.astype(like.dtype), rows.stack
-        if math.prod(g.shape[stack + 1 : -1]) == 1:
+        axes = min(stack + self.batch_axes, g.ndim - 1)
+        if math.prod(g.shape[axes:-1]) == 1:
             return moment(g**2, x**2, stack, like)
-        examples = jnp.matmul(_flat(g, stack).mT, _flat(x, stack), precision="highest")
-        return jnp.sum(examples**2, axis=stack)
+        examples = jnp.matmul(_flat(g, axes).mT, _flat(x, axes), precision="highest")
+        return jnp.sum(examples**2, axis=tuple(range(stack, axes)))
 
     def factors(self, statistics: Statistics, count: Any, l2: Any) -> DiagonalFactors:
         squares = statistics.outputs
@@ -96,6 +103,6 @@ class Diagonal(AbstractBlock):
         return lx.DiagonalLinearOperator(factors.diagonal)
 
 
-def _flat(a: Array, stack: int) -> Array:
-    """`[*stack, examples, positions, d]`, of rows with any number of axes."""
-    return a.reshape(*a.shape[: stack + 1], -1, a.shape[-1])
+def _flat(a: Array, axes: int) -> Array:
+    """`[*examples, positions, d]`, of rows with any number of axes."""
+    return a.reshape(*a.shape[:axes], -1, a.shape[-1])

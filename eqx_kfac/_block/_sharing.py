@@ -5,11 +5,12 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from .._form import Rows
+from .._misc import check_count
 
 
 class AbstractSharing(eqx.Module):
     """How a Kronecker block treats positions (tokens, pixels, agents) that share the
-    layer's weight: every example axis of a layer but the outermost."""
+    layer's weight: every axis that a layer is mapped over, but the outermost."""
 
     mixes_positions: ClassVar[bool]
 
@@ -50,21 +51,35 @@ class Reduce(AbstractSharing):
     Exact for deep linear networks that pool over positions before the loss (a vision
     transformer), and as many times cheaper as there are positions.
 
+    Examples are what the outermost `vmap` around the layer maps over; where several are
+    over examples (environments and time steps, say), `batch_axes` tells how many.
+
     ??? cite "Reference"
 
         R. Eschenhagen et al., *Kronecker-Factored Approximate Curvature for Modern
         Neural Network Architectures*, NeurIPS 2023.
     """
 
+    batch_axes: int = eqx.field(static=True)
     mixes_positions = True
+
+    def __init__(self, batch_axes: int = 1):
+        """**Arguments:**
+
+        - `batch_axes`: how many of the axes that the layer is mapped over, from the
+            outermost, count examples. The others are positions.
+        """
+        check_count("batch_axes", batch_axes, 1)
+        self.batch_axes = batch_axes
 
     def __call__(self, rows: Rows) -> Rows:
         x, g, weights, stack, _ = rows
-        shared = tuple(range(stack + 1, g.ndim - 1))
+        axes = stack + self.batch_axes
+        shared = tuple(range(axes, g.ndim - 1))
         if not shared:
             return rows
-        mean = x.mean(weights, stack)
+        mean = x.mean(weights, axes)
         if weights is not None:
-            weights = jnp.max(weights, axis=tuple(range(stack + 1, weights.ndim)))
+            weights = jnp.max(weights, axis=tuple(range(axes, weights.ndim)))
         g = jnp.sum(g, axis=shared)
         return rows._replace(x=mean, g=g, weights=weights)

@@ -34,12 +34,13 @@ class AbstractInputs(eqx.Module):
     def vectors(self) -> Inexact[Array, "*rows d_in"]:
         """All rows, written out."""
 
-    def mean(self, weights: Any, stack: int) -> "AbstractInputs":
-        """The mean over all axes of the rows but the first: over the positions of every
-        example. Positions of zero weight are left out, as if they were not there."""
+    def mean(self, weights: Any, axes: int) -> "AbstractInputs":
+        """The mean over all axes of the rows but the first `axes`: over the positions of
+        every example. Positions of zero weight are left out, as if they were not
+        there."""
         x = self.vectors()
-        shared = tuple(range(stack + 1, x.ndim - 1))
-        if weights is None or weights.ndim <= stack + 1:
+        shared = tuple(range(axes, x.ndim - 1))
+        if weights is None or weights.ndim <= axes:
             return Vectors(jnp.mean(x, axis=shared))
         w = trailing(weights, x).astype(x.dtype)
         total = jnp.sum(jnp.broadcast_to(w, x.shape[:-1] + (1,)), axis=shared)
@@ -81,8 +82,8 @@ class Nothing(AbstractInputs):
     def vectors(self) -> Inexact[Array, "*rows d_in"]:
         return jnp.zeros(self.rows + (0,))
 
-    def mean(self, weights: Any, stack: int) -> "AbstractInputs":
-        return Nothing(self.rows[: stack + 1])
+    def mean(self, weights: Any, axes: int) -> "AbstractInputs":
+        return Nothing(self.rows[:axes])
 
 
 class OneHot(AbstractInputs):
@@ -201,10 +202,10 @@ class Patches(AbstractInputs):
     def vectors(self) -> Inexact[Array, "*rows d_in"]:
         return jnp.moveaxis(self._flat(self.window.unfold(self.x)), self.lead, -1)
 
-    def mean(self, weights: Any, stack: int) -> AbstractInputs:
+    def mean(self, weights: Any, axes: int) -> AbstractInputs:
         number = math.prod(self.window.positions(self.x.shape[self.lead + 1 :]))
         means = Vectors(self._sums() / number)
-        return means if self.lead == stack + 1 else means.mean(weights, stack)
+        return means if self.lead <= axes else means.mean(weights, axes)
 
     def _sums(self) -> Inexact[Array, "*lead d_in"]:
         """The sums of all rows of one example."""

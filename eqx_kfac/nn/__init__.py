@@ -1,4 +1,5 @@
 from ._base import AbstractTagged as AbstractTagged
+from ._composite import MLP as MLP, MultiheadAttention as MultiheadAttention
 from ._conv import (
     Conv as Conv,
     Conv1d as Conv1d,

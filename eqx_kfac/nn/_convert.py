@@ -8,6 +8,7 @@ from .._block import AbstractBlock, Kronecker
 from .._misc import names
 from .._tag import is_tagged, Tag
 from ._base import AbstractTagged, with_fields_of
+from ._composite import MLP, MultiheadAttention
 from ._conv import (
     Conv,
     Conv1d,
@@ -50,6 +51,11 @@ _tagged = {
     eqx.nn.SpectralNorm: SpectralNorm,
 }
 _untagged = {tagged: plain for plain, tagged in _tagged.items()}
+_composite = {
+    Shared: eqx.nn.Shared,
+    MLP: eqx.nn.MLP,
+    MultiheadAttention: eqx.nn.MultiheadAttention,
+}
 
 # What is within these is for them to tag, or not linear in what is trained.
 _closed = (eqx.nn.WeightNorm, eqx.nn.SpectralNorm)
@@ -171,16 +177,18 @@ def _is_below(path: str, prefix: str) -> bool:
 
 def revert(model: _T) -> _T:
     """The inverse of [`eqx_kfac.convert`][]: every tagged layer becomes the layer of
-    `equinox.nn` that it was."""
+    `equinox.nn` that it was; so do `kfac.MLP` and the like."""
+    for kinds in (_untagged, _composite):  # The inner ones first.
 
-    def swap(node):
-        plain = _untagged.get(type(node))
-        return node if plain is None else with_fields_of(plain, node)
+        def swap(node, kinds=kinds):
+            plain = kinds.get(type(node))
+            return node if plain is None else with_fields_of(plain, node)
 
-    model = jtu.tree_map(swap, model, is_leaf=lambda node: type(node) in _untagged)
-    is_shared = lambda node: type(node) is Shared
-    untie = lambda node: with_fields_of(eqx.nn.Shared, node) if is_shared(node) else node
-    return jtu.tree_map(untie, model, is_leaf=is_shared)
+        def is_leaf(node, kinds=kinds):
+            return type(node) in kinds
+
+        model = jtu.tree_map(swap, model, is_leaf=is_leaf)
+    return model
 
 
 def cast(model: _T, dtype: Any) -> _T:
