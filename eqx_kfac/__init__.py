@@ -4,12 +4,19 @@ from ._block import (
     AbstractBlock as AbstractBlock,
     Diagonal as Diagonal,
     DiagonalFactors as DiagonalFactors,
+    EKFAC as EKFAC,
+    EKFACFactors as EKFACFactors,
     Expand as Expand,
+    Full as Full,
+    FullFactors as FullFactors,
+    Identity as Identity,
+    IdentityFactors as IdentityFactors,
     Kronecker as Kronecker,
     KroneckerFactors as KroneckerFactors,
     Reduce as Reduce,
     Series as Series,
     SeriesFactors as SeriesFactors,
+    TNT as TNT,
 )
 from ._damping import LevenbergMarquardt as LevenbergMarquardt
 from ._estimate import (
@@ -39,13 +46,19 @@ from ._loss import (
     SquaredError as SquaredError,
 )
 from ._operator import (
+    EigenOperator as EigenOperator,
     KroneckerOperator as KroneckerOperator,
     SeriesOperator as SeriesOperator,
 )
 from ._optax import kfac as kfac, scale_by_kfac as scale_by_kfac
 from ._optimizer import KFAC as KFAC
 from ._quadratic import QuadraticModel as QuadraticModel
-from ._solver import Cholesky as Cholesky, Eigh as Eigh
+from ._solver import (
+    Cholesky as Cholesky,
+    Eigh as Eigh,
+    NewtonSchulz as NewtonSchulz,
+    SubspaceIteration as SubspaceIteration,
+)
 from ._state import (
     averaged as averaged,
     Faults as Faults,

@@ -14,6 +14,7 @@ from ._custom_types import Key, Model
 from ._fisher import AbstractFisher
 from ._linearise import evaluate, factors, Linearisation, linearise, run, Share, whole
 from ._misc import zeros_of
+from ._precondition import has_bases, refresh
 
 
 class Batch(eqx.Module):
@@ -42,12 +43,17 @@ class Batch(eqx.Module):
         args = self._map_args(lambda x: x[:examples])
         return Batch(self.loss_fn, args, self.kwargs, examples // sizes[-1])
 
-    def linearise(self, model: Model) -> "LinearisedBatch":
-        """Everything a step asks for, at `model`."""
-        if self.micro_batches == 1:
-            linearisation = linearise(self.loss_fn, model, self.args, self.kwargs)
-            return LinearisedBatch(self, model, linearisation.share, linearisation)
-        return LinearisedBatch(self, model, self._share(model), None)
+    def linearise(
+        self, model: Model, curvature: Model | None = None
+    ) -> "LinearisedBatch":
+        """Everything a step asks for, at `model`. `curvature` is that so far: blocks like
+        [`eqx_kfac.EKFAC`][] take their statistics in its bases."""
+        if self.micro_batches > 1:
+            return LinearisedBatch(self, model, curvature, self._share(model), None)
+        linearised = linearise(
+            self.loss_fn, model, self.args, self.kwargs, curvature=curvature
+        )
+        return LinearisedBatch(self, model, curvature, linearised.share, linearised)
 
     def value(self, model: Model, share: Share) -> Float[Array, ""]:
         """The objective at another model: one more forward pass."""
@@ -123,13 +129,14 @@ class LinearisedBatch(eqx.Module):
 
     batch: Batch
     model: Model
+    bases: Model | None  # Curvature.
     share: Share
     linearisation: Linearisation | None  # Of the whole, unless it is too big for that.
 
     def first(self, examples: int | None) -> "LinearisedBatch":
         """The first `examples` of the batch, at the same model."""
         batch = self.batch.first(examples)
-        return self if batch is self.batch else batch.linearise(self.model)
+        return self if batch is self.batch else batch.linearise(self.model, self.bases)
 
     def value_and_grads(self) -> tuple[Float[Array, ""], Any, Model]:
         """The objective, the loss function's aux, and the gradient. The aux of several
@@ -140,8 +147,14 @@ class LinearisedBatch(eqx.Module):
         return value, aux, grads
 
     def curvature(self, fisher: AbstractFisher, key: Key | None) -> Model:
-        """The factors of every tagged layer, in a tree shaped like the model."""
+        """The factors of every tagged layer, in a tree shaped like the model. Where bases
+        are needed and there are none, they are found first."""
+        if self.bases is None and has_bases(self.model):
+            bases = refresh(self._curvature(fisher, key), self.model)
+            return self.batch.linearise(self.model, bases).curvature(fisher, key)
+        return self._curvature(fisher, key)
 
+    def _curvature(self, fisher: AbstractFisher, key: Key | None) -> Model:
         def piece(index, linearisation):
             own = key
             if key is not None and self.linearisation is None:
@@ -150,7 +163,7 @@ class LinearisedBatch(eqx.Module):
             return (statistics, linearisation.l2()), None
 
         (statistics, l2), _ = self._total(piece)
-        return factors(self.model, statistics, self.share.count, l2)
+        return factors(self.model, statistics, self.share.count, l2, self.bases)
 
     def gram(self, *directions: Model) -> Float[Array, "n n"]:
         r"""$d_a^\top C d_b$ with $C$ the Gauss-Newton matrix."""
@@ -167,10 +180,10 @@ class LinearisedBatch(eqx.Module):
 
         def piece(index, args):
             batch = self.batch
-            return fn(
-                index,
-                linearise(batch.loss_fn, self.model, args, batch.kwargs, self.share),
+            linearised = linearise(
+                batch.loss_fn, self.model, args, batch.kwargs, self.share, self.bases
             )
+            return fn(index, linearised)
 
         return self.batch.total(piece)
 

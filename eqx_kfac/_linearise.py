@@ -206,10 +206,12 @@ def linearise(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     share: Share | None = None,
+    curvature: Model | None = None,
 ) -> Linearisation:
-    """Runs `loss_fn` once, at a model whose tags are ready to collect."""
+    """Runs `loss_fn` once, at a model whose tags are ready to collect, in the bases of
+    `curvature`, if it is given."""
     check_tagged(model)
-    filled = fill_tags(model)
+    filled = fill_tags(model, None, curvature)
     objective, pushforward, pullback, aux = _filter_linearize(
         lambda model: run(loss_fn, model, args, kwargs), filled
     )
@@ -226,22 +228,32 @@ def linearise(
             weights = cast_varying(weights, varying_axes(model))
         curved, _, collect, _ = _filter_linearize(
             lambda model: (Sum(run(loss_fn, model, args, kwargs)[0].curved), None),
-            fill_tags(model, weights),
+            fill_tags(model, weights, curvature),
         )
     return Linearisation(
         objective, aux, filled, pushforward, pullback, curved, collect, share, axes
     )
 
 
-def factors(model: Model, statistics: Model, count: Float[Array, ""], l2: Model) -> Model:
-    """The factors of every tagged layer, in a tree shaped like the model."""
+def factors(
+    model: Model,
+    statistics: Model,
+    count: Float[Array, ""],
+    l2: Model,
+    curvature: Model | None,
+) -> Model:
+    """The factors of every tagged layer, in a tree shaped like the model. The statistics
+    were taken in the bases of `curvature`."""
 
-    def layer_factors(tag, layer, statistics, l2):
+    def layer_factors(tag, layer, statistics, l2, old):
         if not is_trainable(tag, layer):
             return None
-        return tag.block.factors(statistics, count, l2)
+        new = tag.block.factors(statistics, count, l2)
+        return new if old is None else tag.block.in_basis(new, tag.block.basis(old))
 
-    return map_tags(layer_factors, model, statistics, l2)
+    if curvature is None:
+        curvature = map_tags(lambda *_: None, model)
+    return map_tags(layer_factors, model, statistics, l2, curvature)
 
 
 def _filter_linearize(fn: Callable, model: Model) -> tuple[Sum, Callable, Callable, Any]:

@@ -14,12 +14,15 @@ from ._optimizer import KFAC
 from ._precondition import (
     average,
     check_covered,
+    has_bases,
+    in_bases_of,
     init_curvature,
     init_fallback,
     init_inverse,
     partition_tagged,
     precondition,
     refactorise,
+    refreshed,
     update_fallback,
 )
 from ._schedule import at, check_preconditioner, when_due
@@ -96,12 +99,17 @@ def scale_by_kfac(
         averaged, weight = state.curvature, state.weight
         if curvature is not None:
             curvature = _trained(curvature, updates)
+            curvature = in_bases_of(averaged, updates, curvature, weight == 0)
             rho = at(ema, state.step)
             averaged, weight, _ = average(averaged, weight, curvature, rho)
+        due = state.step, state.weight, inverse_period
+        if has_bases(updates):
+            first = state.weight == 0
+            averaged = when_due(
+                *due, lambda: refreshed(averaged, updates, solver, first), averaged
+            )
         inverse = when_due(
-            state.step,
-            state.weight,
-            inverse_period,
+            *due,
             lambda: refactorise(state.inverse, averaged, updates, solver, damping_now)[0],
             state.inverse,
         )

@@ -27,12 +27,15 @@ from ._misc import (
 from ._precondition import (
     average,
     check_covered,
+    has_bases,
+    in_bases_of,
     init_curvature,
     init_fallback,
     init_inverse,
     partition_tagged,
     precondition,
     refactorise,
+    refreshed,
     update_fallback,
 )
 from ._quadratic import quadratic, QuadraticModel
@@ -281,7 +284,7 @@ class KFAC(eqx.Module):
         check_count("micro_batches", micro_batches, 1)
         state = self._prepare(state, model)
         batch = Batch(loss_fn, args, kwargs, micro_batches)
-        linearised = batch.linearise(model)
+        linearised = batch.linearise(model, state.curvature)
         value, aux, grads = linearised.value_and_grads()
         averaged = self._collect(linearised, state, _fine(value, grads), key)
         return self._advance(model, state, averaged, value, grads, aux, linearised)
@@ -318,6 +321,7 @@ class KFAC(eqx.Module):
         averaged = state.curvature, state.weight, _fine(value, grads)
         if curvature is not None:
             old, weight, finite = averaged
+            curvature = in_bases_of(old, grads, curvature, weight == 0)
             *new, finite_too = average(old, weight, curvature, state.ema)
             averaged = *tree_where(finite, new, [old, weight]), finite & finite_too
         return self._updates(model, state, averaged, value, grads, None)[:2]
@@ -411,17 +415,22 @@ class KFAC(eqx.Module):
     ) -> tuple[Model, KFACState, Info]:
         """Factorise (if due), precondition, choose the length, look (if due), decide."""
         curvature, weight, finite = averaged
-        fine = _fine(value, grads)
+        fine, first = _fine(value, grads), state.weight == 0
+
+        def when_inverse_is_due(compute, otherwise):
+            again = state.refactorise
+            due = state.step, state.weight, self.inverse_period
+            return when_due(*due, compute, otherwise, finite, again)
+
+        if has_bases(grads):
+            curvature = when_inverse_is_due(
+                lambda: refreshed(curvature, grads, self.solver, first), curvature
+            )
         trial = _Trial(self, model, state, curvature, value, grads, linearised)
-        damping = trial.calibrated(state.weight == 0, finite)
-        inverse, factorised = when_due(
-            state.step,
-            state.weight,
-            self.inverse_period,
+        damping = trial.calibrated(first, finite)
+        inverse, factorised = when_inverse_is_due(
             lambda: trial.factorise(damping),
             (state.inverse, state.weight >= 0),  # True
-            finite,
-            again=state.refactorise,
         )
         proposal = trial.propose(damping, inverse)
         others, fallback = update_fallback(grads, state.fallback, model, self.fallback)

@@ -15,8 +15,14 @@ from jaxtyping import Array, Bool, Float
 from ._block import AbstractFactors
 from ._custom_types import Model
 from ._misc import all_finite, names, tree_where
-from ._solver import AbstractDampedSolver
-from ._tag import check_tagged, is_trainable, map_tags, update_layers
+from ._solver import AbstractDampedSolver, Eigh, is_factorised
+from ._tag import (
+    check_tagged,
+    is_trainable,
+    map_tags,
+    tagged_layers,
+    update_layers,
+)
 
 
 def partition_tagged(model: Model) -> tuple[Model, Model]:
@@ -86,22 +92,86 @@ def average(
     return *tree_where(finite, (blended, new_weight), (curvature, weight)), finite
 
 
-def factorise(
-    curvature: Model, model: Model, solver: AbstractDampedSolver, damping: Any
-) -> Model:
-    """The solver's state for every layer."""
+def has_bases(model: Model) -> bool:
+    """Whether the statistics of any block are taken in a basis of its factors."""
+    return any(tag.block.has_basis for _, tag, _ in tagged_layers(model))
 
-    def layer_state(tag, layer, factors):
+
+def refresh(
+    curvature: Model,
+    model: Model,
+    solver: AbstractDampedSolver = Eigh(),
+    first: Bool[Array, ""] | bool = True,
+) -> Model:
+    """The curvature in the bases that now are its own; `first` says that there were none
+    before. That of most blocks stays what it is."""
+
+    def layer_factors(tag, _, factors):
+        if factors is None or not tag.block.has_basis:
+            return factors
+
+        def refreshed(factors):
+            return tag.block.refreshed(factors, solver.eigenbasis, first)
+
+        return _over_stack(refreshed, factors)(factors)
+
+    return map_tags(layer_factors, model, curvature)
+
+
+def refreshed(
+    curvature: Model,
+    model: Model,
+    solver: AbstractDampedSolver,
+    first: Bool[Array, ""],
+) -> Model:
+    """As `refresh`; what was there, if that is not finite."""
+    new = refresh(curvature, model, solver, first)
+    return tree_where(all_finite(new), new, curvature)
+
+
+def in_bases_of(
+    curvature: Model, model: Model, new: Model, first: Bool[Array, ""]
+) -> Model:
+    """`new`, in the bases of `curvature` unless it is the `first` one."""
+
+    def layer_factors(tag, _, old, new):
+        if old is None or not tag.block.has_basis:
+            return new
+
+        def expressed(old, new):
+            return tag.block.expressed(new, tag.block.basis(old))
+
+        return tree_where(first, new, _over_stack(expressed, old)(old, new))
+
+    return map_tags(layer_factors, model, curvature, new)
+
+
+def factorise(
+    curvature: Model,
+    model: Model,
+    solver: AbstractDampedSolver,
+    damping: Any,
+    previous: Model | None = None,
+) -> Model:
+    """The solver's state for every layer; `None` where the operator is factorised as it
+    is. Solvers that iterate start at the `previous` one."""
+
+    def layer_state(tag, layer, factors, previous):
         if factors is None:
             return None
 
-        def init(factors):
+        def init(factors, previous):
             operator = tag.block.operator(factors)
-            return solver.init(operator, {"damping": _damping(damping, factors)})
+            if is_factorised(operator):
+                return None
+            options = {"damping": _damping(damping, factors), "previous": previous}
+            return solver.init(operator, options)
 
-        return _over_stack(init, factors)(factors)
+        return _over_stack(init, factors)(factors, previous)
 
-    return map_tags(layer_state, model, curvature)
+    if previous is None:
+        previous = map_tags(lambda *_: None, model)
+    return map_tags(layer_state, model, curvature, previous)
 
 
 def refactorise(
@@ -113,7 +183,7 @@ def refactorise(
 ) -> tuple[Model, Bool[Array, ""]]:
     """The factorisation of `curvature`, and whether it is finite; if it is not, the
     previous one."""
-    new = factorise(curvature, model, solver, damping)
+    new = factorise(curvature, model, solver, damping, inverse)
     finite = all_finite(new)
     return tree_where(finite, new, inverse), finite
 
@@ -135,8 +205,12 @@ def precondition(
             # What `lx.linear_solve` computes, without its derivatives, which nothing here
             # needs, and without its checks, which do not know explicit meshes.
             options = {"damping": _damping(damping, factors)}
-            solution, _, _ = solver.compute(state, matrix, options)
-            return solution
+            operator = tag.block.operator(factors)
+            if state is None:
+                state = solver.init(operator, options)
+            vector = matrix.reshape(operator.in_structure().shape)
+            solution, _, _ = solver.compute(state, vector, options)
+            return solution.reshape(matrix.shape)
 
         matrix = tag.form.to_matrix(layer).astype(factors.l2.dtype)
         solution = _over_stack(solve, factors)(matrix, factors, state)

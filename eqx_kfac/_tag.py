@@ -44,6 +44,7 @@ class Tag(eqx.Module):
     block: AbstractBlock = eqx.field(static=True)
     slots: Statistics
     weights: Array | None
+    basis: Any
     also: "Tag | None"
     swapped: bool = eqx.field(static=True)
     # Of a tag at parameters, while collecting: a mark for each one that is trained.
@@ -64,6 +65,7 @@ class Tag(eqx.Module):
         self.block = block
         self.slots = block.empty()
         self.weights = None
+        self.basis = None
         self.also = None
         self.swapped = swapped
         self.trained = (None,) * len(form.names)
@@ -101,9 +103,9 @@ class Tag(eqx.Module):
                     "whole model was cast, the slots of its tags included. Cast the "
                     "parameters only, with `kfac.cast(model, dtype)`."
                 )
-        shared = [] if self.weights is None else [self.weights]
+        shared, shared_treedef = jtu.tree_flatten((self.weights, self.basis))
         y, x, slots = cast_varying((y, x, slots), varying_axes((y, x, slots)))
-        layout = _Layout(self.form, self.block, self.swapped, treedef, len(shared))
+        layout = _Layout(self.form, self.block, self.swapped, treedef, shared_treedef)
         return tag_p.bind(y, x, *shared, *slots, layout=layout, stack=0, examples=0)
 
     def memory(self, layer: Any) -> Any:
@@ -170,8 +172,10 @@ class Tag(eqx.Module):
         """Whether the slots are filled."""
         return bool(jtu.tree_leaves(self.slots))
 
-    def fill(self, layer: Any, weights: Array | None) -> "Tag":
-        """This tag, ready to collect. `weights` are example weights, or `None`."""
+    def fill(self, layer: Any, weights: Array | None, factors: Any) -> "Tag":
+        """This tag, ready to collect. `weights` are example weights, or `None`. `factors`
+        are those of the layer so far, if there are any; there may be a basis in them that
+        the statistics are to be taken in."""
         slots = self.block.slots(self.form, layer)
         if not jtu.tree_leaves(slots):
             return self
@@ -181,7 +185,8 @@ class Tag(eqx.Module):
             stack = self.form.sizes(layer).stack
             stack = stack[: len(stack) - self.form.groups]
             weights = jnp.broadcast_to(weights, stack + weights.shape)
-        tag = self._with(slots, weights)
+        basis = None if factors is None else self.block.basis(factors)
+        tag = self._with(slots, weights, basis)
         marks = tuple(
             None if p is None else jnp.ones(p.shape[: p.ndim - rank], bool)
             for p, rank in self._ranked(layer)
@@ -197,13 +202,13 @@ class Tag(eqx.Module):
 
     def with_slots(self, other: "Tag") -> "Tag":
         """This tag, to add to the statistics of another one."""
-        return self._with(other.slots, other.weights)
+        return self._with(other.slots, other.weights, other.basis)
 
-    def _with(self, slots: Statistics, weights: Array | None) -> "Tag":
+    def _with(self, slots: Statistics, weights: Array | None, basis: Any) -> "Tag":
         return eqx.tree_at(
-            lambda t: (t.slots, t.weights),
+            lambda t: (t.slots, t.weights, t.basis),
             self,
-            (slots, weights),
+            (slots, weights, basis),
             is_leaf=lambda x: x is None or isinstance(x, Statistics),
         )
 
@@ -220,10 +225,10 @@ class _Layout(NamedTuple):
     block: AbstractBlock
     swapped: bool
     slots: Any  # treedef of the slots
-    num_shared: int
+    shared: Any  # and of weights and basis
 
     def split(self, operands):
-        k = 2 + self.num_shared
+        k = 2 + self.shared.num_leaves
         return operands[0], operands[1], operands[2:k], operands[k:]
 
 
@@ -286,9 +291,10 @@ def _transpose(ct, *operands, layout, stack, examples):
 
     def statistics(x, ct, *shared):
         axes = stack + examples
-        weights = _row_weights(*shared, x=x, stack=stack, axes=axes)
+        weights, basis = jtu.tree_unflatten(layout.shared, shared)
+        weights = _row_weights(weights, x=x, stack=stack, axes=axes)
         rows = layout.form.rows(x, ct, weights, stack, axes)
-        rows = rows._replace(swapped=layout.swapped)
+        rows = rows._replace(swapped=layout.swapped, basis=basis)
         return jtu.tree_leaves(layout.block.statistics(rows, like))
 
     stats = _not_differentiable(statistics)(x, ct, *shared)
@@ -300,7 +306,7 @@ def _transpose(ct, *operands, layout, stack, examples):
     return [ct, *nothing, *wanted]
 
 
-def _row_weights(weights=None, *, x, stack, axes):
+def _row_weights(weights, *, x, stack, axes):
     """Example weights on the axes of this layer that they speak of: the longest run of
     example axes, from the outermost, whose lengths agree. Over the weights' further axes
     (tokens, when the layer acts on whole sequences) the mean is taken."""
@@ -488,27 +494,31 @@ def naming_layers(model: Any):
         raise
 
 
-def with_tags(layer: Any, fn: Callable) -> Any:
-    """`layer` with `fn(tag)` in the place of each of its tags."""
+def with_tags(layer: Any, fn: Callable, *rest: Any) -> Any:
+    """`layer` with `fn(tag, *rest)` in the place of each of its tags."""
     is_tag = lambda node: isinstance(node, Tag)
-    tag = jtu.tree_map(fn, layer.tag, is_leaf=is_tag)
+    tag = jtu.tree_map(fn, layer.tag, *rest, is_leaf=is_tag)
     return eqx.tree_at(lambda m: m.tag, layer, tag, is_leaf=lambda x: x is layer.tag)
 
 
-def fill_tags(model: Any, weights: Array | None = None) -> Any:
-    """The model with its tags ready to collect."""
-    return _map_layers(
-        lambda layer: with_tags(layer, lambda tag: tag.fill(layer, weights)), model
-    )
+def fill_tags(model: Any, weights: Array | None = None, curvature: Any = None) -> Any:
+    """The model with its tags ready to collect. `curvature` is that so far, in whose
+    bases some blocks take their statistics."""
+    if curvature is None:
+        curvature = map_tags(lambda *_: None, model)
+
+    def apply(node, factors):
+        if not is_tagged(node):
+            return node
+        return with_tags(node, lambda tag, own: tag.fill(node, weights, own), factors)
+
+    return jtu.tree_map(apply, model, curvature, is_leaf=is_tagged)
 
 
 def empty_tags(model: Any) -> Any:
     """The model (or a tree of gradients of it) without its tags' slots."""
-    return _map_layers(lambda layer: with_tags(layer, Tag.empty), model)
 
-
-def _map_layers(fn: Callable, model: Any) -> Any:
     def apply(node):
-        return fn(node) if is_tagged(node) else node
+        return with_tags(node, Tag.empty) if is_tagged(node) else node
 
     return jtu.tree_map(apply, model, is_leaf=is_tagged)

@@ -4,6 +4,9 @@ from ._base import (
     Statistics as Statistics,
 )
 from ._diagonal import Diagonal as Diagonal, DiagonalFactors as DiagonalFactors
+from ._ekfac import EKFAC as EKFAC, EKFACFactors as EKFACFactors
+from ._full import Full as Full, FullFactors as FullFactors
+from ._identity import Identity as Identity, IdentityFactors as IdentityFactors
 from ._kronecker import Kronecker as Kronecker, KroneckerFactors as KroneckerFactors
 from ._series import Series as Series, SeriesFactors as SeriesFactors
 from ._sharing import (
@@ -11,3 +14,4 @@ from ._sharing import (
     Expand as Expand,
     Reduce as Reduce,
 )
+from ._tnt import TNT as TNT

@@ -1,5 +1,6 @@
 import abc
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import equinox as eqx
 from jaxtyping import Array, Float, PyTree
@@ -32,6 +33,8 @@ class AbstractBlock(eqx.Module):
     weighted: eqx.AbstractVar[bool]
     # Whether there are products between different positions (tokens) of an example.
     mixes_positions: eqx.AbstractVar[bool]
+    # Whether the statistics are taken in a basis that the factors have.
+    has_basis: ClassVar[bool] = False
 
     @abc.abstractmethod
     def empty(self) -> Statistics:
@@ -55,3 +58,25 @@ class AbstractBlock(eqx.Module):
     def operator(self, factors: Any) -> Any:
         """The lineax operator that the factors of one layer (no stack axes) denote,
         without its `l2`."""
+
+    #
+    # With `has_basis`:
+    #
+
+    def basis(self, factors: Any) -> Any:
+        """The arrays of the factors that `statistics` wants as `rows.basis`."""
+        return None
+
+    def in_basis(self, factors: Any, basis: Any) -> Any:
+        """The factors of statistics that were taken in `basis`."""
+        return factors
+
+    def expressed(self, factors: Any, basis: Any) -> Any:
+        """The factors of one layer, as well as they can be expressed in another basis."""
+        return factors
+
+    def refreshed(self, factors: Any, eigenbasis: Callable, first: Any) -> Any:
+        """The factors of one layer in a new basis. `eigenbasis(factor, vectors)` gives
+        eigenvalues and eigenvectors, close to `vectors` if it can make use of them;
+        `first` says that there was no basis before."""
+        return factors

@@ -1,21 +1,13 @@
-import math
 from typing import Any
 
 import equinox as eqx
-import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float
 
-from .._form import AbstractForm, join, Rows
-from .._misc import accumulator, check_count, moment, zeros_beside
+from .._form import AbstractForm, Rows
+from .._misc import check_count, zeros_of
 from ._base import AbstractBlock, AbstractFactors, Statistics
-
-
-class Squares(eqx.Module):
-    """Sums of the squares of single examples' gradients."""
-
-    weight: Any = None
-    bias: Any = None
+from ._gradients import Columns, columns_of, squares
 
 
 class DiagonalFactors(AbstractFactors):
@@ -57,52 +49,22 @@ class Diagonal(AbstractBlock):
         self.batch_axes = batch_axes
 
     def empty(self) -> Statistics:
-        return Statistics(inputs=None, outputs=Squares())
+        return Statistics(inputs=Columns(), outputs=None)
 
     def slots(self, form: AbstractForm, layer: Any) -> Statistics:
-        leaves = [p for p in form.parameters(layer) if p is not None]
-        if not leaves:
+        columns, zeros = columns_of(form, layer)
+        if columns is None:
             return self.empty()
-        stack, d_out, d_in, bias, _ = form.sizes(layer)
-        dtype = accumulator(leaves[0].dtype)
-
-        def zeros(*shape):
-            return zeros_beside(leaves[0], stack + shape, dtype, len(stack) - form.groups)
-
-        squares = Squares(
-            weight=zeros(d_out, d_in) if d_in > 0 else None,
-            bias=zeros(d_out, 1) if bias else None,
-        )
-        return Statistics(inputs=None, outputs=squares)
+        return Statistics(inputs=columns, outputs=zeros(*columns.shape))
 
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
-        like = slots.outputs
-        weight = bias = None
-        if like.weight is not None:
-            weight = self._squares(rows, rows.x.vectors(), like.weight)
-        if like.bias is not None:
-            ones = jnp.ones((*rows.g.shape[:-1], 1), rows.g.dtype)
-            bias = self._squares(rows, ones, like.bias)
-        return Statistics(inputs=None, outputs=Squares(weight, bias))
-
-    def _squares(self, rows: Rows, x: Array, like: Any) -> Array:
-        g, x, stack = rows.g.astype(like.dtype), x.astype(like.dtype), rows.stack
-        axes = min(stack + self.batch_axes, g.ndim - 1)
-        if math.prod(g.shape[axes:-1]) == 1:
-            return moment(g**2, x**2, stack, like)
-        examples = jnp.matmul(_flat(g, axes).mT, _flat(x, axes), precision="highest")
-        return jnp.sum(examples**2, axis=tuple(range(stack, axes)))
+        x = slots.inputs.inputs(rows)
+        total = squares(rows.g, x, rows.stack, self.batch_axes, slots.outputs)
+        return Statistics(zeros_of(slots.inputs), total)
 
     def factors(self, statistics: Statistics, count: Any, l2: Any) -> DiagonalFactors:
-        squares = statistics.outputs
-        diagonal = join(squares.weight, squares.bias)
-        diagonal = diagonal / count.astype(diagonal.dtype)
+        diagonal = statistics.outputs / count.astype(statistics.outputs.dtype)
         return DiagonalFactors(diagonal, l2.astype(diagonal.dtype))
 
     def operator(self, factors: DiagonalFactors) -> lx.DiagonalLinearOperator:
         return lx.DiagonalLinearOperator(factors.diagonal)
-
-
-def _flat(a: Array, axes: int) -> Array:
-    """`[*examples, positions, d]`, of rows with any number of axes."""
-    return a.reshape(*a.shape[:axes], -1, a.shape[-1])

@@ -33,6 +33,7 @@ class Rows(NamedTuple):
     weights: Float[Array, "..."] | None
     stack: int
     swapped: bool = False  # A use of the transposed weight.
+    basis: Any = None  # What the block wants the statistics in.
 
 
 class AbstractForm(eqx.Module):

@@ -1,3 +1,4 @@
+from ._eigen import EigenOperator as EigenOperator
 from ._factor import (
     diagonal as diagonal,
     eigh as eigh,

@@ -1,4 +1,9 @@
-from ._base import AbstractDampedSolver as AbstractDampedSolver
+from ._base import (
+    AbstractDampedSolver as AbstractDampedSolver,
+    is_factorised as is_factorised,
+)
 from ._cholesky import Cholesky as Cholesky
 from ._damped import damped_factors as damped_factors
 from ._eigh import Eigh as Eigh
+from ._newton_schulz import NewtonSchulz as NewtonSchulz
+from ._subspace import SubspaceIteration as SubspaceIteration

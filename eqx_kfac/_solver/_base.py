@@ -1,27 +1,22 @@
 import abc
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float
 
-from .._operator import Factor, KroneckerOperator, SeriesOperator
+from .._operator import EigenOperator, eigh, Factor, KroneckerOperator, SeriesOperator
 from ._series import apply_series, factorise_series, SeriesState
 
 
 _State = TypeVar("_State")
 
 
-class DiagonalState(NamedTuple):
-    """A diagonal operator is its own factorisation."""
-
-    diagonal: Float[Array, "*stack d_out d_in"]
-
-
 class AbstractDampedSolver(lx.AbstractLinearSolver[_State]):
     r"""A lineax solver for $(C + \lambda I)^{-1} v$, on a
-    [`eqx_kfac.KroneckerOperator`][] $C = G \otimes A$ or a diagonal operator. Its state
-    is the cached factorisation.
+    [`eqx_kfac.KroneckerOperator`][] $C = G \otimes A$. Its state is the cached
+    factorisation. (A diagonal operator, an [`eqx_kfac.EigenOperator`][] and an
+    [`eqx_kfac.SeriesOperator`][] are solved with too, each in its only way.)
 
     The damping $\lambda \ge 0$ is `options["damping"]` (default 0), a scalar:
 
@@ -32,9 +27,14 @@ class AbstractDampedSolver(lx.AbstractLinearSolver[_State]):
 
     @abc.abstractmethod
     def factorise(
-        self, output_factor: Factor, input_factor: Factor, damping: Float[Array, ""]
+        self,
+        output_factor: Factor,
+        input_factor: Factor,
+        damping: Float[Array, ""],
+        previous: Any,
     ) -> Any:
-        r"""The state for $G \otimes A$."""
+        r"""The state for $G \otimes A$. `previous` is one for factors that may be similar,
+        `None`, or all zeros."""
 
     @abc.abstractmethod
     def apply(
@@ -42,10 +42,17 @@ class AbstractDampedSolver(lx.AbstractLinearSolver[_State]):
     ) -> Float[Array, "d_out d_in"]:
         """The solution, given the state."""
 
+    def eigenbasis(
+        self, factor: Factor, vectors: Float[Array, "d d"] | None
+    ) -> tuple[Float[Array, " d"], Float[Array, "d d"] | None]:
+        """Eigenvalues and eigenvectors of a factor, given those (or zeros) of one that
+        may be similar. For blocks that want an eigenbasis of every solver."""
+        return eigh(factor)
+
     def init(self, operator: lx.AbstractLinearOperator, options: dict[str, Any]) -> Any:
         """Factorises the operator."""
-        if isinstance(operator, lx.DiagonalLinearOperator):
-            return DiagonalState(operator.diagonal)
+        if is_factorised(operator):
+            return operator
         if isinstance(operator, SeriesOperator):
             return factorise_series(operator, _damping(options, operator.input_factor))
         if not isinstance(operator, KroneckerOperator):
@@ -56,14 +63,17 @@ class AbstractDampedSolver(lx.AbstractLinearSolver[_State]):
                 "lineax for other operators."
             )
         damping = _damping(options, operator.input_factor)
-        return self.factorise(operator.output_factor, operator.input_factor, damping)
+        factors = operator.output_factor, operator.input_factor
+        return self.factorise(*factors, damping, options.get("previous"))
 
     def compute(
         self, state: Any, vector: Float[Array, "..."], options: dict[str, Any]
     ) -> tuple[Float[Array, "..."], lx.RESULTS, dict[str, Any]]:
         damping = _damping(options, vector)
-        if isinstance(state, DiagonalState):
+        if isinstance(state, lx.DiagonalLinearOperator):
             solution = vector / (state.diagonal + damping)
+        elif isinstance(state, EigenOperator):
+            solution = state.scale(vector, 1 / (state.eigenvalues + damping))
         elif isinstance(state, SeriesState):
             solution = apply_series(state, vector)
         else:
@@ -82,3 +92,8 @@ class AbstractDampedSolver(lx.AbstractLinearSolver[_State]):
 
 def _damping(options: dict[str, Any], like: Array) -> Float[Array, ""]:
     return jnp.asarray(options.get("damping", 0.0), like.dtype)
+
+
+def is_factorised(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether there is nothing to factorise."""
+    return isinstance(operator, lx.DiagonalLinearOperator | EigenOperator)

@@ -1,20 +1,8 @@
-from typing import NamedTuple
-
-from jaxtyping import Array, Float
-
-from .._operator import Factor, inverse, left, right
-from ._base import AbstractDampedSolver
-from ._damped import damped_factors
+from .._operator import Factor, inverse
+from ._factored import AbstractFactoredSolver
 
 
-class CholeskyState(NamedTuple):
-    """The inverses of both damped factors, diagonal where these are."""
-
-    output_inverse: Float[Array, "..."]
-    input_inverse: Float[Array, "..."]
-
-
-class Cholesky(AbstractDampedSolver[CholeskyState]):
+class Cholesky(AbstractFactoredSolver):
     r"""Factored Tikhonov damping: the inverse of
 
     $$\left(G + \frac{\sqrt\lambda}{\pi} I\right) \otimes
@@ -35,16 +23,5 @@ class Cholesky(AbstractDampedSolver[CholeskyState]):
         Approximate Curvature*, ICML 2015, section 6.3.
     """
 
-    def factorise(
-        self, output_factor: Factor, input_factor: Factor, damping: Float[Array, ""]
-    ) -> CholeskyState:
-        damped = damped_factors(output_factor, input_factor, damping)
-        return CholeskyState(*map(inverse, damped))
-
-    def apply(
-        self,
-        state: CholeskyState,
-        vector: Float[Array, "d_out d_in"],
-        damping: Float[Array, ""],
-    ) -> Float[Array, "d_out d_in"]:
-        return right(left(state.output_inverse, vector), state.input_inverse)
+    def invert(self, factor: Factor, previous: Factor | None) -> Factor:
+        return inverse(factor)

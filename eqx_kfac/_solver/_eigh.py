@@ -3,13 +3,13 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._operator import eigh, Factor, matmul
+from .._operator import EigenOperator, Factor
 from ._base import AbstractDampedSolver
 
 
 class EighState(NamedTuple):
-    """Eigenvalues (ascending, clipped at zero) and eigenvectors of both factors. Those of
-    a diagonal factor are not kept: it has `None`, and its eigenvalues in place."""
+    """Eigenvalues (clipped at zero) and eigenvectors of both factors. Those of a diagonal
+    factor are not kept: it has `None`, and its eigenvalues in place."""
 
     output_values: Float[Array, "*stack d_out"]
     output_vectors: Float[Array, "*stack d_out d_out"] | None
@@ -17,7 +17,35 @@ class EighState(NamedTuple):
     input_vectors: Float[Array, "*stack d_in d_in"] | None
 
 
-class Eigh(AbstractDampedSolver[EighState]):
+class AbstractEigenSolver(AbstractDampedSolver[EighState]):
+    """Exact damping, in eigenbases of both factors."""
+
+    def factorise(
+        self,
+        output_factor: Factor,
+        input_factor: Factor,
+        damping: Float[Array, ""],
+        previous: EighState | None,
+    ) -> EighState:
+        vectors_out = None if previous is None else previous.output_vectors
+        vectors_in = None if previous is None else previous.input_vectors
+        return EighState(
+            *self.eigenbasis(output_factor, vectors_out),
+            *self.eigenbasis(input_factor, vectors_in),
+        )
+
+    def apply(
+        self,
+        state: EighState,
+        vector: Float[Array, "d_out d_in"],
+        damping: Float[Array, ""],
+    ) -> Float[Array, "d_out d_in"]:
+        eigenvalues = jnp.outer(state.output_values, state.input_values)
+        basis = EigenOperator(state.output_vectors, state.input_vectors, eigenvalues)
+        return basis.scale(vector, 1 / (eigenvalues + damping))
+
+
+class Eigh(AbstractEigenSolver):
     r"""Exact damping, through the eigendecompositions of both factors:
 
     $$(G \otimes A + \lambda I)^{-1} \operatorname{vec}(V) = \operatorname{vec}\left(
@@ -33,22 +61,3 @@ class Eigh(AbstractDampedSolver[EighState]):
         J. Martens and R. Grosse, *Optimizing Neural Networks with Kronecker-factored
         Approximate Curvature*, ICML 2015, appendix B.
     """
-
-    def factorise(
-        self, output_factor: Factor, input_factor: Factor, damping: Float[Array, ""]
-    ) -> EighState:
-        return EighState(*eigh(output_factor), *eigh(input_factor))
-
-    def apply(
-        self,
-        state: EighState,
-        vector: Float[Array, "d_out d_in"],
-        damping: Float[Array, ""],
-    ) -> Float[Array, "d_out d_in"]:
-        q_out, q_in = state.output_vectors, state.input_vectors
-        eigenvalues = jnp.outer(state.output_values, state.input_values)
-        v = vector if q_out is None else matmul(q_out.T, vector)
-        v = v if q_in is None else matmul(v, q_in)
-        v = v / (eigenvalues + damping)
-        v = v if q_in is None else matmul(v, q_in.T)
-        return v if q_out is None else matmul(q_out, v)

@@ -1,0 +1,171 @@
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .._form import AbstractForm, Rows
+from .._misc import zeros_of
+from .._operator import EigenOperator, matmul
+from ._base import AbstractBlock, AbstractFactors, Statistics
+from ._gradients import Columns, columns_of, squares
+from ._kronecker import Kronecker
+from ._sharing import AbstractSharing, Expand
+
+
+class Basis(eqx.Module):
+    """Eigenvectors of both factors; `None` for those of a diagonal one."""
+
+    output_vectors: Any
+    input_vectors: Any
+
+
+class EKFACFactors(AbstractFactors):
+    r"""The two Kronecker factors of a layer, orthonormal bases $Q_G$ and $Q_A$ that were
+    their eigenvectors when they were last refreshed, the eigenvalues that belong to every
+    pair of columns, and the multiple of the identity that an [`eqx_kfac.L2`][] term adds.
+    Stacked layers have leading axes."""
+
+    input_factor: Float[Array, "..."]
+    output_factor: Float[Array, "*stack d_out d_out"]
+    input_vectors: Float[Array, "*stack d_in d_in"] | None
+    output_vectors: Float[Array, "*stack d_out d_out"]
+    eigenvalues: Float[Array, "*stack d_out d_in"]
+    l2: Float[Array, "*stack"]
+
+
+class EKFAC(AbstractBlock):
+    r"""The eigenvalue-corrected Kronecker block: the eigenbasis of $G \otimes A$ (see
+    [`eqx_kfac.Kronecker`][]), with the eigenvalues that are best in it,
+
+    $$S = \frac1N \sum_n \left(Q_G^\top \nabla_n Q_A\right)^{\circ 2} \in
+    \mathbb{R}^{d_\text{out} \times d_\text{in}(+1)}, \qquad
+    \nabla_n = \sum_s g_{ns} \bar x_{ns}^\top$$
+
+    Never further from the exact block than $G \otimes A$ (in the Frobenius norm), with
+    the exact trace. Solvers only refresh the eigenbasis, every `inverse_period` steps;
+    $S$ is up to date at every step, at any damping, which is added to it.
+
+    At an optimizer's first step, when there is no basis yet, the eigenvalues are those of
+    $G \otimes A$. When the basis changes, the diagonal of what $S$ stood for is taken in
+    the new one.
+
+    ??? cite "Reference"
+
+        T. George, C. Laurent, X. Bouthillier, N. Ballas, P. Vincent, *Fast Approximate
+        Natural Gradient Descent in a Kronecker-factored Eigenbasis*, NeurIPS 2018.
+    """
+
+    kronecker: Kronecker
+    batch_axes: int = eqx.field(static=True)
+    mixes_positions = True
+    has_basis = True
+
+    def __init__(
+        self,
+        sharing: AbstractSharing = Expand(),
+        weighted: bool = True,
+        batch_axes: int = 1,
+    ):
+        """**Arguments:**
+
+        - `sharing`, `weighted`: as for [`eqx_kfac.Kronecker`][], of the factors.
+        - `batch_axes`: as for [`eqx_kfac.Reduce`][].
+        """
+        self.kronecker = Kronecker(sharing, weighted)
+        self.batch_axes = batch_axes
+
+    @property
+    def weighted(self) -> bool:  # pyright: ignore
+        return self.kronecker.weighted
+
+    def empty(self) -> Statistics:
+        empty = self.kronecker.empty()
+        return Statistics((empty.inputs, Columns()), (empty.outputs, None))
+
+    def slots(self, form: AbstractForm, layer: Any) -> Statistics:
+        columns, zeros = columns_of(form, layer)
+        if columns is None:
+            return self.empty()
+        slots = self.kronecker.slots(form, layer)
+        return Statistics((slots.inputs, columns), (slots.outputs, zeros(*columns.shape)))
+
+    def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
+        (inputs, columns), (outputs, like) = slots.inputs, slots.outputs
+        moments = self.kronecker.statistics(rows, Statistics(inputs, outputs))
+        eigenvalues = zeros_of(like)
+        if rows.basis is not None:
+            x = _rotated(columns.inputs(rows), rows.basis.input_vectors, rows.stack)
+            g = rows.g.astype(like.dtype)
+            g = _rotated(g, rows.basis.output_vectors, rows.stack)
+            eigenvalues = squares(g, x, rows.stack, self.batch_axes, like)
+        return Statistics(
+            (moments.inputs, zeros_of(columns)), (moments.outputs, eigenvalues)
+        )
+
+    def factors(self, statistics: Statistics, count: Any, l2: Any) -> EKFACFactors:
+        (inputs, _), (outputs, squares) = statistics.inputs, statistics.outputs
+        kronecker = self.kronecker.factors(Statistics(inputs, outputs), count, l2)
+        diagonal = kronecker.input_factor.ndim == l2.ndim + 1
+        return EKFACFactors(
+            kronecker.input_factor,
+            kronecker.output_factor,
+            None if diagonal else jnp.zeros_like(kronecker.input_factor),
+            jnp.zeros_like(kronecker.output_factor),
+            squares / count.astype(squares.dtype),
+            kronecker.l2,
+        )
+
+    def operator(self, factors: EKFACFactors) -> EigenOperator:
+        return EigenOperator(
+            factors.output_vectors, factors.input_vectors, factors.eigenvalues
+        )
+
+    def basis(self, factors: EKFACFactors) -> Basis:
+        return Basis(factors.output_vectors, factors.input_vectors)
+
+    def in_basis(self, factors: EKFACFactors, basis: Basis) -> EKFACFactors:
+        return EKFACFactors(
+            factors.input_factor,
+            factors.output_factor,
+            basis.input_vectors,
+            basis.output_vectors,
+            factors.eigenvalues,
+            factors.l2,
+        )
+
+    def expressed(self, factors: EKFACFactors, basis: Basis) -> EKFACFactors:
+        values = factors.eigenvalues
+        # The diagonal of Q S Q^T in another basis is (U o U) S, with U its change.
+        values = matmul(_change(factors.output_vectors, basis.output_vectors), values)
+        if basis.input_vectors is not None:
+            change = _change(factors.input_vectors, basis.input_vectors)
+            values = matmul(values, change.T)
+        new = eqx.tree_at(lambda f: f.eigenvalues, factors, values)
+        return self.in_basis(new, basis)
+
+    def refreshed(
+        self, factors: EKFACFactors, eigenbasis: Callable, first: Any
+    ) -> EKFACFactors:
+        values_out, vectors_out = eigenbasis(
+            factors.output_factor, factors.output_vectors
+        )
+        values_in, vectors_in = eigenbasis(factors.input_factor, factors.input_vectors)
+        new = self.expressed(factors, Basis(vectors_out, vectors_in))
+        kronecker = jnp.outer(values_out, values_in)
+        values = jnp.where(first, kronecker, new.eigenvalues)
+        return eqx.tree_at(lambda f: f.eigenvalues, new, values)
+
+
+def _rotated(a: Array, vectors: Any, stack: int) -> Array:
+    r"""$Q^\top a$ for all rows."""
+    if vectors is None:
+        return a
+    lead = a.shape[:stack]
+    flat = a.reshape(*lead, -1, a.shape[-1])
+    return matmul(flat, vectors.astype(a.dtype)).reshape(a.shape)
+
+
+def _change(old: Float[Array, "d d"], new: Float[Array, "d d"]) -> Float[Array, "d d"]:
+    return matmul(new.T, old) ** 2

@@ -1,0 +1,88 @@
+"""The gradients of single examples with respect to a layer's canonical matrix."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .._form import AbstractForm, Rows
+from .._misc import accumulator, moment, zeros_beside
+
+
+class Columns(eqx.Module):
+    """Which columns of the canonical matrix are trained, those of the weight or that of
+    the bias: slots without any numbers, of shapes `[*stack, 0, d_out, columns]`."""
+
+    weight: Any = None
+    bias: Any = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(d_out, d_in)` of the canonical matrix."""
+        shapes = [a.shape for a in (self.weight, self.bias) if a is not None]
+        return shapes[0][-2], sum(shape[-1] for shape in shapes)
+
+    def inputs(self, rows: Rows) -> Float[Array, "*rows d_in"]:
+        r"""$\bar x$, of the columns that there are."""
+        dtype = accumulator(rows.g.dtype)
+        ones = jnp.ones((*rows.g.shape[:-1], 1), dtype)
+        if self.weight is None:
+            return ones
+        x = rows.x.vectors().astype(dtype)
+        return x if self.bias is None else jnp.concatenate([x, ones], axis=-1)
+
+
+def columns_of(form: AbstractForm, layer: Any) -> tuple[Columns | None, Callable]:
+    """The columns of a layer that are trained, if any, and how to make its slots."""
+    leaves = [p for p in form.parameters(layer) if p is not None]
+    if not leaves:
+        return None, lambda *_: None
+    stack, d_out, d_in, bias, _ = form.sizes(layer)
+    dtype, sharded = accumulator(leaves[0].dtype), len(stack) - form.groups
+
+    def zeros(*shape):
+        return zeros_beside(leaves[0], stack + shape, dtype, sharded)
+
+    weight = zeros(0, d_out, d_in) if d_in > 0 else None
+    return Columns(weight, zeros(0, d_out, 1) if bias else None), zeros
+
+
+def squares(
+    g: Float[Array, "*rows d_out"],
+    x: Float[Array, "*rows d_in"],
+    stack: int,
+    batch_axes: int,
+    like: Any,
+) -> Float[Array, "*stack d_out d_in"]:
+    r"""$\sum_n (\sum_s g_{ns} x_{ns}^\top)^{\circ 2}$."""
+    g, x = g.astype(like.dtype), x.astype(like.dtype)
+    if not has_positions(g, stack, batch_axes):
+        return moment(g**2, x**2, stack, like)
+    gradients = example_gradients(g, x, stack, batch_axes)
+    return jnp.sum(gradients**2, axis=stack)
+
+
+def has_positions(g: Array, stack: int, batch_axes: int) -> bool:
+    """Whether several rows belong to one example."""
+    return math.prod(g.shape[stack + batch_axes : -1]) > 1
+
+
+def example_gradients(
+    g: Float[Array, "*rows d_out"],
+    x: Float[Array, "*rows d_in"],
+    stack: int,
+    batch_axes: int,
+) -> Float[Array, "*stack examples d_out d_in"]:
+    r"""$\sum_s g_{ns} x_{ns}^\top$ for every example $n$, written out."""
+    axes = min(stack + batch_axes, g.ndim - 1)
+
+    def flat(a):  # [*stack, examples, positions, d]
+        examples = math.prod(a.shape[stack:axes])
+        return a.reshape(*a.shape[:stack], examples, -1, a.shape[-1])
+
+    highest = jax.lax.Precision.HIGHEST
+    return jnp.matmul(flat(g).mT, flat(x), precision=highest)

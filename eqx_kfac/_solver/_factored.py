@@ -1,0 +1,43 @@
+import abc
+from typing import Any, NamedTuple
+
+from jaxtyping import Array, Float
+
+from .._operator import Factor, left, right
+from ._base import AbstractDampedSolver
+from ._damped import damped_factors
+
+
+class InverseState(NamedTuple):
+    """The inverses of both damped factors, diagonal where these are."""
+
+    output_inverse: Float[Array, "..."]
+    input_inverse: Float[Array, "..."]
+
+
+class AbstractFactoredSolver(AbstractDampedSolver[InverseState]):
+    """Factored Tikhonov damping: each damped factor is inverted by itself."""
+
+    @abc.abstractmethod
+    def invert(self, factor: Factor, previous: Factor | None) -> Factor:
+        """The inverse of a positive definite factor. `previous` is that of one that may
+        be similar, `None`, or all zeros."""
+
+    def factorise(
+        self,
+        output_factor: Factor,
+        input_factor: Factor,
+        damping: Float[Array, ""],
+        previous: InverseState | None,
+    ) -> InverseState:
+        damped = damped_factors(output_factor, input_factor, damping)
+        before: Any = (None, None) if previous is None else previous
+        return InverseState(*map(self.invert, damped, before))
+
+    def apply(
+        self,
+        state: InverseState,
+        vector: Float[Array, "d_out d_in"],
+        damping: Float[Array, ""],
+    ) -> Float[Array, "d_out d_in"]:
+        return right(left(state.output_inverse, vector), state.input_inverse)

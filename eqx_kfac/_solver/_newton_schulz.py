@@ -1,0 +1,70 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .._misc import check_count
+from .._operator import Factor, identity, matmul
+from ._factored import AbstractFactoredSolver
+
+
+class NewtonSchulz(AbstractFactoredSolver):
+    r"""As [`eqx_kfac.Cholesky`][], with both damped factors $M$ inverted by the
+    Newton-Schulz iteration
+
+    $$X \leftarrow X (2 I - M X),$$
+
+    which consists of matrix products only: for hardware on which these are fast and
+    decompositions are not. It starts at the previous inverse if that is near enough (then
+    a few iterations do), else at $I / \lVert M \rVert_1$, from where it takes about
+    $\log_2$ of the condition number of $M$, and stops when the residual $I - M X$ is
+    small or falls no further.
+
+    ??? cite "Reference"
+
+        G. Schulz, *Iterative Berechnung der reziproken Matrix*, ZAMM 13, 1933.
+    """
+
+    tolerance: float = eqx.field(static=True)
+    max_iterations: int = eqx.field(static=True)
+
+    def __init__(self, tolerance: float = 1e-6, max_iterations: int = 60):
+        r"""**Arguments:**
+
+        - `tolerance`: of the residual, in units of $\lVert I \rVert_F$.
+        - `max_iterations`: two matrix products each.
+        """
+        check_count("max_iterations", max_iterations, 1)
+        self.tolerance = tolerance
+        self.max_iterations = max_iterations
+
+    def invert(self, factor: Factor, previous: Factor | None) -> Factor:
+        if factor.ndim == 1:
+            return 1 / factor
+        eye = identity(factor)
+        size = jnp.sqrt(jnp.asarray(eye.shape[0], factor.dtype))
+
+        def residual(x) -> tuple[Float[Array, "d d"], Float[Array, ""]]:
+            rest = eye - matmul(factor, x)
+            return rest, jnp.linalg.norm(rest) / size
+
+        start = eye / jnp.max(jnp.sum(jnp.abs(factor), axis=0))
+        if previous is not None:
+            _, distance = residual(previous)
+            start = jnp.where(distance * size < 0.9, previous, start)
+
+        def again(carry):
+            _, _, norm, before, number = carry
+            # (At the start the norm may only just fall, from one.)
+            falls = (norm < before) | (number == 0)
+            return (norm > self.tolerance) & falls & (number < self.max_iterations)
+
+        def iterate(carry):
+            x, rest, norm, _, number = carry
+            x = x + matmul(x, rest)
+            return x, *residual(x), norm, number + 1
+
+        first = (start, *residual(start))
+        number = jnp.zeros((), jnp.int32)
+        x, *_ = jax.lax.while_loop(again, iterate, (*first, first[2], number))
+        return (x + x.T) / 2

@@ -1,0 +1,54 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .._misc import check_count
+from .._operator import eigh, Factor, matmul
+from ._eigh import AbstractEigenSolver
+
+
+class SubspaceIteration(AbstractEigenSolver):
+    r"""As [`eqx_kfac.Eigh`][], with eigenbases that are kept warm instead of computed
+    anew: a few steps of simultaneous iteration from the previous ones,
+
+    $$Q \leftarrow \operatorname{qr}(A Q), \qquad
+    \lambda = \operatorname{diag}(Q^\top A Q).$$
+
+    $Q$ is orthogonal at all times, and $Q \operatorname{diag}(\lambda) Q^\top$ has the
+    trace of $A$; how near its eigenvectors are depends on how slowly $A$ changes. The
+    first time, and without a previous state, it is `Eigh`. Cheaper where a
+    QR decomposition is much faster than an eigendecomposition. (Of stacked
+    layers, all are decomposed both ways.)
+
+    ??? cite "Reference"
+
+        N. Vyas et al., *SOAP: Improving and Stabilizing Shampoo using Adam*, ICLR 2025,
+        where bases are kept in this way; H. Rutishauser, *Simultaneous Iteration Method
+        for Symmetric Matrices*, Numer. Math. 16, 1970.
+    """
+
+    iterations: int = eqx.field(static=True)
+
+    def __init__(self, iterations: int = 1):
+        """**Arguments:**
+
+        - `iterations`: how many of the steps above, every time.
+        """
+        check_count("iterations", iterations, 1)
+        self.iterations = iterations
+
+    def eigenbasis(
+        self, factor: Factor, vectors: Float[Array, "d d"] | None
+    ) -> tuple[Float[Array, " d"], Float[Array, "d d"] | None]:
+        if vectors is None or factor.ndim == 1:
+            return eigh(factor)
+
+        def iterate(vectors):
+            for _ in range(self.iterations):
+                vectors, _ = jnp.linalg.qr(matmul(factor, vectors))
+            values = jnp.sum(vectors * matmul(factor, vectors), axis=0)
+            return jnp.maximum(values, 0), vectors
+
+        cold = jnp.all(vectors == 0)
+        return jax.lax.cond(cold, lambda _: eigh(factor), iterate, vectors)
