@@ -114,7 +114,7 @@ class Kronecker(AbstractBlock):
         return Statistics(inputs=moments, outputs=outputs)
 
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
-        x, g, weights, stack, swapped = self.sharing(rows)
+        x, g, weights, stack, swapped, _ = self.sharing(rows)
         like = slots.inputs
         number = _number(g, weights, stack, like.rows)
         if swapped:

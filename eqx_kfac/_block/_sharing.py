@@ -73,7 +73,7 @@ class Reduce(AbstractSharing):
         self.batch_axes = batch_axes
 
     def __call__(self, rows: Rows) -> Rows:
-        x, g, weights, stack, _ = rows
+        x, g, weights, stack, *_ = rows
         axes = stack + self.batch_axes
         shared = tuple(range(axes, g.ndim - 1))
         if not shared:
