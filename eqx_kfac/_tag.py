@@ -65,7 +65,7 @@ class Tag(eqx.Module):
         self.block = block
         self.slots = block.empty()
         self.weights = None
-        self.basis = None
+        self.basis = block.empty_basis()
         self.also = None
         self.swapped = swapped
         self.trained = (None,) * len(form.names)
@@ -185,7 +185,7 @@ class Tag(eqx.Module):
             stack = self.form.sizes(layer).stack
             stack = stack[: len(stack) - self.form.groups]
             weights = jnp.broadcast_to(weights, stack + weights.shape)
-        basis = None if factors is None else self.block.basis(factors)
+        basis = self.basis if factors is None else self.block.basis(factors)
         tag = self._with(slots, weights, basis)
         marks = tuple(
             None if p is None else jnp.ones(p.shape[: p.ndim - rank], bool)
@@ -209,7 +209,7 @@ class Tag(eqx.Module):
             lambda t: (t.slots, t.weights, t.basis),
             self,
             (slots, weights, basis),
-            is_leaf=lambda x: x is None or isinstance(x, Statistics),
+            is_leaf=lambda x: x is None or isinstance(x, Statistics) or x is self.basis,
         )
 
     def empty(self) -> "Tag":

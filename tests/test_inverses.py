@@ -18,8 +18,10 @@ SOLVERS = pytest.mark.parametrize(
     [
         (kfac.Eigh(), reference.exact_solve),
         (kfac.Cholesky(), reference.factored_solve),
+        (kfac.SubspaceIteration(), reference.exact_solve),
+        (kfac.NewtonSchulz(1e-14), reference.factored_solve),
     ],
-    ids=["eigh", "cholesky"],
+    ids=["eigh", "cholesky", "subspace", "newton-schulz"],
 )
 DAMPING = pytest.mark.parametrize("damping", [1e-3, 0.3])
 

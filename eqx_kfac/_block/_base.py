@@ -63,6 +63,10 @@ class AbstractBlock(eqx.Module):
     # With `has_basis`:
     #
 
+    def empty_basis(self) -> Any:
+        """A basis whose leaves are all `None`."""
+        return None
+
     def basis(self, factors: Any) -> Any:
         """The arrays of the factors that `statistics` wants as `rows.basis`."""
         return None

@@ -17,8 +17,8 @@ from ._sharing import AbstractSharing, Expand
 class Basis(eqx.Module):
     """Eigenvectors of both factors; `None` for those of a diagonal one."""
 
-    output_vectors: Any
-    input_vectors: Any
+    output_vectors: Any = None
+    input_vectors: Any = None
 
 
 class EKFACFactors(AbstractFactors):
@@ -95,7 +95,7 @@ class EKFAC(AbstractBlock):
         (inputs, columns), (outputs, like) = slots.inputs, slots.outputs
         moments = self.kronecker.statistics(rows, Statistics(inputs, outputs))
         eigenvalues = zeros_of(like)
-        if rows.basis is not None:
+        if rows.basis.output_vectors is not None:
             x = _rotated(columns.inputs(rows), rows.basis.input_vectors, rows.stack)
             g = rows.g.astype(like.dtype)
             g = _rotated(g, rows.basis.output_vectors, rows.stack)
@@ -121,6 +121,9 @@ class EKFAC(AbstractBlock):
         return EigenOperator(
             factors.output_vectors, factors.input_vectors, factors.eigenvalues
         )
+
+    def empty_basis(self) -> Basis:
+        return Basis()
 
     def basis(self, factors: EKFACFactors) -> Basis:
         return Basis(factors.output_vectors, factors.input_vectors)

@@ -25,7 +25,7 @@ class EigenOperator(lx.AbstractLinearOperator):
     def __init__(self, output_vectors: Any, input_vectors: Any, eigenvalues: Any):
         """**Arguments:**
 
-        - `output_vectors`, `input_vectors`: orthogonal matrices, or `None` for identities.
+        - `output_vectors`, `input_vectors`: orthogonal matrices; `None`: identities.
         - `eigenvalues`: one for every pair of their columns; not negative.
         """
         self.output_vectors = output_vectors

@@ -33,7 +33,7 @@ class AbstractDampedSolver(lx.AbstractLinearSolver[_State]):
         damping: Float[Array, ""],
         previous: Any,
     ) -> Any:
-        r"""The state for $G \otimes A$. `previous` is one for factors that may be similar,
+        r"""The state for $G \otimes A$. `previous` is that of similar factors, perhaps,
         `None`, or all zeros."""
 
     @abc.abstractmethod

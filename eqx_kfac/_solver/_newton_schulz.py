@@ -55,8 +55,7 @@ class NewtonSchulz(AbstractFactoredSolver):
 
         def again(carry):
             _, _, norm, before, number = carry
-            # (At the start the norm may only just fall, from one.)
-            falls = (norm < before) | (number == 0)
+            falls = (norm < before) | (norm > 0.1)  # (In the beginning, only just.)
             return (norm > self.tolerance) & falls & (number < self.max_iterations)
 
         def iterate(carry):
@@ -64,7 +63,7 @@ class NewtonSchulz(AbstractFactoredSolver):
             x = x + matmul(x, rest)
             return x, *residual(x), norm, number + 1
 
-        first = (start, *residual(start))
-        number = jnp.zeros((), jnp.int32)
-        x, *_ = jax.lax.while_loop(again, iterate, (*first, first[2], number))
+        rest, norm = residual(start)
+        first = start, rest, norm, jnp.full_like(norm, jnp.inf), jnp.zeros((), jnp.int32)
+        x, *_ = jax.lax.while_loop(again, iterate, first)
         return (x + x.T) / 2

@@ -1,0 +1,487 @@
+"""Blocks other than Kronecker's, against the exact block of every layer: in every kind of
+layer, with weights, frozen parts and stacks; in the optimizer; with every solver."""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import pytest
+
+import eqx_kfac as kfac
+from eqx_kfac._block import AbstractFactors
+from eqx_kfac._tag import tagged_layers
+
+from .reference import error
+
+
+N, S = 5, 3
+
+
+class Case(NamedTuple):
+    make: Callable  # block -> model
+    x: Any
+    run: Callable  # (model, x) -> logits [N, k]
+
+
+def _mlp(block):
+    return kfac.MLP(3, 2, 4, 1, activation=jnp.tanh, key=jr.key(0), block=block)
+
+
+def _sum_over_tokens(model, x):
+    return jnp.sum(jnp.tanh(jax.vmap(jax.vmap(model))(x)), axis=1)
+
+
+class Stacked(eqx.Module):
+    layers: kfac.Linear
+
+    def __init__(self, block):
+        make = lambda key: kfac.Linear(3, 3, key=key, block=block)
+        self.layers = eqx.filter_vmap(make)(jr.split(jr.key(0), 2))
+
+    def __call__(self, x):
+        arrays, static = eqx.partition(self.layers, eqx.is_array)
+
+        def body(x, arrays):
+            return jnp.tanh(eqx.combine(arrays, static)(x)), None
+
+        return jax.lax.scan(body, x, arrays)[0]
+
+
+def _each(model, x):
+    return jax.vmap(model)(x)
+
+
+def _pooled(model, x):
+    return jnp.sum(jnp.tanh(jax.vmap(model)(x)), axis=(2, 3))
+
+
+vectors = jr.normal(jr.key(1), (N, 3))
+tokens = jr.normal(jr.key(1), (N, S, 3))
+images = jr.normal(jr.key(1), (N, 2, 4, 4))
+indices = jr.randint(jr.key(1), (N, S), 0, 6)
+cases = {
+    "mlp": Case(_mlp, vectors, _each),
+    "tokens": Case(_mlp, tokens, _sum_over_tokens),
+    "groups": Case(
+        lambda block: kfac.Conv2d(2, 4, 2, groups=2, key=jr.key(0), block=block),
+        images,
+        _pooled,
+    ),
+    "embedding": Case(
+        lambda block: kfac.Embedding(6, 2, key=jr.key(0), block=block),
+        indices,
+        _sum_over_tokens,
+    ),
+    "norm": Case(lambda block: kfac.LayerNorm(3, block=block), vectors, _each),
+    "stacked": Case(Stacked, vectors, _each),
+}
+blocks = {
+    "Full": kfac.Full(),
+    "Diagonal": kfac.Diagonal(),
+    "Identity": kfac.Identity(),
+    "TNT": kfac.TNT(),
+    "EKFAC": kfac.EKFAC(),
+    "EKFAC reduce": kfac.EKFAC(kfac.Reduce()),
+}
+trains = {
+    "all": lambda model: eqx.is_inexact_array(model),
+    "weights": lambda leaf: eqx.is_inexact_array(leaf) and leaf.ndim > 1,
+    "biases": lambda leaf: eqx.is_inexact_array(leaf) and leaf.ndim == 1,
+}
+
+
+def curvature(case, block, weights=None, train="all"):
+    """The factors of every layer, with the layers."""
+    trained, frozen = eqx.partition(case.make(block), trains[train])
+
+    def loss_fn(trained, x):
+        logits = case.run(eqx.combine(trained, frozen), x)
+        return kfac.SoftmaxCrossEntropy(logits, weights=weights)
+
+    found = eqx.filter_jit(kfac.curvature(loss_fn, kfac.Exact()))(trained, case.x)
+    is_factors = lambda node: isinstance(node, AbstractFactors)
+    factors = jtu.tree_leaves(found, is_leaf=is_factors)
+    layers = [(tag, layer) for _, tag, layer in tagged_layers(trained)]
+    return list(zip(layers, [f for f in factors if is_factors(f)], strict=True))
+
+
+def gradients(case, weights=None, train="all"):
+    """For every layer `[terms and columns, stack, d_out, d_in]`: gradients of the sum of
+    the losses at single examples, whose second moment over N is the exact block."""
+    model = case.make(None)
+    trained, frozen = eqx.partition(model, trains[train])
+    probabilities = np.asarray(jax.nn.softmax(case.run(model, case.x)))
+    w = np.ones(N) if weights is None else np.asarray(weights)
+    found = []
+    for i, (_, tag, layer) in enumerate(tagged_layers(trained)):
+
+        def outputs(matrix, x, i=i, tag=tag, layer=layer):
+            new = tag.form.from_matrix(matrix, layer)
+            where = lambda tree: tagged_layers(tree)[i][2]
+            model = eqx.combine(eqx.tree_at(where, trained, new), frozen)
+            return case.run(model, x[None])[0]
+
+        matrix = tag.form.to_matrix(layer)
+        J = np.asarray(
+            jax.jit(jax.vmap(jax.jacobian(outputs), (None, 0)))(matrix, case.x)
+        )
+        J = J.reshape(*J.shape[:2], -1, *matrix.shape[-2:])  # [N, k, stack, d_out, d_in]
+        roots = [
+            np.sqrt(w[n]) * (np.eye(len(p)) - np.outer(p, np.ones(len(p)))) * np.sqrt(p)
+            for n, p in enumerate(probabilities)
+        ]
+        rows = np.einsum("nksoi,nkc->ncsoi", J, np.stack(roots))
+        found.append(rows.reshape(-1, *rows.shape[2:]))
+    return found, w.sum()
+
+
+@ft.cache
+def exact(name, weighted=False, train="all"):
+    weights = jnp.arange(1.0, 1 + N) if weighted else None
+    return gradients(cases[name], weights, train)
+
+
+def second_moment(rows, count):
+    flat = rows.reshape(*rows.shape[:2], -1)
+    return np.einsum("rsp,rsq->spq", flat, flat) / count
+
+
+def members(layer_and_factors):
+    """`(operator, factors)` of every member of a stack."""
+    (tag, _), factors = layer_and_factors
+    flat = jtu.tree_map(lambda a: a.reshape(-1, *a.shape[factors.l2.ndim :]), factors)
+    number = flat.l2.shape[0]
+    each = [jtu.tree_map(lambda a, m=m: a[m], flat) for m in range(number)]
+    return [(tag.block.operator(f), f) for f in each]
+
+
+def by_hand(block, rows, count, F):
+    """The matrix that a block denotes, from single examples' gradients `[r, o, i]`."""
+    P = len(F)
+    if isinstance(block, kfac.Full):
+        return F
+    if isinstance(block, kfac.Diagonal):
+        return np.diag(np.diag(F))
+    if isinstance(block, kfac.Identity):
+        return np.trace(F) / P * np.eye(P)
+    assert isinstance(block, kfac.TNT)
+    G = np.einsum("roi,rpi->op", rows, rows) / count
+    A = np.einsum("roi,roj->ij", rows, rows) / count
+    return np.kron(G, A) / np.trace(G)
+
+
+def assert_blocks(name, block, weighted=False, train="all"):
+    weights = jnp.arange(1.0, 1 + N) if weighted else None
+    layers = curvature(cases[name], block, weights, train)
+    rows, count = exact(name, weighted, train)
+    assert len(layers) == len(rows) > 0
+    for layer, gradients in zip(layers, rows, strict=True):
+        for m, (operator, factors) in enumerate(members(layer)):
+            F = second_moment(gradients, count)[m]
+            found = operator.as_matrix()
+            assert abs(np.trace(found) / np.trace(F) - 1) < 1e-12
+            if isinstance(block, kfac.EKFAC):
+                assert_eigenvalues_corrected(factors, F)
+            else:
+                want = by_hand(block, gradients[:, m], count, F)
+                assert error(found, want) < 1e-12
+
+
+def assert_eigenvalues_corrected(factors, F):
+    """The bases are those of both factors, the eigenvalues the diagonal of F there, and
+    the block no further from F than the Kronecker product."""
+    q_out, q_in = factors.output_vectors, factors.input_vectors
+    A = factors.input_factor
+    if q_in is None:
+        q_in, A = np.eye(len(A)), np.diag(A)
+    for q, factor in [(q_out, factors.output_factor), (q_in, A)]:
+        q = np.asarray(q)
+        assert np.linalg.norm(q.T @ q - np.eye(len(q))) < 1e-12
+        rotated = q.T @ factor @ q
+        off = rotated - np.diag(np.diag(rotated))
+        assert np.linalg.norm(off) < 1e-12 * np.linalg.norm(rotated)
+    Q = np.kron(q_out, q_in)
+    assert error(factors.eigenvalues.ravel(), np.diag(Q.T @ F @ Q)) < 1e-12
+    corrected = Q @ np.diag(factors.eigenvalues.ravel()) @ Q.T
+    kronecker = np.kron(factors.output_factor, A)
+    assert error(corrected, F) <= error(kronecker, F) + 1e-12
+
+
+@pytest.mark.parametrize("name", cases)
+@pytest.mark.parametrize("block", blocks)
+def test_block(name, block):
+    assert_blocks(name, blocks[block])
+
+
+@pytest.mark.parametrize("name", ["mlp", "tokens"])
+@pytest.mark.parametrize("block", blocks)
+def test_weights(name, block):
+    assert_blocks(name, blocks[block], weighted=True)
+
+
+@pytest.mark.parametrize("train", ["weights", "biases"])
+@pytest.mark.parametrize("block", blocks)
+def test_frozen_parts(train, block):
+    assert_blocks("tokens", blocks[block], train=train)
+
+
+@pytest.mark.parametrize("name", ["mlp", "tokens"])
+def test_they_differ(name):
+    """Each from each, and all but `Full` from the exact block."""
+    found = {}
+    for block in ["Full", "Diagonal", "Identity", "TNT", "EKFAC"]:
+        operator, _ = members(curvature(cases[name], blocks[block])[0])[0]
+        found[block] = operator.as_matrix()
+    for a in found:
+        for b in found:
+            assert a == b or error(found[a], found[b]) > 1e-2
+
+
+def test_one_example():
+    """Everything that claims to be exact for one example is, and is the same."""
+    for name in ("mlp", "stacked"):
+        case = cases[name]._replace(x=vectors[:1])
+        for a, b in zip(
+            curvature(case, kfac.EKFAC()), curvature(case, kfac.Kronecker()), strict=True
+        ):
+            for (op, _), (other, _) in zip(members(a), members(b), strict=True):
+                assert error(op.as_matrix(), other.as_matrix()) < 1e-12
+
+
+#
+# In the optimizer
+#
+
+
+solvers = [
+    kfac.Eigh(),
+    kfac.Cholesky(),
+    kfac.SubspaceIteration(iterations=10),
+    kfac.NewtonSchulz(1e-12),
+]
+targets = jnp.arange(N) % 2
+
+
+def loss_fn(model, x):
+    return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), targets)
+
+
+def run_steps(block, solver, number, **options):
+    optimizer = kfac.KFAC(
+        0.1, 0.9, 0.1, fisher=kfac.Exact(), solver=solver, inverse_period=2, **options
+    )
+    model = _mlp(block)
+    state = optimizer.init(model)
+    step = eqx.filter_jit(ft.partial(optimizer.step, loss_fn))
+    history = []
+    for i in range(number):
+        model, state, info = step(model, state, vectors * (1 + i))
+        assert not info.rejected
+        history.append((model, state))
+    return history
+
+
+def matrices(tree):
+    return [
+        np.asarray(tag.form.to_matrix(layer)) for _, tag, layer in tagged_layers(tree)
+    ]
+
+
+def trajectory(number, kind):
+    """The same steps, densely. `kind`: EKFAC, Full, Diagonal or Identity."""
+    model, velocity, averaged, weight = _mlp(None), [0.0, 0.0], None, 0.0
+    bases, history = None, []
+    for i in range(number):
+        case = Case(lambda _, model=model: model, vectors * (1 + i), _each)
+        rows, _ = gradients(case)
+        F = [second_moment(r, N)[0] for r in rows]
+        factors = [
+            (np.asarray(f.output_factor), np.asarray(f.input_factor))
+            for _, f in curvature(case, kfac.Kronecker())
+        ]
+        grads = matrices(eqx.filter_grad(lambda m, x=case.x: loss_fn(m, x).value)(model))
+        weight = 0.95 * weight + 1
+        if kind == "EKFAC" and bases is not None:
+            F = [Q @ np.diag(np.diag(Q.T @ f @ Q)) @ Q.T for Q, f in zip(bases, F)]
+        new = [(f, *gf) for f, gf in zip(F, factors)]
+        if averaged is None:
+            averaged = new
+        else:
+            averaged = [
+                tuple(o + (n - o) / weight for o, n in zip(*pair))
+                for pair in zip(averaged, new)
+            ]
+        if kind == "EKFAC" and i % 2 == 0:
+            first, old = bases is None, averaged
+            bases = [np.kron(*(np.linalg.eigh(m)[1] for m in (G, A))) for _, G, A in old]
+            averaged = []
+            for Q, (f, G, A) in zip(bases, old):
+                f = np.kron(G, A) if first else f
+                averaged.append((Q @ np.diag(np.diag(Q.T @ f @ Q)) @ Q.T, G, A))
+        used = [f for f, _, _ in averaged]
+        if kind == "Diagonal":
+            used = [np.diag(np.diag(f)) for f in used]
+        if kind == "Identity":
+            used = [np.trace(f) / len(f) * np.eye(len(f)) for f in used]
+        if kind == "Full":  # Refreshed every second step.
+            kept = used if i % 2 == 0 else kept  # noqa: F821
+            used = kept
+        for k, (f, g) in enumerate(zip(used, grads)):
+            d = np.linalg.solve(f + 0.1 * np.eye(len(f)), g.ravel()).reshape(g.shape)
+            velocity[k] = 0.9 * velocity[k] - 0.1 * d
+        for k, v in enumerate(velocity):
+            where = lambda tree, k=k: tagged_layers(tree)[k][2]
+            _, tag, layer = tagged_layers(model)[k]
+            new = tag.form.from_matrix(tag.form.to_matrix(layer) + v, layer)
+            model = eqx.tree_at(where, model, new)
+        history.append(matrices(model))
+    return history
+
+
+@pytest.mark.parametrize("solver", solvers[:2], ids=["Eigh", "Cholesky"])
+@pytest.mark.parametrize("kind", ["EKFAC", "Full", "Diagonal", "Identity"])
+def test_trajectory(kind, solver):
+    """Five steps, with averages, and bases and inverses that are one step old."""
+    found = [matrices(m) for m, _ in run_steps(getattr(kfac, kind)(), solver, 5)]
+    for mine, dense in zip(found, trajectory(5, kind), strict=True):
+        for a, b in zip(mine, dense, strict=True):
+            assert error(a, b) < 1e-10
+    (*_, other) = run_steps(kfac.Kronecker(), kfac.Eigh(), 5)
+    assert error(found[-1][0], matrices(other[0])[0]) > 1e-4
+
+
+def test_solvers_without_anything_to_factorise():
+    """EKFAC and diagonal blocks keep nothing twice."""
+    for block in (kfac.EKFAC(), kfac.Diagonal(), kfac.Identity()):
+        (_, state), *_ = run_steps(block, kfac.Cholesky(), 1)
+        assert jtu.tree_leaves(state.inverse) == []
+    (_, state), *_ = run_steps(kfac.Full(), kfac.Cholesky(), 1)
+    assert len(jtu.tree_leaves(state.inverse)) == 4
+
+
+def test_calibration_of_a_basis():
+    """The damping is calibrated in the basis that is used."""
+    rule = kfac.LevenbergMarquardt(initial=10.0, interval=1, calibration=20)
+    quadratic = kfac.QuadraticModel()
+    optimizer = kfac.KFAC(quadratic, quadratic, rule, fisher=kfac.Exact())
+    model = _mlp(kfac.EKFAC())
+    model, state, info = optimizer.step(loss_fn, model, optimizer.init(model), vectors)
+    assert not info.rejected and info.damping < 10 and info.reduction_ratio > 0.25
+
+
+def test_singular_start_is_kept_out():
+    """Curvature that is not finite leaves the bases what they were."""
+    optimizer = kfac.KFAC(0.1, 0.9, 0.1, fisher=kfac.Exact(), inverse_period=1)
+    (model, state), *_ = run_steps(kfac.EKFAC(), kfac.Eigh(), 1)
+    _, after, info = optimizer.step(loss_fn, model, state, vectors * jnp.nan)
+    assert info.rejected
+    assert eqx.tree_equal(after.curvature, state.curvature)
+
+
+def test_micro_batches():
+    optimizer = kfac.KFAC(0.1, 0.9, 0.1, fisher=kfac.Exact())
+    model, x = _mlp(kfac.EKFAC()), jr.normal(jr.key(2), (4, 3))
+    y = jnp.arange(4) % 2
+    fn = lambda model, x, y: kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y)
+    results = []
+    for number in (1, 2):
+        new, state = model, optimizer.init(model)
+        for _ in range(2):
+            new, state, _ = optimizer.step(fn, new, state, x, y, micro_batches=number)
+        results.append((state.curvature, new))
+    pairs = zip(*(jtu.tree_leaves(eqx.filter(r, eqx.is_array)) for r in results))
+    assert all(np.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in pairs)
+
+
+@pytest.mark.parametrize("solver", solvers, ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("block", ["EKFAC", "Full", "TNT", "Kronecker"])
+def test_descent(block, solver):
+    """With every solver, the loss falls, and warm starts change next to nothing."""
+    block = getattr(kfac, block)()
+    losses = [loss_fn(m, vectors).value for m, _ in run_steps(block, solver, 4)]
+    assert losses[-1] < loss_fn(_mlp(None), vectors).value
+    exact = kfac.Eigh() if isinstance(solver, kfac.SubspaceIteration) else kfac.Cholesky()
+    if isinstance(solver, kfac.Eigh | kfac.Cholesky):
+        return
+    (*_, (want, _)) = run_steps(block, exact, 4)
+    (*_, (found, _)) = run_steps(block, solver, 4)
+    near = 1e-8 if isinstance(solver, kfac.NewtonSchulz) else 0.05
+    for a, b in zip(matrices(found), matrices(want), strict=True):
+        assert error(a, b) < near
+
+
+def test_optax():
+    """Curvature from outside, in a basis of its own, is expressed in that of the state:
+    at one model, that is the same basis."""
+    model = _mlp(kfac.EKFAC())
+    optimizer = optax.chain(
+        kfac.scale_by_kfac(0.1, solver=kfac.Eigh(), inverse_period=2),
+        optax.scale(-0.1),
+    )
+    params = eqx.filter(model, eqx.is_inexact_array)
+    state = optimizer.init(params)
+    fn = kfac.value_grad_and_curvature(loss_fn, kfac.Exact())
+    _, grads, found = fn(model, vectors)
+    once, state = optimizer.update(grads, state, params, curvature=found)
+    twice, state = optimizer.update(grads, state, params, curvature=found)
+    for a, b in zip(matrices(once), matrices(twice), strict=True):
+        assert error(a, b) < 1e-10
+    # The optimizer's first step has no basis to begin with; this curvature has one.
+    (operator, _), *_ = members(curvature(cases["mlp"], kfac.EKFAC())[0])
+    gradient = matrices(grads)[0]
+    dense = np.linalg.solve(operator.as_matrix() + 0.1 * np.eye(16), gradient.ravel())
+    kept = state[0].curvature.layers[0]
+    rotated = kept.output_vectors @ jnp.diag(jnp.ones(4)) @ kept.output_vectors.T
+    assert error(rotated, np.eye(4)) < 1e-12
+    assert error(matrices(twice)[0].ravel(), -0.1 * dense) < 1e-10
+
+
+#
+# Iterative solvers
+#
+
+
+def spd(condition, d=12, seed=0):
+    q, _ = np.linalg.qr(np.random.default_rng(seed).normal(size=(d, d)))
+    return jnp.asarray(q * np.geomspace(1, 1 / condition, d) @ q.T)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("condition", [1e1, 1e4, 1e6])
+def test_newton_schulz(condition, dtype):
+    solver = kfac.NewtonSchulz(1e-12)
+    M = spd(condition).astype(dtype)
+    inverse = jax.jit(solver.invert)(M, None)
+    want = np.linalg.inv(np.asarray(M, np.float64))
+    assert error(inverse, want) < 20 * condition * jnp.finfo(dtype).eps
+    # From a previous inverse that is near, at most a few iterations.
+    few = kfac.NewtonSchulz(1e-12, max_iterations=3)
+    warm = few.invert(M * 1.01, inverse)
+    assert error(warm, want / 1.01) < max(1e-9, 20 * condition * jnp.finfo(dtype).eps)
+    assert error(few.invert(M * 1.01, None), want / 1.01) > 1e-2
+    # One that is far away, or not finite, does no harm.
+    for bad in (M * 100, jnp.full_like(M, jnp.nan)):
+        again = solver.invert(M, bad)
+        assert error(again, want) < 20 * condition * jnp.finfo(dtype).eps
+
+
+def test_subspace_iteration_converges():
+    M = spd(1e4)
+    vectors = jnp.linalg.qr(jr.normal(jr.key(0), M.shape))[0]
+    errors = []
+    for _ in range(40):
+        values, vectors = kfac.SubspaceIteration().eigenbasis(M, vectors)
+        assert abs(jnp.sum(values) - jnp.trace(M)) < 1e-12
+        errors.append(error(vectors * values[None] @ vectors.T, M))
+    assert errors[-1] < 1e-6 < 1e-1 < errors[0]
+    more, _ = kfac.SubspaceIteration(iterations=3).eigenbasis(M, jnp.eye(12))
+    less, _ = kfac.SubspaceIteration(iterations=1).eigenbasis(M, jnp.eye(12))
+    want = np.sort(np.linalg.eigvalsh(M))
+    assert error(np.sort(more), want) < error(np.sort(less), want)
