@@ -232,6 +232,30 @@ def test_frozen_parts(train, block):
     assert_blocks("tokens", blocks[block], train=train)
 
 
+@pytest.mark.parametrize("side", ["diagonal_input", "diagonal_output"])
+@pytest.mark.parametrize(
+    "name, train",
+    [("tokens", "all"), ("tokens", "weights"), ("tokens", "biases"), ("groups", "all")],
+)
+def test_diagonal_factors(name, side, train):
+    """Of a factor that is diagonal, it is the diagonal; the other one is what it was."""
+    found = curvature(cases[name], kfac.Kronecker(**{side: True}), train=train)
+    for layer, other in zip(found, curvature(cases[name], kfac.Kronecker(), train=train)):
+        for (operator, factors), (_, want) in zip(members(layer), members(other)):
+            A, G = want.input_factor, want.output_factor
+            if side == "diagonal_input":
+                A = jnp.diag(jnp.diag(A))
+            else:
+                G = jnp.diag(jnp.diag(G))
+                assert factors.output_factor.ndim == 1
+            assert error(operator.as_matrix(), np.kron(G, A)) < 1e-12
+            assert (
+                len(A) == 1
+                or error(G, want.output_factor) > 1e-2
+                or (error(A, want.input_factor) > 1e-2)
+            )
+
+
 @pytest.mark.parametrize("name", ["mlp", "tokens"])
 def test_they_differ(name):
     """Each from each, and all but `Full` from the exact block."""

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._form import AbstractForm, Rows, Vectors
-from .._misc import accumulator, moment, trailing, zeros_beside, zeros_of
+from .._misc import accumulator, trailing, zeros_beside, zeros_of
 from .._operator import KroneckerOperator
 from ._base import AbstractBlock, AbstractFactors, Statistics
 from ._sharing import AbstractSharing, Expand
@@ -20,6 +20,7 @@ class InputMoments(eqx.Module):
     rows: Any = None
     first: Any = None
     second: Any = None
+    bias: Any = None  # Whether there is one: an empty array, or `None`.
     transposed: Any = None
 
 
@@ -38,7 +39,7 @@ class KroneckerFactors(AbstractFactors):
     only the diagonal is kept."""
 
     input_factor: Float[Array, "..."]
-    output_factor: Float[Array, "*stack d_out d_out"]
+    output_factor: Float[Array, "..."]
     l2: Float[Array, "*stack"]
 
 
@@ -63,6 +64,8 @@ class Kronecker(AbstractBlock):
     sharing: AbstractSharing
     weighted: bool = eqx.field(static=True)
     tied: bool = eqx.field(static=True)
+    diagonal_input: bool = eqx.field(static=True)
+    diagonal_output: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -70,6 +73,8 @@ class Kronecker(AbstractBlock):
         weighted: bool = True,
         *,
         tied: bool = False,
+        diagonal_input: bool = False,
+        diagonal_output: bool = False,
     ):
         """**Arguments:**
 
@@ -78,10 +83,15 @@ class Kronecker(AbstractBlock):
             inputs too. False for a layer whose inputs are not examples.
         - `tied`: whether another layer uses the transposed weight, and adds to the
             statistics; [`eqx_kfac.Shared`][] sets it.
+        - `diagonal_input`, `diagonal_output`: whether only the diagonal of a factor is
+            kept, for sides that are too wide for a matrix. (That of an embedding's
+            inputs always is.)
         """
         self.sharing = sharing
         self.weighted = weighted
         self.tied = tied
+        self.diagonal_input = diagonal_input
+        self.diagonal_output = diagonal_output
 
     @property
     def mixes_positions(self) -> bool:  # pyright: ignore
@@ -100,16 +110,19 @@ class Kronecker(AbstractBlock):
         def zeros(*shape):
             return zeros_beside(leaves[0], stack + shape, dtype, len(stack) - form.groups)
 
-        square = (d_in,) if diagonal else (d_in, d_in)
+        diagonal = diagonal or self.diagonal_input
+        square_in = (d_in,) if diagonal else (d_in, d_in)
+        square_out = (d_out,) if self.diagonal_output else (d_out, d_out)
         moments = InputMoments(
             rows=zeros(),
-            first=zeros(d_in) if d_in > 0 and bias else None,
-            second=zeros(*square) if d_in > 0 else None,
-            transposed=zeros(d_out, d_out) if self.tied else None,
+            first=zeros(d_in) if d_in > 0 and bias and not diagonal else None,
+            second=zeros(*square_in) if d_in > 0 else None,
+            bias=zeros(0) if bias else None,
+            transposed=zeros(*square_out) if self.tied else None,
         )
         outputs = OutputMoments(
-            second=zeros(d_out, d_out),
-            transposed=zeros(*square) if self.tied else None,
+            second=zeros(*square_out),
+            transposed=zeros(*square_in) if self.tied else None,
         )
         return Statistics(inputs=moments, outputs=outputs)
 
@@ -130,9 +143,10 @@ class Kronecker(AbstractBlock):
             first = x.first(weights, stack, like.first)
         if like.second is not None:
             second = x.second(weights, stack, like.second)
-        outputs = moment(g, g, stack, slots.outputs.second)
+        outputs = Vectors(g).second(None, stack, slots.outputs.second)
+        empty, none = zeros_of((like.bias, like.transposed))
         return Statistics(
-            InputMoments(number, first, second, zeros_of(like.transposed)),
+            InputMoments(number, first, second, empty, none),
             OutputMoments(outputs, zeros_of(slots.outputs.transposed)),
         )
 
@@ -171,12 +185,13 @@ def _number(g: Array, weights: Any, stack: int, like: Any) -> Float[Array, "*sta
 
 def _homogeneous(moments: InputMoments) -> Float[Array, "..."]:
     r"""$\sum \bar x \bar x^\top$ of the coordinates that are there: $x$, 1, or both."""
-    rows = moments.rows[..., None, None]
     if moments.second is None:
-        return rows
-    if moments.first is None:
+        return moments.rows[..., None, None]
+    if moments.bias is None:
         return moments.second
-    column = moments.first[..., None]
+    if moments.first is None:
+        return jnp.concatenate([moments.second, moments.rows[..., None]], axis=-1)
+    rows, column = moments.rows[..., None, None], moments.first[..., None]
     return jnp.concatenate(
         [
             jnp.concatenate([moments.second, column], axis=-1),

@@ -1,3 +1,4 @@
+import dataclasses
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -67,7 +68,7 @@ def with_tied_blocks(pytree: PyTree, ties: tuple[Tie, ...]) -> PyTree:
                     "one that uses the transposed weight, which only the block "
                     "`kfac.Kronecker` can account for."
                 )
-            block = Kronecker(tag.block.sharing, tag.block.weighted, tied=True)
+            block = dataclasses.replace(tag.block, tied=True)
             where = lambda m, at=tie.owner: _at(m, at).tag
             is_tag = lambda node: isinstance(node, Tag)
             pytree = eqx.tree_at(where, pytree, Tag(tag.form, block), is_leaf=is_tag)
