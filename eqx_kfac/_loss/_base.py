@@ -211,7 +211,7 @@ class AbstractLoss(AbstractObjective):
             name = type(self).__name__
             raise ValueError(
                 f"{name} has no root of its Hessian at the outputs: they are not natural "
-                "parameters, so the Hessian depends on the targets and may be indefinite. "
+                "parameters, so the Hessian depends on targets and may be indefinite. "
                 "Use the Fisher (`kfac.Exact()` instead of `kfac.ExactGGN()`), or, for a "
                 f"loss of your own that is convex, define `{name}.hessian_root`."
             )
