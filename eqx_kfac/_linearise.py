@@ -18,6 +18,7 @@ from ._misc import (
     accumulator,
     cast_varying,
     common_prefix,
+    placed_like,
     symmetric,
     tree_dot,
     varying_axes,
@@ -139,11 +140,12 @@ class Linearisation(eqx.Module):
 
     def _pull(self, cotangents: list[PyTree]) -> Model:
         """Pulls cotangents of all losses' outputs back to statistics."""
-        cotangent = eqx.tree_at(
-            lambda o: [loss.outputs for loss in o.losses],
-            _zeros_like(self.curved),
-            cotangents,
-        )
+
+        def outputs(objective):
+            return jtu.tree_leaves([loss.outputs for loss in objective.losses])
+
+        placed = map(placed_like, jtu.tree_leaves(cotangents), outputs(self.curved))
+        cotangent = eqx.tree_at(outputs, _zeros_like(self.curved), list(placed))
         return map_tags(lambda tag, _: tag.slots, self.collect(cotangent))
 
     def _scales(self) -> list[Callable]:

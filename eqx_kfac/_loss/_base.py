@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree
 
 from .._custom_types import Key
-from .._misc import accumulator
+from .._misc import accumulator, placed_like, zeros_beside
 
 
 class AbstractObjective(eqx.Module):
@@ -134,7 +134,8 @@ class AbstractLoss(AbstractObjective):
     @property
     @abc.abstractmethod
     def outputs(self) -> PyTree[Inexact[Array, "*leading k"]]:
-        """The distribution's parameters, as the model computed them."""
+        """The distribution's parameters, as the model computed them: an array of the
+        loss, or a tuple of several."""
 
     @abc.abstractmethod
     def losses(self, outputs: PyTree, targets: PyTree) -> Float[Array, "*leading"]:
@@ -198,9 +199,12 @@ class AbstractLoss(AbstractObjective):
     def fisher_product(self, v: PyTree) -> PyTree:
         r"""$S S^\top v$: every term's Fisher with respect to `outputs` times a
         vector."""
-        dtypes = [leaf.dtype for leaf in jtu.tree_leaves(self.outputs)]
-        like = jax.ShapeDtypeStruct(self.root_shape, accumulator(*dtypes))
-        (root,) = jax.linear_transpose(self.fisher_root, like)(v)
+        leaf, *_ = leaves = jtu.tree_leaves(self.outputs)
+        dtype = accumulator(*[a.dtype for a in leaves])
+        # The transpose of what is different on every device stays on that device.
+        zeros = zeros_beside(leaf, self.root_shape, dtype, len(self.leading))
+        like, transpose = jax.vjp(self.fisher_root, zeros)
+        (root,) = transpose(jtu.tree_map(placed_like, v, like))
         return self.fisher_root(root)
 
     def hessian_root(self, v: Float[Array, "*leading r"]) -> PyTree:
@@ -229,7 +233,8 @@ class AbstractLoss(AbstractObjective):
                 "on. Pass targets to the loss, or use `fisher_product`."
             )
         score = jax.grad(lambda outputs: jnp.sum(self.losses(outputs, self.targets)))
-        v = jtu.tree_map(lambda a, z: a.astype(z.dtype), v, self.outputs)
+        place = lambda a, z: placed_like(a.astype(z.dtype), z)
+        v = jtu.tree_map(place, v, self.outputs)
         return jax.jvp(score, (self.outputs,), (v,))[1]
 
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Shaped
 
 from .._custom_types import Key
-from .._misc import accumulator
+from .._misc import accumulator, cast_varying, varying_axes
 from ._base import (
     AbstractLoss,
     at_least_float32,
@@ -48,6 +48,10 @@ class NormalNLL(AbstractLoss):
                 f"{shape} and {self.log_variances.shape}. For one variance of all, "
                 "`jnp.broadcast_to(log_variance, means.shape)`."
             )
+        # A variance that devices share, beside means that they do not.
+        axes = varying_axes((self.means, self.log_variances))
+        self.means = cast_varying(self.means, axes)
+        self.log_variances = cast_varying(self.log_variances, axes)
         if targets is not None:
             targets = check_targets(name, jnp.asarray(targets), shape)
         self.targets = targets

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Shaped
 
 from .._custom_types import Key
+from .._misc import explicit_sharding
 from ._base import (
     AbstractLoss,
     at_least_float32,
@@ -63,7 +64,12 @@ class PoissonNLL(AbstractLoss):
         counting = jax.random.bits(counting, (2,), jnp.uint32)
         counting = jax.random.wrap_key_data(counting, impl="threefry2x32")
         many = rate > 1e4
-        counts = jax.random.poisson(counting, jnp.where(many, 1, rate))
+        counts = jax.random.poisson(
+            counting,
+            jnp.where(many, 1, rate),
+            rate.shape,
+            out_sharding=explicit_sharding(jax.typeof(rate)),
+        )
         noise = jax.random.normal(normal, rate.shape, rate.dtype)
         large = rate + jnp.sqrt(rate) * noise
         return jnp.where(many, large, counts.astype(rate.dtype))
