@@ -204,7 +204,7 @@ class AbstractLoss(AbstractObjective):
         # The transpose of what is different on every device stays on that device.
         zeros = zeros_beside(leaf, self.root_shape, dtype, len(self.leading))
         like, transpose = jax.vjp(self.fisher_root, zeros)
-        (root,) = transpose(jtu.tree_map(placed_like, v, like))
+        (root,) = transpose(jtu.tree_map(_like, v, like))
         return self.fisher_root(root)
 
     def hessian_root(self, v: Float[Array, "*leading r"]) -> PyTree:
@@ -233,9 +233,12 @@ class AbstractLoss(AbstractObjective):
                 "on. Pass targets to the loss, or use `fisher_product`."
             )
         score = jax.grad(lambda outputs: jnp.sum(self.losses(outputs, self.targets)))
-        place = lambda a, z: placed_like(a.astype(z.dtype), z)
-        v = jtu.tree_map(place, v, self.outputs)
+        v = jtu.tree_map(_like, v, self.outputs)
         return jax.jvp(score, (self.outputs,), (v,))[1]
+
+
+def _like(a: Array, z: Array) -> Array:
+    return placed_like(a.astype(z.dtype), z)
 
 
 def at_least_float32(x: Inexact[Array, "*s"]) -> Float[Array, "*s"]:
