@@ -25,8 +25,10 @@ from ._estimate import (
 )
 from ._fisher import (
     AbstractFisher as AbstractFisher,
+    CurvatureProp as CurvatureProp,
     Empirical as Empirical,
     Exact as Exact,
+    ExactGGN as ExactGGN,
     MonteCarlo as MonteCarlo,
 )
 from ._form import (
@@ -41,6 +43,8 @@ from ._form import (
 from ._loss import (
     AbstractLoss as AbstractLoss,
     L2 as L2,
+    NormalNLL as NormalNLL,
+    PoissonNLL as PoissonNLL,
     SigmoidCrossEntropy as SigmoidCrossEntropy,
     SoftmaxCrossEntropy as SoftmaxCrossEntropy,
     SquaredError as SquaredError,

@@ -1,5 +1,6 @@
 """One forward pass, pulled back (to gradients, to statistics) and pushed forward."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from ._misc import (
     accumulator,
     cast_varying,
     common_prefix,
+    placed_like,
     symmetric,
     tree_dot,
     varying_axes,
@@ -84,11 +86,8 @@ class Linearisation(eqx.Module):
             return statistics
 
         # What depends on inputs alone is the same in every pullback; the rest adds up.
-        def body(index, outputs):
-            return jtu.tree_map(jnp.add, outputs, _outputs(pull(index)))
-
-        zeros = map_tags(lambda tag, _: tag.slots, self.model)
-        outputs = jax.lax.fori_loop(0, number, body, _outputs(zeros))
+        zeros = _outputs(map_tags(lambda tag, _: tag.slots, self.model))
+        outputs = _sum(lambda i: _outputs(pull(i)), number, fisher.batch_size, zeros)
         return jtu.tree_map(
             lambda s, o: Statistics(s.inputs, o),
             statistics,
@@ -141,11 +140,12 @@ class Linearisation(eqx.Module):
 
     def _pull(self, cotangents: list[PyTree]) -> Model:
         """Pulls cotangents of all losses' outputs back to statistics."""
-        cotangent = eqx.tree_at(
-            lambda o: [loss.outputs for loss in o.losses],
-            _zeros_like(self.curved),
-            cotangents,
-        )
+
+        def outputs(objective):
+            return jtu.tree_leaves([loss.outputs for loss in objective.losses])
+
+        placed = map(placed_like, jtu.tree_leaves(cotangents), outputs(self.curved))
+        cotangent = eqx.tree_at(outputs, _zeros_like(self.curved), list(placed))
         return map_tags(lambda tag, _: tag.slots, self.collect(cotangent))
 
     def _scales(self) -> list[Callable]:
@@ -367,6 +367,26 @@ def _mean_over_layer(tag: Tag, diagonal: Any) -> Any:
 
 def _zeros_like(objective: Sum) -> Sum:
     return jtu.tree_map(jnp.zeros_like, eqx.filter(objective, eqx.is_inexact_array))
+
+
+def _sum(fn: Callable, number: int, at_once: int, zeros: PyTree) -> PyTree:
+    """`fn(0) + ... + fn(number - 1)`, by a loop over calls that are vmapped over
+    `at_once` indices each."""
+    at_once = min(at_once, number)
+    steps = math.ceil(number / at_once)
+
+    def masked(index):
+        # The last step may have fewer to add.
+        return jtu.tree_map(lambda a: jnp.where(index < number, a, 0), fn(index))
+
+    def body(step, total):
+        if at_once == 1:
+            return jtu.tree_map(jnp.add, total, fn(step))
+        one = fn if number % at_once == 0 else masked
+        several = jax.vmap(one)(step * at_once + jnp.arange(at_once))
+        return jtu.tree_map(lambda t, a: t + jnp.sum(a, axis=0), total, several)
+
+    return jax.lax.fori_loop(0, steps, body, zeros)
 
 
 def _is_statistics(node: Any) -> bool:

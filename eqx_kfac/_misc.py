@@ -48,6 +48,14 @@ def explicit_sharding(aval: Any) -> NamedSharding | None:
     return None
 
 
+def placed_like(a: Array, like: Any) -> Array:
+    """`a`, split over devices as `like` (an array of the same shape) is."""
+    sharding = explicit_sharding(jax.typeof(like))
+    if sharding is not None:
+        a = jax.sharding.reshard(a, sharding)
+    return cast_varying(a, varying_axes(like))
+
+
 def zeros_beside(leaf: Array, shape: Sequence[int], dtype: Any, stack: int) -> Array:
     """Zeros that are sharded like `leaf` along their first `stack` axes, and replicated
     along the others; within `shard_map` they vary as `leaf` does."""

@@ -35,6 +35,16 @@ def squared(z, t):
     return 0.5 * jnp.dot(z - t, z - t)
 
 
+def poisson(z, t):
+    return jnp.sum(jnp.exp(z) - t.astype(z.dtype) * z)
+
+
+def normal(z, t):
+    """Of means and log-variances, one after the other."""
+    mean, s = jnp.split(z, 2)
+    return 0.5 * jnp.sum((t - mean) ** 2 / jnp.exp(s) + s)
+
+
 @ft.partial(jax.jit, static_argnums=0)
 def slopes(term_loss, z, targets):
     """The gradient of every term, `[terms, k]`."""

@@ -36,12 +36,24 @@ def vectors(key, leading):
     return jax.random.normal(key, leading + (K,))
 
 
+def counts(key, leading):
+    return jax.random.poisson(key, 1.5, leading + (K,))
+
+
+def amounts(key, leading):
+    return jax.random.uniform(key, leading + (K,), maxval=3.0)
+
+
 def squared(z, t):
     return jnp.sum(optax.l2_loss(z, t), axis=-1)
 
 
 def bernoulli(z, t):
     return jnp.sum(optax.sigmoid_binary_cross_entropy(z, t.astype(z.dtype)), axis=-1)
+
+
+def poisson(z, t):
+    return jnp.sum(jnp.exp(z) - t.astype(z.dtype) * z, axis=-1)
 
 
 # The loss, its targets, an independent formula for every term, and another for one term.
@@ -66,9 +78,16 @@ CASES = {
         reference.sigmoid,
     ),
     "squared": (kfac.SquaredError, vectors, squared, reference.squared),
+    "counts": (kfac.PoissonNLL, counts, poisson, reference.poisson),
+    "amounts": (kfac.PoissonNLL, amounts, poisson, reference.poisson),
 }
 LOSSES = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 NATURAL = pytest.mark.parametrize(
+    "case",
+    [CASES["classes"], CASES["bits"], CASES["squared"], CASES["counts"]],
+    ids=["softmax", "sigmoid", "squared", "poisson"],
+)
+BOUNDED = pytest.mark.parametrize(
     "case",
     [CASES["classes"], CASES["bits"], CASES["squared"]],
     ids=["softmax", "sigmoid", "squared"],
@@ -172,6 +191,11 @@ def test_fisher_is_the_hessian(case, leading, getkey):
     assert loss.leading == leading
     assert reference.error(dense(loss.fisher_product, loss), H) < TOLERANCE
     assert reference.error(S @ S.swapaxes(1, 2), H) < TOLERANCE
+    # Natural parameters: the Hessian does not depend on the targets.
+    assert reference.error(dense(loss.hessian_product, loss), H) < TOLERANCE
+    assert reference.error(dense(loss.hessian_root, loss), S) < TOLERANCE
+    untargeted = case[0](loss.outputs)
+    assert reference.error(dense(untargeted.hessian_product, loss), H) < TOLERANCE
 
 
 @NATURAL
@@ -179,7 +203,7 @@ def test_fisher_needs_no_targets_and_knows_no_weights(case, getkey):
     loss = make(case, getkey(), (4,))
     weighted = case[0](loss.outputs, weights=jnp.array([0.0, 1.0, 2.0, 3.0]))
     v = jax.random.normal(getkey(), loss.root_shape)
-    for name in ("fisher_root", "fisher_product"):
+    for name in ("fisher_root", "fisher_product", "hessian_root", "hessian_product"):
         out, expected = getattr(weighted, name)(v), getattr(loss, name)(v)
         assert reference.error(out, expected) < TOLERANCE
 
@@ -218,7 +242,48 @@ def test_samples(case, getkey):
 #
 
 
-@NATURAL
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_extreme_rates(dtype, getkey):
+    eta = jnp.array([[-80.0, 80.0, 14.0]], dtype)
+    loss = kfac.PoissonNLL(eta, jnp.array([[0, 3, 1_000_000]]))
+    rate = np.exp(np.asarray(eta, np.float64))
+    epsilon = 200 * jnp.finfo(dtype).eps
+    expected = np.sum(rate - np.array([0.0, 3.0, 1e6]) * np.asarray(eta))
+    assert reference.error(loss.value, expected) < epsilon
+    root, product = loss.fisher_root(jnp.ones_like(eta)), loss.hessian_product(eta)
+    np.testing.assert_allclose(root, np.sqrt(rate), rtol=epsilon)
+    np.testing.assert_allclose(product, rate * np.asarray(eta), rtol=epsilon)
+    # Large counts: the mean, and the variance that the Fisher is.
+    keys = jax.random.split(getkey(), 4000)
+    samples = np.asarray(jax.jit(jax.vmap(loss.sample))(keys))[:, 0]
+    assert samples.dtype == dtype and np.all(np.isfinite(samples))
+    z = (samples.astype(np.float64)[:, 2] - rate[0, 2]) / np.sqrt(rate[0, 2])
+    assert abs(z.mean()) < 0.1 and abs(z.std() - 1) < 0.05
+    assert np.all(samples[:, 0] == 0)
+
+
+def test_a_rate_of_zero():
+    loss = kfac.PoissonNLL(jnp.array([[-jnp.inf, 0.0, 1.0]]), jnp.array([[0, 1, 2]]))
+    assert reference.error(loss.value, 1 + np.e - 2) < TOLERANCE
+    score = loss.score(loss.targets)
+    assert reference.error(score, np.array([[0, 0, np.e - 2]])) < TOLERANCE
+    assert jnp.all(loss.sample(jax.random.key(0))[:, 0] == 0)
+    product = loss.fisher_product(jnp.ones((1, K)))
+    assert reference.error(product, np.exp([[-np.inf, 0, 1]])) < TOLERANCE
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_poisson_samples_with_any_key(impl):
+    # Near the change from counting to a Gaussian, too.
+    eta = jnp.log(jnp.array([[3.0, 9_990.0, 10_010.0]]))
+    loss = kfac.PoissonNLL(jnp.broadcast_to(eta, (4000, 3)))
+    samples = np.asarray(loss.sample(jax.random.key(0, impl=impl)))
+    z = (samples - np.exp(eta)) / np.exp(eta / 2)
+    assert np.abs(z.mean(axis=0)).max() < 0.1
+    assert np.abs(z.std(axis=0) - 1).max() < 0.05
+
+
+@BOUNDED
 @pytest.mark.parametrize("size", [40.0, 1e3])
 def test_extreme_outputs(case, size, getkey):
     outputs = size * jnp.array([[1.0, -1.0, 0.5], [-1.0, 0.0, 1.0]])

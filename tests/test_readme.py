@@ -64,7 +64,10 @@ def test_readme_runs():
     assert "`.layers[1].weight`" in printed
 
 
-@pytest.mark.parametrize("name", ["index.md", "choosing.md", "idea.md"])
+PAGES = ["index.md", "choosing.md", "idea.md", "api/curvature.md", "api/losses.md"]
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_documentation_runs(name):
     page = root / "docs" / name
     assert blocks(page, "python")
@@ -72,8 +75,8 @@ def test_documentation_runs(name):
 
 
 def test_no_other_page_has_python():
-    with_python = {page.name for page in pages if blocks(page, "python")}
-    assert with_python == {"index.md", "choosing.md", "idea.md"}
+    with_python = {page for page in pages if blocks(page, "python")}
+    assert with_python == {root / "docs" / name for name in PAGES}
 
 
 def test_commands_come_first():

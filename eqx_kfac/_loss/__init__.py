@@ -7,6 +7,8 @@ from ._base import (
     terms_of as terms_of,
 )
 from ._l2 import L2 as L2
+from ._normal import NormalNLL as NormalNLL
+from ._poisson import PoissonNLL as PoissonNLL
 from ._sigmoid import SigmoidCrossEntropy as SigmoidCrossEntropy
 from ._softmax import SoftmaxCrossEntropy as SoftmaxCrossEntropy
 from ._squared import SquaredError as SquaredError

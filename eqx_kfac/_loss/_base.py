@@ -1,6 +1,6 @@
 import abc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree
 
 from .._custom_types import Key
-from .._misc import accumulator
+from .._misc import accumulator, placed_like, zeros_beside
 
 
 class AbstractObjective(eqx.Module):
@@ -123,16 +123,19 @@ class AbstractLoss(AbstractObjective):
     to one distribution.
 
     A new loss is a subclass with the three arrays below and the four methods; everything
-    else follows.
+    else follows. If `outputs` are natural parameters of an exponential family, say so
+    with `natural = True`: then the Fisher is the Hessian, whatever the targets.
     """
 
+    natural: ClassVar[bool] = False
     targets: eqx.AbstractVar[PyTree]
     weights: eqx.AbstractVar[Array | None]
 
     @property
     @abc.abstractmethod
     def outputs(self) -> PyTree[Inexact[Array, "*leading k"]]:
-        """The distribution's parameters, as the model computed them."""
+        """The distribution's parameters, as the model computed them: an array of the
+        loss, or a tuple of several."""
 
     @abc.abstractmethod
     def losses(self, outputs: PyTree, targets: PyTree) -> Float[Array, "*leading"]:
@@ -194,12 +197,48 @@ class AbstractLoss(AbstractObjective):
         )
 
     def fisher_product(self, v: PyTree) -> PyTree:
-        r"""$H v = S S^\top v$: every term's output Fisher (for the losses whose outputs
-        are natural parameters also the Gauss-Newton curvature) times a vector."""
-        dtypes = [leaf.dtype for leaf in jtu.tree_leaves(self.outputs)]
-        like = jax.ShapeDtypeStruct(self.root_shape, accumulator(*dtypes))
-        (root,) = jax.linear_transpose(self.fisher_root, like)(v)
+        r"""$S S^\top v$: every term's Fisher with respect to `outputs` times a
+        vector."""
+        leaf, *_ = leaves = jtu.tree_leaves(self.outputs)
+        dtype = accumulator(*[a.dtype for a in leaves])
+        # The transpose of what is different on every device stays on that device.
+        zeros = zeros_beside(leaf, self.root_shape, dtype, len(self.leading))
+        like, transpose = jax.vjp(self.fisher_root, zeros)
+        (root,) = transpose(jtu.tree_map(_like, v, like))
         return self.fisher_root(root)
+
+    def hessian_root(self, v: Float[Array, "*leading r"]) -> PyTree:
+        r"""$S v$ with $S S^\top$ the Hessian of each term with respect to `outputs`, for
+        the Gauss-Newton matrix. For natural parameters that is the Fisher's root; a loss
+        that is convex in other outputs may have one of its own (of the same shape)."""
+        if not self.natural:
+            name = type(self).__name__
+            raise ValueError(
+                f"{name} has no root of its Hessian at the outputs: they are not natural "
+                "parameters, so the Hessian depends on targets and may be indefinite. "
+                "Use the Fisher (`kfac.Exact()` instead of `kfac.ExactGGN()`), or, for a "
+                f"loss of your own that is convex, define `{name}.hessian_root`."
+            )
+        return self.fisher_root(v)
+
+    def hessian_product(self, v: PyTree) -> PyTree:
+        r"""Every term's Hessian $\nabla^2 \ell_n$ with respect to `outputs`, at the
+        targets, times a vector, by autodiff. Targets may be left out of a loss with
+        natural parameters. Like `fisher_product` it knows no weights."""
+        if self.targets is None and self.natural:
+            return self.fisher_product(v)
+        if self.targets is None:
+            raise ValueError(
+                f"This {type(self).__name__} has no targets, which its Hessian depends "
+                "on. Pass targets to the loss, or use `fisher_product`."
+            )
+        score = jax.grad(lambda outputs: jnp.sum(self.losses(outputs, self.targets)))
+        v = jtu.tree_map(_like, v, self.outputs)
+        return jax.jvp(score, (self.outputs,), (v,))[1]
+
+
+def _like(a: Array, z: Array) -> Array:
+    return placed_like(a.astype(z.dtype), z)
 
 
 def at_least_float32(x: Inexact[Array, "*s"]) -> Float[Array, "*s"]:

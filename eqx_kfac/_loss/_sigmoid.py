@@ -18,6 +18,7 @@ class SigmoidCrossEntropy(AbstractLoss):
     Its Fisher (and GGN) at the logits is $\operatorname{diag}(p (1 - p))$.
     """
 
+    natural = True
     logits: Inexact[Array, "*leading k"]
     targets: Shaped[Array, "*leading k"] | None
     weights: Shaped[Array, "..."] | None

@@ -18,6 +18,7 @@ class SoftmaxCrossEntropy(AbstractLoss):
     $\operatorname{diag}(p) - p p^\top$.
     """
 
+    natural = True
     logits: Inexact[Array, "*leading classes"]
     targets: Shaped[Array, "..."] | None
     weights: Shaped[Array, "..."] | None

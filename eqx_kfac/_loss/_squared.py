@@ -17,6 +17,7 @@ class SquaredError(AbstractLoss):
     the last axis. Its Fisher (and GGN) at the predictions is the identity.
     """
 
+    natural = True
     predictions: Inexact[Array, "*leading k"]
     targets: Shaped[Array, "*leading k"] | None
     weights: Shaped[Array, "..."] | None

@@ -1,0 +1,39 @@
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+from jaxtyping import Array, PyTree
+
+from .._custom_types import Key, Model
+from .._loss import AbstractLoss
+
+
+class AbstractFisher(eqx.Module):
+    """Which cotangents are pulled back from the model's outputs to collect curvature.
+
+    A Fisher estimator is a number of cotangents, each a tree like the losses' outputs,
+    whose outer products add up to (an estimate of) the curvature of the *sum* of the
+    losses: they are never divided by the number of loss terms.
+    """
+
+    # How many cotangents are pulled back at once.
+    batch_size: eqx.AbstractVar[int]
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return type(self).__name__
+
+    @abc.abstractmethod
+    def number(self, losses: Sequence[AbstractLoss]) -> int:
+        """How many cotangents there are."""
+
+    @abc.abstractmethod
+    def cotangents(
+        self, losses: Sequence[AbstractLoss], index: Any, key: Key | None
+    ) -> list[PyTree[Array]]:
+        """Cotangent `index`, for the outputs of every loss, without weights."""
+
+    def check(self, model: Model) -> None:
+        """Raises if this estimate is not one for the layers of `model`."""

@@ -1,0 +1,326 @@
+"""Cotangents: random signs, several pulled back at once, programs that do not grow, and
+curvature beside gradients from anywhere."""
+
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import eqx_kfac as kfac
+
+from . import reference
+
+
+TOLERANCE = 1e-10
+
+
+def normal_of(z, weights=None):
+    means, log_variances = jnp.split(z, 2, axis=-1)
+    return kfac.NormalNLL(means, log_variances, weights=weights)
+
+
+LOSSES = {
+    "softmax": lambda z, w=None: kfac.SoftmaxCrossEntropy(z, weights=w),
+    "sigmoid": lambda z, w=None: kfac.SigmoidCrossEntropy(z, weights=w),
+    "squared": lambda z, w=None: kfac.SquaredError(z, weights=w),
+    "poisson": lambda z, w=None: kfac.PoissonNLL(z, weights=w),
+    "normal": normal_of,
+}
+
+
+class Net(eqx.Module):
+    first: eqx.nn.Linear
+    second: eqx.nn.Linear
+
+    def __init__(self, key, outputs=4):
+        keys = jax.random.split(key)
+        self.first = eqx.nn.Linear(3, 4, key=keys[0])
+        self.second = eqx.nn.Linear(4, outputs, key=keys[1])
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.first(x)))
+
+
+def layers(model):
+    return [model.first, model.second]
+
+
+@eqx.filter_jit
+def collect(loss_fn, fisher, model, *args, key=None):
+    return kfac.curvature(loss_fn, fisher)(model, *args, key=key)
+
+
+def distance(tree, other):
+    pairs = zip(layers(tree), layers(other), strict=True)
+    return max(reference.error(a.output_factor, b.output_factor) for a, b in pairs)
+
+
+def largest_error(tree, other):
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+    return max(reference.error(a, b) for a, b in pairs if np.any(b != 0))
+
+
+def problem(getkey, loss, outputs=4):
+    x = jax.random.normal(getkey(), (6, 3))
+
+    def loss_fn(model, weights=None):
+        return loss(jax.vmap(model)(x), weights)
+
+    return loss_fn, kfac.convert(Net(getkey(), outputs))
+
+
+#
+# Random signs
+#
+
+
+@pytest.mark.parametrize("loss", [LOSSES["softmax"], LOSSES["normal"]])
+def test_error_falls_as_the_square_root(loss, getkey):
+    loss_fn, model = problem(getkey, loss)
+    weights = jnp.arange(6.0)
+    exact = collect(loss_fn, kfac.Exact(), model, weights)
+    numbers, keys = [4, 64, 1024], jax.random.split(getkey(), 8)
+
+    def errors(fisher):
+        run = eqx.filter_vmap(
+            lambda key: kfac.curvature(loss_fn, fisher)(model, weights, key=key)
+        )
+        trees = eqx.filter_jit(run)(keys)
+        members = [jax.tree.map(lambda a: a[i], trees) for i in range(len(keys))]
+        return np.mean([distance(tree, exact) for tree in members])
+
+    found = np.array([errors(kfac.CurvatureProp(n, batch_size=4)) for n in numbers])
+    constants = found * np.sqrt(numbers)
+    assert np.all(constants < 2 * constants[0]) and np.all(constants > constants[0] / 2)
+    assert found[0] > 0.05 and found[-1] < 0.15
+
+
+def test_keys(getkey):
+    loss_fn, model = problem(getkey, LOSSES["softmax"])
+    run = ft.partial(collect, loss_fn, kfac.CurvatureProp(2), model)
+    a, b = getkey(), getkey()
+    assert eqx.tree_equal(run(key=a), run(key=a))
+    assert distance(run(key=a), run(key=b)) > 1e-3
+    with pytest.raises(ValueError, match=r"CurvatureProp.*`key=...`.*Exact"):
+        run()
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "squared", "poisson"])
+def test_one_output_has_no_noise(name, getkey):
+    loss_fn, model = problem(getkey, LOSSES[name], outputs=1)
+    exact = collect(loss_fn, kfac.Exact(), model)
+    signs = collect(loss_fn, kfac.CurvatureProp(), model, key=getkey())
+    assert largest_error(signs, exact) < TOLERANCE
+    sampled = collect(loss_fn, kfac.MonteCarlo(), model, key=getkey())
+    assert distance(sampled, exact) > 1e-3
+
+
+def test_diagonal_at_independent_outputs_has_no_noise(getkey):
+    # Of the last layer, every sample has the diagonal right.
+    loss_fn, model = problem(getkey, LOSSES["poisson"])
+    exact = collect(loss_fn, kfac.Exact(), model).second.output_factor
+    signs = collect(loss_fn, kfac.CurvatureProp(), model, key=getkey())
+    G = signs.second.output_factor
+    assert reference.error(jnp.diag(G), jnp.diag(exact)) < TOLERANCE
+    assert reference.error(G, exact) > 1e-3
+
+
+def test_signs_and_samples_of_a_sum_of_losses(getkey):
+    # Independent for each of them: copies would be twice one.
+    x, model = jax.random.normal(getkey(), (6, 3)), kfac.convert(Net(getkey()))
+    one = lambda model: kfac.SquaredError(jax.vmap(model)(x))
+    two = lambda model: one(model) + one(model)
+    key = getkey()
+    a, b = (collect(f, kfac.CurvatureProp(), model, key=key) for f in (one, two))
+    error = reference.error(b.second.output_factor, 2 * a.second.output_factor)
+    assert error > 1e-3
+
+
+#
+# Several at once
+#
+
+
+FISHERS = {
+    "exact": kfac.Exact,
+    "ggn": kfac.ExactGGN,
+    "sampled": ft.partial(kfac.MonteCarlo, 5),
+    "signs": ft.partial(kfac.CurvatureProp, 5),
+}
+
+
+class Deep(eqx.Module):
+    first: eqx.nn.Linear
+    second: eqx.nn.Linear
+    third: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 3)
+        self.first = eqx.nn.Linear(3, 3, key=keys[0])
+        self.second = eqx.nn.Linear(3, 4, key=keys[1])
+        self.third = eqx.nn.Linear(4, 2, key=keys[2])
+
+    def __call__(self, x):
+        return self.third(jnp.tanh(self.second(jnp.tanh(self.first(x)))))
+
+
+@pytest.mark.parametrize("name", ["exact", "sampled", "signs"])
+def test_batches_of_cotangents(name, getkey):
+    # Tokens, weights and two losses; five columns divide neither by 2 nor by 100.
+    x = jax.random.normal(getkey(), (4, 2, 3))
+    weights, key = jnp.array([1.0, 0.0, 2.0, 0.5]), getkey()
+    reduce, diagonal = kfac.Kronecker(kfac.Reduce()), kfac.Diagonal()
+    model = kfac.convert(Deep(getkey()), {".first": reduce, ".second": diagonal})
+
+    def loss_fn(model):
+        z = jax.vmap(jax.vmap(model))(x)
+        pooled = jnp.mean(z, axis=1)[:, :1]
+        return kfac.SigmoidCrossEntropy(z, weights=weights) + kfac.SquaredError(pooled)
+
+    one = collect(loss_fn, FISHERS[name](), model, key=key)
+    for size in (2, 100):
+        several = collect(loss_fn, FISHERS[name](batch_size=size), model, key=key)
+        assert largest_error(several, one) < 1e-12
+
+
+def test_batches_of_cotangents_through_time(getkey):
+    # A `scan` in the pullback, and the statistics of neighbouring steps.
+    cell = eqx.nn.GRUCell(3, 2, key=getkey())
+    cell = kfac.convert(cell, kfac.Series())
+    x = jax.random.normal(getkey(), (4, 3, 3))
+
+    def loss_fn(cell):
+        run = lambda xs: kfac.scan_cell(cell, jnp.zeros(2), xs)[1]
+        return kfac.SigmoidCrossEntropy(jax.vmap(run)(x))
+
+    one, several = (collect(loss_fn, kfac.Exact(batch_size=b), cell) for b in (1, 4))
+    assert len(jax.tree.leaves(one)) > 4
+    assert largest_error(several, one) < 1e-12
+
+
+def test_batches_of_cotangents_in_a_stack(getkey):
+    # An ensemble: the axis of cotangents is none of its own.
+    keys, x = jax.random.split(getkey(), 2), jax.random.normal(getkey(), (4, 3))
+    ensemble = kfac.convert(eqx.filter_vmap(Net)(keys))
+
+    def loss_fn(models):
+        z = eqx.filter_vmap(lambda m: jax.vmap(m)(x))(models)
+        return kfac.SoftmaxCrossEntropy(jnp.moveaxis(z, 0, 1))
+
+    one, several = (collect(loss_fn, kfac.Exact(batch_size=b), ensemble) for b in (1, 3))
+    assert largest_error(several, one) < 1e-12
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded(kind, getkey):
+    # Estimates, and the quadratic model's products with the output Fisher.
+    x, key = jax.random.normal(getkey(), (4, 3)), getkey()
+    model, quadratic = kfac.convert(Net(getkey())), kfac.QuadraticModel()
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss_fn(model, x):
+        z, t = jax.vmap(model)(x), jnp.abs(jnp.round(x[:, :2]))
+        normal = kfac.NormalNLL(z[:, :2], z[:, 2:], t)
+        return normal + kfac.PoissonNLL(z[:, :2], t) + kfac.SquaredError(z[:, :2], t)
+
+    optimizer = kfac.KFAC(quadratic, quadratic, 0.1, fisher=kfac.Exact(batch_size=3))
+    sampled = [] if kind == AxisType.Auto else [kfac.MonteCarlo(), kfac.CurvatureProp()]
+
+    def run(params, x):
+        model = eqx.combine(params, static)
+        new, *_ = optimizer.step(loss_fn, model, optimizer.init(model), x, key=key)
+        trees = [kfac.curvature(loss_fn, f)(model, x, key=key) for f in sampled]
+        return eqx.filter([new, *trees], eqx.is_inexact_array)
+
+    expected = jax.jit(run)(params, x)
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,), devices=jax.devices()[:4])
+    if kind == AxisType.Auto:  # Here devices would draw samples of their own.
+        shard = jax.shard_map(run, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+        out = jax.jit(shard)(params, x)
+    else:
+        with jax.set_mesh(mesh):
+            place = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))
+            out = jax.jit(run)(jax.tree.map(place, params), place(x, "d"))
+    assert largest_error(jax.device_get(out), jax.device_get(expected)) < TOLERANCE
+
+
+@pytest.mark.parametrize("make", [*FISHERS.values(), lambda **kw: kfac.MonteCarlo(**kw)])
+def test_wrong_batch_sizes(make):
+    with pytest.raises(ValueError, match="`batch_size` must be at least 1"):
+        make(batch_size=0)
+
+
+#
+# The size of the program
+#
+
+
+def size_of_program(fisher, classes, getkey):
+    """The equations, with those inside of loops, and the lines of StableHLO."""
+    loss_fn, model = problem(getkey, LOSSES["softmax"], classes)
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def run(params, key):
+        return kfac.curvature(loss_fn, fisher)(eqx.combine(params, static), key=key)
+
+    traced = jax.jit(run).trace(params, getkey())
+    equations = sum(" = " in line for line in str(traced.jaxpr).splitlines())
+    return equations, len(traced.lower().as_text().splitlines())
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_program_does_not_grow_with_classes(batch_size, getkey):
+    fisher = kfac.Exact(batch_size=batch_size)
+    assert size_of_program(fisher, 4, getkey) == size_of_program(fisher, 100, getkey)
+
+
+@pytest.mark.parametrize("fisher", [kfac.MonteCarlo, kfac.CurvatureProp])
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_program_does_not_grow_with_samples(fisher, batch_size, getkey):
+    few, many = (fisher(n, batch_size=batch_size) for n in (4, 400))
+    assert size_of_program(few, 3, getkey) == size_of_program(many, 3, getkey)
+
+
+#
+# Curvature of one function, gradient of another
+#
+
+
+def test_gradients_from_anywhere(getkey):
+    model, x = Net(getkey(), 1), jax.random.normal(getkey(), (7, 3))
+    energies, damping = jax.random.normal(getkey(), (7,)), 0.1
+    tagged = kfac.convert(model)
+
+    def geometry(model):
+        return kfac.SquaredError(jax.vmap(model)(x))
+
+    def covariance(model):
+        _, pullback = eqx.filter_vjp(lambda m: jax.vmap(m)(x), model)
+        return pullback(2 * (energies - jnp.mean(energies))[:, None] / 7)[0]
+
+    optimizer = kfac.KFAC(0.5, damping=damping, solver=kfac.Eigh())
+
+    @eqx.filter_jit
+    def update(model):
+        curvature = kfac.curvature(geometry, kfac.Exact())(model)
+        state = optimizer.init(model)
+        out = optimizer.update(covariance(model), state, model, curvature=curvature)
+        return out[0], curvature
+
+    updates, curvature = update(tagged)
+    Js = reference.jacobians(lambda m: jax.vmap(m)(x), model, layers)
+    for J, layer, factors in zip(Js, layers(updates), layers(curvature), strict=True):
+        J = J[:, 0]  # How log |psi| of every walker changes.
+        e = np.asarray(energies)
+        gradient = 2 * (np.mean(e[:, None] * J, axis=0) - e.mean() * J.mean(axis=0))
+        F = reference.kron(factors)
+        if layer is updates.second:
+            assert reference.error(F, J.T @ J / 7) < TOLERANCE
+            F = J.T @ J / 7
+        expected = -0.5 * np.linalg.solve(F + damping * np.eye(len(F)), gradient)
+        leaves = {"weight": layer.weight, "bias": layer.bias}
+        assert reference.error(reference.to_matrix(leaves).ravel(), expected) < TOLERANCE
