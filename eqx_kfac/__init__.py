@@ -38,6 +38,12 @@ from ._loss import (
     SoftmaxCrossEntropy as SoftmaxCrossEntropy,
     SquaredError as SquaredError,
 )
+from ._model_operator import (
+    EmpiricalFisher as EmpiricalFisher,
+    Fisher as Fisher,
+    GaussNewton as GaussNewton,
+    Hessian as Hessian,
+)
 from ._operator import (
     KroneckerOperator as KroneckerOperator,
     SeriesOperator as SeriesOperator,

@@ -210,7 +210,7 @@ def linearise(
     """Runs `loss_fn` once, at a model whose tags are ready to collect."""
     check_tagged(model)
     filled = fill_tags(model)
-    objective, pushforward, pullback, aux = _filter_linearize(
+    objective, pushforward, pullback, aux = filter_linearize(
         lambda model: run(loss_fn, model, args, kwargs), filled
     )
     axes = example_axes(objective, model)
@@ -224,7 +224,7 @@ def linearise(
         if weights is not None:
             weights = jax.lax.stop_gradient(weights)
             weights = cast_varying(weights, varying_axes(model))
-        curved, _, collect, _ = _filter_linearize(
+        curved, _, collect, _ = filter_linearize(
             lambda model: (Sum(run(loss_fn, model, args, kwargs)[0].curved), None),
             fill_tags(model, weights),
         )
@@ -244,7 +244,7 @@ def factors(model: Model, statistics: Model, count: Float[Array, ""], l2: Model)
     return map_tags(layer_factors, model, statistics, l2)
 
 
-def _filter_linearize(fn: Callable, model: Model) -> tuple[Sum, Callable, Callable, Any]:
+def filter_linearize(fn: Callable, model: Model) -> tuple[Sum, Callable, Callable, Any]:
     """`fn(model) -> (out, aux)` as `(out, pushforward, pullback, aux)`. One jaxpr serves
     both directions."""
     params, static = eqx.partition(model, eqx.is_inexact_array)

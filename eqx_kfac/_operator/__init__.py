@@ -11,3 +11,11 @@ from ._factor import (
 )
 from ._kronecker import KroneckerOperator as KroneckerOperator
 from ._series import chain_gain as chain_gain, SeriesOperator as SeriesOperator
+from ._symmetric import (
+    AbstractSymmetricOperator as AbstractSymmetricOperator,
+    flatten as flatten,
+    LinearisedOperator as LinearisedOperator,
+    Structure as Structure,
+    unflatten as unflatten,
+    widest as widest,
+)
