@@ -11,6 +11,7 @@ from ._block import (
     Series as Series,
     SeriesFactors as SeriesFactors,
 )
+from ._block_diagonal import BlockDiagonalOperator as BlockDiagonalOperator
 from ._damping import LevenbergMarquardt as LevenbergMarquardt
 from ._estimate import (
     curvature as curvature,
@@ -47,11 +48,16 @@ from ._model_operator import (
 from ._operator import (
     KroneckerOperator as KroneckerOperator,
     SeriesOperator as SeriesOperator,
+    SpectralOperator as SpectralOperator,
 )
 from ._optax import kfac as kfac, scale_by_kfac as scale_by_kfac
 from ._optimizer import KFAC as KFAC
 from ._quadratic import QuadraticModel as QuadraticModel
-from ._solver import Cholesky as Cholesky, Eigh as Eigh
+from ._solver import (
+    Cholesky as Cholesky,
+    ConjugateGradient as ConjugateGradient,
+    Eigh as Eigh,
+)
 from ._state import (
     averaged as averaged,
     Faults as Faults,

@@ -58,9 +58,7 @@ class AbstractModelOperator(AbstractSymmetricOperator):
 
     def linearise(self) -> LinearisedOperator:
         structure = self.in_structure()
-        return LinearisedOperator(
-            self._product(), structure, self.positive_semidefinite
-        )
+        return LinearisedOperator(self._product(), structure, self.positive_semidefinite)
 
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         return Structure(eqx.filter(self.model, eqx.is_inexact_array)).tree
@@ -140,8 +138,8 @@ class GaussNewton(AbstractOuterProduct):
 
         ```python
         operator = kfac.GaussNewton(loss_fn, model, x, y)
-        damped = operator + 0.1 * lx.IdentityLinearOperator(operator.in_structure())
-        step = lx.linear_solve(damped, grads, lx.CG(rtol=1e-5, atol=1e-5)).value
+        solver = lx.CG(rtol=1e-5, atol=1e-5)
+        step = lx.linear_solve(operator.damped(0.1), grads, solver).value
         ```
 
     ??? cite "Reference"
@@ -236,8 +234,8 @@ class EmpiricalFisher(AbstractOuterProduct):
             product = s.astype(dtype) * u.astype(dtype)
             return jnp.sum(product, axis=tuple(range(len(loss.leading), u.ndim)))
 
-        slopes = jtu.tree_leaves(jtu.tree_map(slope, _score(loss), v))
-        return sum(slopes[1:], slopes[0])
+        slopes = jtu.tree_map(slope, _score(loss), v)
+        return jtu.tree_reduce(jnp.add, slopes)
 
 
 class Hessian(AbstractModelOperator):

@@ -69,8 +69,8 @@ class AbstractSymmetricOperator(lx.AbstractLinearOperator):
 
     def damped(self, damping: ArrayLike) -> "DampedOperator":
         r"""This operator plus $\lambda I$, for `damping` $\lambda \ge 0$. Unlike
-        `operator + damping * lx.IdentityLinearOperator(...)`, it is known to be positive
-        semidefinite within `jit` too, where the sign of a number is not seen."""
+        `operator + damping * lx.IdentityLinearOperator(...)`, lineax knows it to be
+        positive semidefinite (it does not look at the sign of a number)."""
         return DampedOperator(self, damping)
 
     def linearise(self) -> "AbstractSymmetricOperator":
