@@ -382,7 +382,7 @@ def test_several_types():
     solver = kfac.ConjugateGradient(rtol=1e-3)
     options = dict(damping=0.5)
     operator = kfac.GaussNewton(loss_fn, mixed, x)
-    solution = lx.linear_solve(operator, vector, solver, options).value
+    solution = lx.linear_solve(operator, vector, solver, options=options).value
     assert jtu.tree_map(lambda a: a.dtype, solution) == types
 
 

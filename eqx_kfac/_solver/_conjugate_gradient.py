@@ -38,7 +38,8 @@ class ConjugateGradient(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
         blocks = kfac.BlockDiagonalOperator(curvature, model)
         options = dict(preconditioner=blocks.inverse(1e-2), damping=1e-2)
         solver = kfac.ConjugateGradient(rtol=1e-3, max_steps=50)
-        step = lx.linear_solve(operator, grads, solver, options, throw=False).value
+        solution = lx.linear_solve(operator, grads, solver, options=options, throw=False)
+        solution.value, solution.stats["num_steps"]
         ```
 
     ??? cite "Reference"
