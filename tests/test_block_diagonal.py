@@ -9,6 +9,7 @@ import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 
 import eqx_kfac as kfac
 from eqx_kfac._precondition import factorise, partition_tagged, precondition
@@ -341,71 +342,74 @@ def test_series():
 
 
 def badly_scaled():
-    """A deep net, with inputs of scales from 0.03 to 30, and few examples."""
-    key = jr.key(5)
-    net = eqx.nn.MLP(6, 3, 8, 3, activation=jnp.tanh, key=key)
-    x = jr.normal(jr.key(6), (40, 6)) * jnp.logspace(-1.5, 1.5, 6)[None, :]
-    t = jr.randint(jr.key(7), (40,), 0, 3)
-    return net, x, t
+    """A deep net and few examples, whose inputs are correlated and have scales from 1 to
+    300. (The first layer knows: nothing is saturated.)"""
+    net = eqx.nn.MLP(6, 3, 6, 3, activation=jnp.tanh, key=jr.key(5))
+    scales = jnp.logspace(0, 2.5, 6)[None, :]
+    rotation, _ = jnp.linalg.qr(jr.normal(jr.key(8), (6, 6)))
+    weight = (net.layers[0].weight / scales) @ rotation.T
+    net = eqx.tree_at(lambda m: m.layers[0].weight, net, weight)
+    x = (jr.normal(jr.key(6), (60, 6)) * scales) @ rotation.T
+    return net, x, jr.normal(jr.key(7), (60, 3))
 
 
-def classify(model, x, t):
-    return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), t)
+def regress(model, x, t):
+    return kfac.SquaredError(jax.vmap(model)(x), t)
 
 
 def test_preconditioned():
     net, x, t = badly_scaled()
-    model = kfac.convert(net)
-    damping = 1e-4
-    exact = kfac.GaussNewton(classify, model, x, t)
-    grads = eqx.filter_grad(lambda m: classify(m, x, t).value)(model)
-    estimate = eqx.filter_jit(kfac.curvature(classify, fisher=kfac.Exact()))
-    blocks = kfac.BlockDiagonalOperator(estimate(model, x, t), model)
-    scales = kfac.convert(net, blocks=kfac.Diagonal())
-    diagonal = kfac.BlockDiagonalOperator(estimate(scales, x, t), scales)
-    # In the vectors of the other model, whose tags have other blocks.
-    entries = lx.diagonal(diagonal.inverse(damping))
-    _, unravel = jax.flatten_util.ravel_pytree(params_of(model))
-    jacobi = lx.TaggedLinearOperator(
-        lx.DiagonalLinearOperator(unravel(entries)), lx.positive_semidefinite_tag
-    )
-    matrix = eqx.filter_jit(lambda op: op.as_matrix())(exact)
-    expected = np.linalg.solve(matrix + damping * np.eye(len(matrix)), flat(grads))
+    model, scales = kfac.convert(net), kfac.convert(net, blocks=kfac.Diagonal())
+    damping = 0.1
 
     @eqx.filter_jit
-    def count(options):
-        theirs = lx.linear_solve(
-            exact.damped(damping),
-            grads,
-            lx.CG(rtol=1e-8, atol=1e-8, max_steps=3000),
-            options=options,
+    def run():
+        exact = kfac.GaussNewton(regress, model, x, t)
+        grads = eqx.filter_grad(lambda m: regress(m, x, t).value)(model)
+        estimate = kfac.curvature(regress, fisher=kfac.Exact())
+        blocks = kfac.BlockDiagonalOperator(estimate(model, x, t), model)
+        # In the vectors of the other model: the tags of this one have other blocks.
+        diagonal = kfac.BlockDiagonalOperator(estimate(scales, x, t), scales)
+        entries = lx.diagonal(diagonal.inverse(damping))
+        _, unravel = ravel_pytree(params_of(model))
+        jacobi = lx.TaggedLinearOperator(
+            lx.DiagonalLinearOperator(unravel(entries)), lx.positive_semidefinite_tag
         )
-        ours = lx.linear_solve(
-            exact,
-            grads,
-            kfac.ConjugateGradient(rtol=1e-8),
-            options={**options, "damping": damping},
-        )
-        return [(s.value, s.stats["num_steps"]) for s in (theirs, ours)]
 
+        theirs = lx.CG(rtol=0.0, atol=1e-4 * jnp.max(jnp.abs(flat(grads))))
+        ours = kfac.ConjugateGradient(rtol=1e-4)
+
+        def solve(**options):
+            first = lx.linear_solve(exact.damped(damping), grads, theirs, options=options)
+            options["damping"] = damping
+            second = lx.linear_solve(exact, grads, ours, options=options)
+            return first, second
+
+        inverse = blocks.inverse(damping)
+        solutions = {
+            "none": solve(),
+            "diagonal": solve(preconditioner=jacobi),
+            "K-FAC": solve(preconditioner=inverse),
+        }
+        warm = solve(preconditioner=inverse, y0=solutions["K-FAC"][1].value)
+        return exact.as_matrix(), flat(grads), solutions, warm
+
+    matrix, grads, solutions, warm = run()
+    damped = matrix + damping * np.eye(len(matrix))
+    assert np.linalg.cond(damped) > 1e4
+    expected = np.linalg.solve(damped, grads)
     counts = {}
-    choices = {
-        "none": {},
-        "diagonal": dict(preconditioner=jacobi),
-        "K-FAC": dict(preconditioner=blocks.inverse(damping)),
-    }
-    for name, options in choices.items():
-        (theirs, n), (ours, m) = count(options)
-        counts[name] = int(n), int(m)
-        close(flat(theirs), expected, 1e-4)
-        close(flat(ours), expected, 1e-4)
-    print("products, lx.CG and ours:", counts)
+    for name, pair in solutions.items():
+        counts[name] = [int(s.stats["num_steps"]) for s in pair]
+        for solution in pair:
+            error = flat(solution.value) - expected
+            assert error @ damped @ error < 1e-6 * (expected @ damped @ expected)
+    print("products of lx.CG and of ours:", counts)
     for i in range(2):
-        assert counts["K-FAC"][i] < 0.7 * counts["diagonal"][i]
-        assert counts["K-FAC"][i] < 0.5 * counts["none"][i]
-    # A start at the solution, or near to it, costs nothing, or less.
-    (theirs, n), (ours, m) = count({**choices["K-FAC"], "y0": ours})
-    assert m <= 1 and n <= counts["K-FAC"][0] / 2
+        assert 2 * counts["K-FAC"][i] < counts["none"][i] < counts["diagonal"][i]
+    # A start at the solution costs nothing.
+    assert int(warm[1].stats["num_steps"]) == 0
+    assert int(warm[0].stats["num_steps"]) < counts["K-FAC"][0]
 
 
 @pytest.mark.parametrize("steps", [1, 3])
