@@ -403,7 +403,7 @@ def test_preconditioned():
         counts[name] = [int(s.stats["num_steps"]) for s in pair]
         for solution in pair:
             error = flat(solution.value) - expected
-            assert error @ damped @ error < 1e-6 * (expected @ damped @ expected)
+            assert error @ damped @ error < 1e-4 * (expected @ damped @ expected)
     print("products of lx.CG and of ours:", counts)
     for i in range(2):
         assert 2 * counts["K-FAC"][i] < counts["none"][i] < counts["diagonal"][i]

@@ -64,7 +64,7 @@ def test_readme_runs():
     assert "`.layers[1].weight`" in printed
 
 
-@pytest.mark.parametrize("name", ["index.md", "choosing.md", "idea.md"])
+@pytest.mark.parametrize("name", ["index.md", "choosing.md", "idea.md", "api/operators.md"])
 def test_documentation_runs(name):
     page = root / "docs" / name
     assert blocks(page, "python")
@@ -73,7 +73,7 @@ def test_documentation_runs(name):
 
 def test_no_other_page_has_python():
     with_python = {page.name for page in pages if blocks(page, "python")}
-    assert with_python == {"index.md", "choosing.md", "idea.md"}
+    assert with_python == {"index.md", "choosing.md", "idea.md", "operators.md"}
 
 
 def test_commands_come_first():
