@@ -64,7 +64,9 @@ def test_readme_runs():
     assert "`.layers[1].weight`" in printed
 
 
-@pytest.mark.parametrize("name", ["index.md", "choosing.md", "idea.md", "api/operators.md"])
+@pytest.mark.parametrize(
+    "name", ["index.md", "choosing.md", "idea.md", "api/operators.md"]
+)
 def test_documentation_runs(name):
     page = root / "docs" / name
     assert blocks(page, "python")
