@@ -18,6 +18,7 @@ from ._block import (
     SeriesFactors as SeriesFactors,
     TNT as TNT,
 )
+from ._block_diagonal import BlockDiagonalOperator as BlockDiagonalOperator
 from ._damping import LevenbergMarquardt as LevenbergMarquardt
 from ._estimate import (
     curvature as curvature,
@@ -49,16 +50,23 @@ from ._loss import (
     SoftmaxCrossEntropy as SoftmaxCrossEntropy,
     SquaredError as SquaredError,
 )
+from ._model_operator import (
+    EmpiricalFisher as EmpiricalFisher,
+    Fisher as Fisher,
+    GaussNewton as GaussNewton,
+    Hessian as Hessian,
+)
 from ._operator import (
-    EigenOperator as EigenOperator,
     KroneckerOperator as KroneckerOperator,
     SeriesOperator as SeriesOperator,
+    SpectralOperator as SpectralOperator,
 )
 from ._optax import kfac as kfac, scale_by_kfac as scale_by_kfac
 from ._optimizer import KFAC as KFAC
 from ._quadratic import QuadraticModel as QuadraticModel
 from ._solver import (
     Cholesky as Cholesky,
+    ConjugateGradient as ConjugateGradient,
     Eigh as Eigh,
     NewtonSchulz as NewtonSchulz,
     SubspaceIteration as SubspaceIteration,

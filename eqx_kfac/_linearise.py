@@ -212,7 +212,7 @@ def linearise(
     `curvature`, if it is given."""
     check_tagged(model)
     filled = fill_tags(model, None, curvature)
-    objective, pushforward, pullback, aux = _filter_linearize(
+    objective, pushforward, pullback, aux = filter_linearize(
         lambda model: run(loss_fn, model, args, kwargs), filled
     )
     axes = example_axes(objective, model)
@@ -226,7 +226,7 @@ def linearise(
         if weights is not None:
             weights = jax.lax.stop_gradient(weights)
             weights = cast_varying(weights, varying_axes(model))
-        curved, _, collect, _ = _filter_linearize(
+        curved, _, collect, _ = filter_linearize(
             lambda model: (Sum(run(loss_fn, model, args, kwargs)[0].curved), None),
             fill_tags(model, weights, curvature),
         )
@@ -256,7 +256,7 @@ def factors(
     return map_tags(layer_factors, model, statistics, l2, curvature)
 
 
-def _filter_linearize(fn: Callable, model: Model) -> tuple[Sum, Callable, Callable, Any]:
+def filter_linearize(fn: Callable, model: Model) -> tuple[Sum, Callable, Callable, Any]:
     """`fn(model) -> (out, aux)` as `(out, pushforward, pullback, aux)`. One jaxpr serves
     both directions."""
     params, static = eqx.partition(model, eqx.is_inexact_array)

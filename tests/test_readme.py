@@ -64,7 +64,14 @@ def test_readme_runs():
     assert "`.layers[1].weight`" in printed
 
 
-PAGES = ["index.md", "choosing.md", "idea.md", "api/curvature.md", "api/losses.md"]
+PAGES = [
+    "index.md",
+    "choosing.md",
+    "idea.md",
+    "api/curvature.md",
+    "api/losses.md",
+    "api/operators.md",
+]
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from .._form import AbstractForm, Rows
 from .._misc import zeros_of
-from .._operator import EigenOperator, matmul
+from .._operator import KroneckerBasis, matmul, SpectralOperator
 from ._base import AbstractBlock, AbstractFactors, Statistics
 from ._gradients import Columns, columns_of, squares
 from ._kronecker import Kronecker
@@ -117,10 +117,9 @@ class EKFAC(AbstractBlock):
             kronecker.l2,
         )
 
-    def operator(self, factors: EKFACFactors) -> EigenOperator:
-        return EigenOperator(
-            factors.output_vectors, factors.input_vectors, factors.eigenvalues
-        )
+    def operator(self, factors: EKFACFactors) -> SpectralOperator:
+        basis = KroneckerBasis(factors.output_vectors, factors.input_vectors)
+        return SpectralOperator(basis, factors.eigenvalues)
 
     def empty_basis(self) -> Basis:
         return Basis()

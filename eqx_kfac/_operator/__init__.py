@@ -1,4 +1,3 @@
-from ._eigen import EigenOperator as EigenOperator
 from ._factor import (
     diagonal as diagonal,
     eigh as eigh,
@@ -12,3 +11,19 @@ from ._factor import (
 )
 from ._kronecker import KroneckerOperator as KroneckerOperator
 from ._series import chain_gain as chain_gain, SeriesOperator as SeriesOperator
+from ._spectral import (
+    eigenvalues as eigenvalues,
+    KroneckerBasis as KroneckerBasis,
+    spectral as spectral,
+    SpectralOperator as SpectralOperator,
+    squared_norm as squared_norm,
+    trace as trace,
+)
+from ._symmetric import (
+    AbstractSymmetricOperator as AbstractSymmetricOperator,
+    flatten as flatten,
+    LinearisedOperator as LinearisedOperator,
+    Structure as Structure,
+    unflatten as unflatten,
+    widest as widest,
+)

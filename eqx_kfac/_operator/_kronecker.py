@@ -3,7 +3,15 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Shaped
 
-from ._factor import dense, diagonal, Factor, left, power, right
+from ._factor import dense, diagonal, eigh, Factor, left, power, right
+from ._spectral import (
+    eigenvalues,
+    KroneckerBasis,
+    spectral,
+    SpectralOperator,
+    squared_norm,
+    trace,
+)
 
 
 class KroneckerOperator(lx.AbstractLinearOperator):
@@ -51,12 +59,13 @@ class KroneckerOperator(lx.AbstractLinearOperator):
         return self.in_structure()
 
     def eigenvalues(self) -> Float[Array, "d_out d_in"]:
-        """All eigenvalues: the products of the factors' own, both ascending."""
+        """All eigenvalues: the products of the factors' own, both ascending, and clipped
+        at zero (rounding alone can make one negative)."""
 
         def values(factor):
             if factor.ndim == 1:
-                return jnp.sort(factor)
-            return jnp.linalg.eigvalsh(factor)
+                return jnp.maximum(jnp.sort(factor), 0)
+            return jnp.maximum(jnp.linalg.eigvalsh(factor), 0)
 
         return jnp.outer(values(self.output_factor), values(self.input_factor))
 
@@ -71,12 +80,48 @@ class KroneckerOperator(lx.AbstractLinearOperator):
         eigenvalues = self.eigenvalues()
         return jnp.sum(jnp.log(eigenvalues + jnp.asarray(damping, eigenvalues.dtype)))
 
-    def power(self, exponent: float | int) -> "KroneckerOperator":
-        r"""$(G \otimes A)^p = G^p \otimes A^p$, again a Kronecker operator. For negative
-        exponents both factors must be positive definite."""
+    def frobenius_norm(self) -> Float[Array, ""]:
+        r"""$\lVert G \rVert \lVert A \rVert$, the root of the sum of the squares of all
+        entries."""
+        return jnp.sqrt(jnp.sum(self.output_factor**2) * jnp.sum(self.input_factor**2))
+
+    def spectral(self) -> SpectralOperator:
+        """The same operator by its eigenvectors and eigenvalues (clipped at zero)."""
+        values_out, q_out = eigh(self.output_factor)
+        values_in, q_in = eigh(self.input_factor)
+        basis = KroneckerBasis(q_out, q_in)
+        return SpectralOperator(basis, jnp.outer(values_out, values_in))
+
+    def inverse(self, damping: ArrayLike) -> SpectralOperator:
+        r"""$(G \otimes A + \lambda I)^{-1}$ with `damping` $\lambda > 0$, through the
+        eigenvectors of both factors."""
+        return self.power(-1, damping)  # pyright: ignore
+
+    def power(
+        self, exponent: float | int, damping: ArrayLike | None = None
+    ) -> "KroneckerOperator | SpectralOperator":
+        r"""**Arguments:**
+
+        - `exponent`: $p$.
+        - `damping`: $\lambda$, or `None`.
+
+        **Returns:**
+
+        $(G \otimes A)^p = G^p \otimes A^p$, again a Kronecker operator, or with damping
+        $(G \otimes A + \lambda I)^p$, a [`eqx_kfac.SpectralOperator`][]. Without damping
+        both factors must be positive definite if $p < 0$.
+        """
+        if damping is not None:
+            return self.spectral().power(exponent, damping)
         return KroneckerOperator(
             power(self.output_factor, exponent), power(self.input_factor, exponent)
         )
+
+
+spectral.register(KroneckerOperator, KroneckerOperator.spectral)
+eigenvalues.register(KroneckerOperator, KroneckerOperator.eigenvalues)
+trace.register(KroneckerOperator, KroneckerOperator.trace)
+squared_norm.register(KroneckerOperator, lambda op: op.frobenius_norm() ** 2)
 
 
 @lx.is_symmetric.register(KroneckerOperator)

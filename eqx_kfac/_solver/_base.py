@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float
 
-from .._operator import EigenOperator, eigh, Factor, KroneckerOperator, SeriesOperator
+from .._operator import eigh, Factor, KroneckerOperator, SeriesOperator, SpectralOperator
 from ._series import apply_series, factorise_series, SeriesState
 
 
@@ -15,7 +15,7 @@ _State = TypeVar("_State")
 class AbstractDampedSolver(lx.AbstractLinearSolver[_State]):
     r"""A lineax solver for $(C + \lambda I)^{-1} v$, on a
     [`eqx_kfac.KroneckerOperator`][] $C = G \otimes A$. Its state is the cached
-    factorisation. (A diagonal operator, an [`eqx_kfac.EigenOperator`][] and an
+    factorisation. (A diagonal operator, an [`eqx_kfac.SpectralOperator`][] and an
     [`eqx_kfac.SeriesOperator`][] are solved with too, each in its only way.)
 
     The damping $\lambda \ge 0$ is `options["damping"]` (default 0), a scalar:
@@ -72,8 +72,8 @@ class AbstractDampedSolver(lx.AbstractLinearSolver[_State]):
         damping = _damping(options, vector)
         if isinstance(state, lx.DiagonalLinearOperator):
             solution = vector / (state.diagonal + damping)
-        elif isinstance(state, EigenOperator):
-            solution = state.scale(vector, 1 / (state.eigenvalues + damping))
+        elif isinstance(state, SpectralOperator):
+            solution = state.power(-1, damping).mv(vector)
         elif isinstance(state, SeriesState):
             solution = apply_series(state, vector)
         else:
@@ -96,4 +96,4 @@ def _damping(options: dict[str, Any], like: Array) -> Float[Array, ""]:
 
 def is_factorised(operator: lx.AbstractLinearOperator) -> bool:
     """Whether there is nothing to factorise."""
-    return isinstance(operator, lx.DiagonalLinearOperator | EigenOperator)
+    return isinstance(operator, lx.DiagonalLinearOperator | SpectralOperator)

@@ -3,7 +3,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._operator import EigenOperator, Factor
+from .._operator import Factor, KroneckerBasis, SpectralOperator
 from ._base import AbstractDampedSolver
 
 
@@ -41,8 +41,8 @@ class AbstractEigenSolver(AbstractDampedSolver[EighState]):
         damping: Float[Array, ""],
     ) -> Float[Array, "d_out d_in"]:
         eigenvalues = jnp.outer(state.output_values, state.input_values)
-        basis = EigenOperator(state.output_vectors, state.input_vectors, eigenvalues)
-        return basis.scale(vector, 1 / (eigenvalues + damping))
+        basis = KroneckerBasis(state.output_vectors, state.input_vectors)
+        return SpectralOperator(basis, eigenvalues).power(-1, damping).mv(vector)
 
 
 class Eigh(AbstractEigenSolver):

@@ -1,0 +1,526 @@
+"""Curvature matrices as linear operators, against dense ones."""
+
+import functools as ft
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import lineax as lx
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import eqx_kfac as kfac
+
+from . import reference
+
+
+N = 5
+x = jr.normal(jr.key(1), (N, 3))
+classes = jnp.array([0, 1, 1, 0, 1])
+bits = jnp.array([[0, 1], [1, 1], [0, 0], [1, 0], [1, 1]]) == 1
+values = jr.normal(jr.key(2), (N, 2))
+weights = jnp.array([1.0, 2.0, 0.0, 0.5, 1.5])
+tanh_mlp = eqx.nn.MLP(3, 2, 4, 1, activation=jnp.tanh, key=jr.key(3))
+linear_model = eqx.nn.Linear(3, 2, key=jr.key(4))
+
+
+def close(a, b, tol=1e-10):
+    a, b = np.asarray(a), np.asarray(b)
+    assert a.shape == b.shape
+    scale = max(np.abs(b).max(), 1e-300)
+    assert np.abs(a - b).max() <= tol * scale, np.abs(a - b).max() / scale
+
+
+def params_of(model):
+    return eqx.filter(model, eqx.is_inexact_array)
+
+
+def flat(tree):
+    return ravel_pytree(tree)[0]
+
+
+def noise(key, tree):
+    leaves, treedef = jtu.tree_flatten(tree)
+    keys = jr.split(key, len(leaves))
+    new = [jr.normal(k, a.shape, a.dtype) for k, a in zip(keys, leaves)]
+    return jtu.tree_unflatten(treedef, new)
+
+
+#
+# Objectives: what the library is told, and the same by terms:
+# `(coefficient, loss of a term, rows, targets, weights)`, L2, and a penalty
+#
+
+
+def penalty(model):
+    return 0.3 * jnp.sum(flat(params_of(model)) ** 4)
+
+
+def squared_fn(model, x, w):
+    return kfac.SquaredError(jax.vmap(model)(x), values)
+
+
+def softmax_fn(model, x, w):
+    return 0.7 * kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), classes, w), "aux"
+
+
+def sigmoid_fn(model, x, w):
+    loss = kfac.SigmoidCrossEntropy(jax.vmap(model)(x), bits)
+    return loss + kfac.L2(model, 0.4) * 0.5
+
+
+def sum_fn(model, x, w):
+    z = jax.vmap(model)(x)
+    first = kfac.SoftmaxCrossEntropy(z, classes, w)
+    second = kfac.SquaredError(z[:3], values[:3])
+    return first + 0.5 * second + kfac.L2(model, 0.1) + penalty(model)
+
+
+whole = slice(0, N)
+softmax_term = (1.0, reference.softmax, whole, classes, weights)
+objectives = {
+    "squared": (squared_fn, [(1.0, reference.squared, whole, values, None)], 0.0),
+    "softmax": (softmax_fn, [(0.7, *softmax_term[1:])], 0.0),
+    "sigmoid": (sigmoid_fn, [(1.0, reference.sigmoid, whole, bits, None)], 0.2),
+    "sum": (
+        sum_fn,
+        [softmax_term, (0.5, reference.squared, slice(0, 3), values[:3], None)],
+        0.1,
+    ),
+}
+operators = {
+    "ggn": kfac.GaussNewton,
+    "fisher": kfac.Fisher,
+    "empirical": kfac.EmpiricalFisher,
+    "hessian": kfac.Hessian,
+}
+
+
+@ft.cache
+def given(name, kind):
+    """`dense` for the model and the batch above."""
+    return eqx.filter_jit(dense)(name, kind)
+
+
+def dense(name, kind, model=tanh_mlp, x=x):
+    """The same matrix, from Jacobians and Hessians that JAX writes out."""
+    _, terms, l2 = objectives[name]
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    theta, unravel = ravel_pytree(params)
+
+    def outputs(theta, rows):
+        return jax.vmap(eqx.combine(unravel(theta), static))(x[rows])
+
+    if kind == "hessian":
+
+        def value(theta):
+            total = 0.5 * l2 * jnp.sum(theta**2)
+            total += penalty(unravel(theta)) if name == "sum" else 0.0
+            for c, loss, rows, t, w in terms:
+                w = jnp.ones(len(t)) if w is None else w
+                z = outputs(theta, rows)
+                total += c * jnp.sum(w * jax.vmap(loss)(z, t)) / jnp.sum(w)
+            return total
+
+        return jax.hessian(value)(theta)
+
+    matrix = l2 * jnp.eye(theta.size)
+    for c, loss, rows, t, w in terms:
+        w = jnp.ones(len(t)) if w is None else w
+        z, J = outputs(theta, rows), jax.jacobian(outputs)(theta, rows)
+        if kind == "empirical":
+            s = jax.vmap(jax.grad(loss))(z, t)
+            M = s[:, :, None] * s[:, None, :]
+        else:
+            M = jax.vmap(jax.hessian(loss))(z, t)
+        matrix += c * jnp.einsum("n,nki,nkl,nlj->ij", w, J, M, J) / jnp.sum(w)
+    return matrix
+
+
+def operator_of(name, kind, model=tanh_mlp, x=x):
+    return operators[kind](objectives[name][0], model, x, weights)
+
+
+vector = noise(jr.key(5), params_of(tanh_mlp))
+
+
+#
+# Operators of a model
+#
+
+
+@pytest.mark.parametrize("kind", operators)
+@pytest.mark.parametrize("name", objectives)
+def test_matrix_and_product(name, kind):
+    operator = operator_of(name, kind)
+    expected = given(name, kind)
+
+    @eqx.filter_jit
+    def run(operator, vector):
+        return operator.as_matrix(), operator.mv(vector)
+
+    matrix, product = run(operator, vector)
+    close(matrix, expected)
+    close(matrix, matrix.T)
+    close(flat(product), expected @ flat(vector))
+    assert jtu.tree_structure(product) == jtu.tree_structure(vector)
+    assert lx.is_symmetric(operator) and operator.T is operator
+    assert lx.is_positive_semidefinite(operator) == (kind != "hessian")
+    smallest = jnp.linalg.eigvalsh(expected)[0]
+    if kind == "hessian":
+        assert name == "sum" or smallest < -1e-3
+    else:
+        assert smallest > -1e-12
+
+
+@pytest.mark.parametrize("kind", ["ggn", "fisher", "empirical"])
+def test_factor_and_jacobian(kind, name="sum"):
+    operator = operator_of(name, kind)
+
+    @eqx.filter_jit
+    def run(operator, vector):
+        J, B = operator.jacobian(), operator.factor()
+        image = B.mv(vector)
+        return J.as_matrix(), J.mv(vector), B.as_matrix(), B.T.mv(image)
+
+    J, outputs, B, product = run(operator, vector)
+    expected = given(name, kind)
+    close(B.T @ B, expected)
+    close(flat(product), expected @ flat(vector))
+    assert isinstance(outputs, list)
+    assert outputs[0].shape == (N, 2)
+    close(flat(outputs), J @ flat(vector))
+
+
+def test_what_must_differ():
+    assert reference.error(given("squared", "ggn"), given("squared", "hessian")) > 0.1
+    assert reference.error(given("softmax", "empirical"), given("softmax", "ggn")) > 0.1
+
+    @eqx.filter_jit
+    def matrix(name, kind):
+        return operator_of(name, kind, linear_model).as_matrix()
+
+    ggn = matrix("softmax", "ggn")
+    close(ggn, matrix("softmax", "hessian"))
+    close(ggn, matrix("softmax", "fisher"))
+    # With penalties, the Hessian is more.
+    theta = flat(params_of(linear_model))
+    more = matrix("sum", "hessian") - matrix("sum", "ggn")
+    close(more, jnp.diag(0.3 * 12 * theta**2), 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["ggn", "hessian"])
+def test_vmap(kind):
+    vectors = jax.vmap(lambda k: noise(k, vector))(jr.split(jr.key(6), 3))
+    operator = operator_of("sum", kind)
+    products = eqx.filter_jit(lambda op, v: jax.vmap(op.mv)(v))(operator, vectors)
+    close(
+        jax.vmap(flat)(products),
+        jax.vmap(flat)(vectors) @ given("sum", kind),
+    )
+
+    make = lambda key: eqx.nn.MLP(3, 2, 4, 1, activation=jnp.tanh, key=key)
+    models = eqx.filter_vmap(make)(jr.split(jr.key(7), 2))
+
+    @eqx.filter_jit
+    @eqx.filter_vmap(in_axes=(eqx.if_array(0), None))
+    def matrices(model, vector):
+        return flat(operator_of("sum", kind, model).mv(vector))
+
+    @eqx.filter_jit
+    def expected(model):
+        return dense("sum", kind, model) @ flat(vector)
+
+    products = matrices(models, vector)
+    for i in range(2):
+        model = jtu.tree_map(lambda a: a[i] if eqx.is_array(a) else a, models)
+        close(products[i], expected(model))
+
+
+def test_vmap_of_made_operators():
+    """Operators that were made within `vmap`, and then used outside."""
+    batches = jnp.stack([x, 2 * x])
+    make = lambda x: operator_of("squared", "ggn", x=x)
+    ops = eqx.filter_jit(eqx.filter_vmap(make))(batches)
+    product = lambda op: flat(op.mv(vector))
+    products = eqx.filter_jit(eqx.filter_vmap(product))(ops)
+    expected = jax.jit(lambda x: dense("squared", "ggn", x=x) @ flat(vector))
+    for product, batch in zip(products, batches):
+        close(product, expected(batch))
+
+
+@pytest.mark.parametrize("kind", ["ggn", "empirical", "hessian"])
+def test_gradient_of_product(kind):
+    params, static = eqx.partition(tanh_mlp, eqx.is_inexact_array)
+
+    @jax.jit
+    @ft.partial(jax.grad, argnums=(0, 1, 2))
+    def gradient(params, x, vector):
+        operator = operator_of("softmax", kind, eqx.combine(params, static), x)
+        return jnp.sum(jnp.sin(flat(operator.mv(vector))))
+
+    @jax.jit
+    @ft.partial(jax.grad, argnums=(0, 1, 2))
+    def expected(params, x, vector):
+        matrix = dense("softmax", kind, eqx.combine(params, static), x)
+        return jnp.sum(jnp.sin(matrix @ flat(vector)))
+
+    got, want = gradient(params, x, vector), expected(params, x, vector)
+    jtu.tree_map(lambda a, b: close(a, b, 1e-9), got, want)
+
+
+solvers = {
+    "lx.CG": lx.CG(rtol=1e-12, atol=1e-12),
+    "CG": kfac.ConjugateGradient(rtol=1e-12),
+    "LU": lx.LU(),
+    "Cholesky": lx.Cholesky(),
+}
+
+
+@pytest.mark.parametrize("solver", solvers)
+def test_solve_and_its_gradient(solver):
+    params, static = eqx.partition(tanh_mlp, eqx.is_inexact_array)
+    iterative = "CG" in solver
+
+    def solve(params, x):
+        # The loss function closes over tracers.
+        def loss_fn(model):
+            return softmax_fn(model, x, weights)
+
+        operator = kfac.GaussNewton(loss_fn, eqx.combine(params, static)).damped(0.1)
+        operator = operator if iterative else lx.materialise(operator)
+        return flat(lx.linear_solve(operator, vector, solvers[solver]).value)
+
+    got, solution = _gradient(solve, params, x)
+    want, wanted = expected_solution()
+    close(solution, wanted, 1e-9)
+    jtu.tree_map(lambda a, b: close(a, b, 1e-8), got, want)
+
+
+def _gradient(fn, params, x):
+    def total(*args):
+        out = fn(*args)
+        return jnp.sum(jnp.sin(out)), out
+
+    return jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(params, x)
+
+
+@ft.cache
+def expected_solution():
+    params, static = eqx.partition(tanh_mlp, eqx.is_inexact_array)
+
+    def solve(params, x):
+        matrix = dense("softmax", "ggn", eqx.combine(params, static), x)
+        damped = matrix + 0.1 * jnp.eye(len(matrix))
+        return jnp.linalg.solve(damped, flat(vector))
+
+    return _gradient(solve, params, x)
+
+
+def test_composition_with_lineax():
+    operator = operator_of("sum", "ggn")
+    identity = lx.IdentityLinearOperator(operator.in_structure())
+    matrix, size = given("sum", "ggn"), operator.in_size()
+
+    @eqx.filter_jit
+    def run(operator, damping):
+        damped = operator + damping * identity
+        tagged = lx.TaggedLinearOperator(damped, lx.positive_semidefinite_tag)
+        solution = lx.linear_solve(tagged, vector, lx.CG(rtol=1e-12, atol=1e-12)).value
+        others = [
+            (operator @ operator).mv(vector),
+            (2 * operator - operator).mv(vector),
+            operator.damped(damping).mv(vector),
+        ]
+        return damped.mv(vector), solution, others, lx.diagonal(operator)
+
+    product, solution, others, diagonal = run(operator, jnp.array(0.3))
+    expected, v = matrix + 0.3 * jnp.eye(size), flat(vector)
+    close(flat(product), expected @ v)
+    close(flat(solution), jnp.linalg.solve(expected, v), 1e-9)
+    for other, want in zip(others, (matrix @ matrix, matrix, expected)):
+        close(flat(other), want @ v)
+    close(diagonal, jnp.diag(matrix))
+
+
+def primitives(jaxpr):
+    found = set()
+    for eqn in jaxpr.eqns:
+        found.add(eqn.primitive.name)
+        for param in jtu.tree_leaves(
+            list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")
+        ):
+            inner = getattr(param, "jaxpr", param)
+            if hasattr(inner, "eqns"):
+                found |= primitives(inner)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ggn", "hessian"])
+def test_linearise_runs_the_model_once(kind):
+    operator = operator_of("softmax", kind)
+    linear = lx.linearise(operator)
+    product = lambda op: jax.make_jaxpr(lambda v: op.mv(v))(vector).jaxpr
+    assert "tanh" in primitives(product(operator))
+    assert "tanh" not in primitives(product(linear))
+    product = eqx.filter_jit(lambda op, v: flat(op.mv(v)))(linear, vector)
+    close(product, given("softmax", kind) @ flat(vector))
+    materialised = eqx.filter_jit(lx.materialise)(operator)
+    close(materialised.as_matrix(), given("softmax", kind))
+    for op in (linear, materialised, operator.damped(0.1)):
+        assert lx.is_symmetric(op)
+        assert lx.is_positive_semidefinite(op) == (kind != "hessian")
+        assert lx.conj(op) is op and op.T is op
+        assert not lx.is_diagonal(op) and not lx.is_negative_semidefinite(op)
+
+
+def test_tags_do_not_collect():
+    tagged = kfac.convert(tanh_mlp)
+    operator = operator_of("sum", "ggn", tagged)
+    vector = noise(jr.key(5), params_of(tagged))
+    jaxpr = jax.make_jaxpr(lambda v: operator.mv(v))(vector).jaxpr
+    assert "kfac_tag" not in primitives(jaxpr)
+    assert "kfac_tag_linear" not in primitives(jaxpr)
+    product = eqx.filter_jit(lambda op, v: flat(op.mv(v)))(operator, vector)
+    close(product, given("sum", "ggn") @ flat(vector))
+
+
+def test_several_types():
+    where = lambda m: m.layers[0].weight
+    cast = where(tanh_mlp).astype(jnp.float32)
+    mixed = eqx.tree_at(where, tanh_mlp, cast)
+
+    def loss_fn(model, x):
+        model = eqx.tree_at(where, model, where(model).astype(jnp.float64))
+        return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), classes, weights)
+
+    vector = noise(jr.key(8), params_of(mixed))
+    for cls in (kfac.GaussNewton, kfac.Hessian):
+        operator = cls(loss_fn, mixed, x)
+        run = eqx.filter_jit(lambda op, v: (op.mv(v), lx.materialise(op)))
+        product, materialised = run(operator, vector)
+        types = jtu.tree_map(lambda a: a.dtype, vector)
+        assert jtu.tree_map(lambda a: a.dtype, product) == types
+        matrix = materialised.as_matrix()
+        assert matrix.dtype == jnp.float64
+        wide = jnp.concatenate([a.astype(float).ravel() for a in jtu.tree_leaves(vector)])
+        got = jnp.concatenate([a.astype(float).ravel() for a in jtu.tree_leaves(product)])
+        close(got, matrix @ wide, 1e-6)
+        again = materialised.mv(vector)
+        jtu.tree_map(lambda a, b: close(a, b, 1e-5), again, product)
+    solver = kfac.ConjugateGradient(rtol=1e-3)
+    options = dict(damping=0.5)
+    operator = kfac.GaussNewton(loss_fn, mixed, x)
+    solution = lx.linear_solve(operator, vector, solver, options=options).value
+    assert jtu.tree_map(lambda a: a.dtype, solution) == types
+
+
+def test_float32_and_keywords():
+    model = kfac.cast(tanh_mlp, jnp.float32)
+
+    def loss_fn(model, x, *, scale):
+        return kfac.SquaredError(scale * jax.vmap(model)(x), None)
+
+    # A NumPy array; no targets; a keyword.
+    operator = kfac.GaussNewton(loss_fn, model, np.float32(x), scale=np.float32(2))
+    matrix = eqx.filter_jit(lambda op: op.as_matrix())(operator)
+    assert matrix.dtype == jnp.float32
+    close(matrix, 4 * given("squared", "ggn"), 1e-5)
+
+
+def test_large_matrix_is_computed_in_pieces():
+    big = eqx.nn.MLP(3, 2, 30, 1, activation=jnp.tanh, key=jr.key(3))
+    operator = operator_of("squared", "ggn", big)
+    assert operator.in_size() > 128
+    matrix = eqx.filter_jit(lambda op: op.as_matrix())(operator)
+    close(matrix, eqx.filter_jit(dense)("squared", "ggn", big))
+
+
+def test_errors():
+    def no_targets(model, x):
+        return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x))
+
+    with pytest.raises(ValueError, match="targets"):
+        kfac.EmpiricalFisher(no_targets, tanh_mlp, x).mv(vector)
+    with pytest.raises(TypeError, match="must return a loss"):
+        kfac.GaussNewton(lambda m, x: jnp.sum(jax.vmap(m)(x)), tanh_mlp, x).mv(vector)
+    hessian = operator_of("squared", "hessian")
+    with pytest.raises(ValueError, match="GaussNewton"):
+        lx.linear_solve(hessian, vector, kfac.ConjugateGradient())
+    with pytest.raises(ValueError, match="max_steps"):
+        kfac.ConjugateGradient(max_steps=0)
+    with pytest.raises(ValueError, match="kfac.curvature"):
+        kfac.BlockDiagonalOperator(kfac.convert(tanh_mlp), kfac.convert(tanh_mlp))
+
+
+class Laplace(kfac.AbstractLoss):
+    """Not natural: the log-scale of a normal distribution around zero."""
+
+    outputs_: jax.Array
+    targets: jax.Array | None
+    weights: jax.Array | None = None
+
+    @property
+    def outputs(self):
+        return self.outputs_
+
+    @property
+    def root_shape(self):
+        return self.outputs_.shape
+
+    def losses(self, outputs, targets):
+        return jnp.sum(outputs + 0.5 * targets**2 * jnp.exp(-2 * outputs), axis=-1)
+
+    def sample(self, key):
+        return jnp.exp(self.outputs_) * jr.normal(key, self.outputs_.shape)
+
+    def fisher_root(self, v):
+        return math.sqrt(2) * v
+
+
+def test_not_natural():
+    def loss_fn(model, x, w):
+        return Laplace(jax.vmap(model)(x), values)
+
+    ggn = kfac.GaussNewton(loss_fn, tanh_mlp, x, weights)
+    fisher = kfac.Fisher(loss_fn, tanh_mlp, x, weights)
+    assert not lx.is_positive_semidefinite(ggn)
+    assert lx.is_positive_semidefinite(fisher)
+    J = ggn.jacobian().as_matrix()
+    z = jax.vmap(tanh_mlp)(x)
+    close(fisher.as_matrix(), J.T @ (2 * J) / N)
+    H = 2 * values**2 * jnp.exp(-2 * z)
+    close(ggn.as_matrix(), J.T @ (H.reshape(-1, 1) * J) / N)
+    with pytest.raises(ValueError, match="no root"):
+        ggn.factor()
+
+
+@pytest.mark.parametrize("kind", ["ggn", "hessian"])
+def test_sharded_batch(kind):
+    mesh = Mesh(np.array(jax.devices()[:4]), ("batch",))
+    x = jr.normal(jr.key(9), (8, 3))
+    target = jr.normal(jr.key(10), (8, 2))
+
+    def loss_fn(model, x, t):
+        return kfac.SquaredError(jax.vmap(model)(x), t)
+
+    @eqx.filter_jit
+    def run(x, t):
+        return flat(operators[kind](loss_fn, tanh_mlp, x, t).mv(vector))
+
+    expected = run(x, target)
+    sharding = NamedSharding(mesh, PartitionSpec("batch"))
+    split = jax.device_put((x, target), sharding)
+    close(run(*split), expected, 1e-12)
+
+    def local(x, t):
+        return flat(operators[kind](loss_fn, tanh_mlp, x, t).mv(vector))
+
+    specs = PartitionSpec("batch"), PartitionSpec()
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs[0], out_specs=specs[1])
+    close(jax.jit(mapped)(*split), expected, 1e-12)
