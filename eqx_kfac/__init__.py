@@ -11,6 +11,7 @@ from ._block import (
     Series as Series,
     SeriesFactors as SeriesFactors,
 )
+from ._capture import capture as capture, Captured as Captured
 from ._damping import LevenbergMarquardt as LevenbergMarquardt
 from ._estimate import (
     curvature as curvature,
