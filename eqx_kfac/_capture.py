@@ -120,20 +120,24 @@ def capture(loss_fn: Callable, fisher: AbstractFisher | None = None) -> Callable
         found, treedef = jtu.tree_flatten_with_path(map_tags(_place, model))
         places = [place for _, place in found]
 
-        def linearised(model, slots):
+        def linearised(model, args, kwargs, slots):
             slots = treedef.unflatten(slots)
             fill = lambda model, weights=None: fill_raw(model, slots)
             return linearise(loss_fn, model, args, kwargs, fill=fill)
 
-        def counted(model):
-            return _counted(linearised(model, [place.counter() for place in places]))
+        def counted(*inputs):
+            return _counted(linearised(*inputs, [place.counter() for place in places]))
 
         used = [
-            _checked(jtu.keystr(path), found)
-            for (path, _), found in zip(found, uses(counted, model), strict=True)
+            _checked(jtu.keystr(path), of_tag)
+            for (path, _), of_tag in zip(
+                found, uses(counted, model, args, kwargs), strict=True
+            )
         ]
         slots = [p.slots(use) for p, use in zip(places, used, strict=True)]
-        inputs, gradients = _collected(linearised(model, slots), fisher, key)
+        inputs, gradients = _collected(
+            linearised(model, args, kwargs, slots), fisher, key
+        )
         captured = [
             None if use is None else place.captured(use, x, g, fisher is not None)
             for place, use, x, g in zip(places, used, inputs, gradients, strict=True)
@@ -204,8 +208,10 @@ def _counted(linearisation: Linearisation) -> list[Array]:
 
 def _checked(path: str, found: Uses) -> Use | None:
     """The one use of a layer, or `None` if there is none."""
-    number, kinds = found
-    if number is None:
+    number, kinds, devices = found
+    if devices:
+        how = "is used by several devices, in a `shard_map`"
+    elif number is None:
         how = "is used or not depending on data (a `cond`, or an index that is computed)"
     elif np.all(number == 0):
         return None
@@ -213,7 +219,7 @@ def _checked(path: str, found: Uses) -> Use | None:
         (kind,) = kinds
         return kind
     elif np.any(number > 1):
-        how = f"is used {int(np.max(number))} times (called, in a `scan`, or by devices)"
+        how = f"is used {int(np.max(number))} times (called, or in a loop)"
     elif np.any(number != 1):
         how = "consists of stacked layers, not all of which are used"
     else:

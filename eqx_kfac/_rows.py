@@ -6,7 +6,7 @@ rows, and what arrives in the slots is evaluated: all ones, if nothing is added 
 anything.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -30,6 +30,7 @@ class RawRows(NamedTuple):
     stack: int
     axes: int
     with_inputs: bool  # Whether `x` is an input, or only counts examples.
+    swapped: bool = False
 
 
 class Use(NamedTuple):
@@ -114,10 +115,11 @@ partial_eval.dce_rules[use_p] = _without_data
 
 class Uses(NamedTuple):
     """How a layer is used: `number` for each one of a stack, `None` if that depends on
-    data; and the `Use`s that all those are."""
+    data; the `Use`s that all those are; and whether there are several devices."""
 
     number: np.ndarray | None
     kinds: frozenset
+    devices: bool
 
 
 def uses(fn: Callable, *args: Any) -> list[Uses]:
@@ -130,12 +132,14 @@ def uses(fn: Callable, *args: Any) -> list[Uses]:
     for i in range(len(jaxpr.outvars)):
         wanted = [i == j for j in range(len(jaxpr.outvars))]
         own, own_consts, known = _needed(jaxpr, consts, wanted)
-        number = None
-        if known:
+        number, devices = None, _contains(own, "shard_map")
+        if known and not devices:
             with jax.ensure_compile_time_eval():
-                (number,) = jax.core.eval_jaxpr(own, own_consts)
+                run = jax.jit(jax.core.eval_jaxpr, static_argnums=0)
+                (number,) = run(own, own_consts)
             number = np.asarray(number)
-        found.append(Uses(number, frozenset(_kinds(own))))
+        kinds = [e.params["use"] for e in _equations(own) if e.primitive is use_p]
+        found.append(Uses(number, frozenset(kinds), devices))
     return found
 
 
@@ -164,15 +168,15 @@ def _silent(value: Any) -> Any:
     return value.replace(eqns=eqns, effects=set())
 
 
-def _kinds(value: Any) -> list[Use]:
-    """Of all uses in a jaxpr."""
+def _contains(jaxpr: Any, name: str) -> bool:
+    return any(eqn.primitive.name == name for eqn in _equations(jaxpr))
+
+
+def _equations(value: Any) -> Iterator[Any]:
+    """Those of a jaxpr, and of all inside them."""
     if isinstance(value, (tuple, list)):
-        return [kind for item in value for kind in _kinds(item)]
-    value = getattr(value, "jaxpr", value)
-    found = []
-    for eqn in getattr(value, "eqns", ()):
-        if eqn.primitive is use_p:
-            found.append(eqn.params["use"])
-        else:
-            found += _kinds(list(eqn.params.values()))
-    return found
+        for item in value:
+            yield from _equations(item)
+    for eqn in getattr(getattr(value, "jaxpr", value), "eqns", ()):
+        yield eqn
+        yield from _equations(list(eqn.params.values()))

@@ -305,8 +305,7 @@ def _transpose(ct, *operands, layout, stack, examples):
         axes = stack + examples
         weights = _row_weights(*shared, x=x, stack=stack, axes=axes)
         rows = layout.block.rows(layout.form, x, ct, weights, stack, axes)
-        if layout.swapped:
-            rows = rows._replace(swapped=True)
+        rows = rows._replace(swapped=layout.swapped)
         return jtu.tree_leaves(layout.block.statistics(rows, like))
 
     if not isinstance(layout.block, Raw):  # Rows have a derivative, sums do not.
