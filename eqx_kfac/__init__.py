@@ -1,5 +1,6 @@
 """K-FAC for Equinox."""
 
+from ._accumulate import Accumulator as Accumulator, Total as Total
 from ._block import (
     AbstractBlock as AbstractBlock,
     Diagonal as Diagonal,
@@ -55,6 +56,14 @@ from ._state import (
     KFACState as KFACState,
 )
 from ._tag import Tag as Tag
+from .debug import (
+    LayerCheck as LayerCheck,
+    LayerSummary as LayerSummary,
+    Summary as Summary,
+    summary as summary,
+    Verification as Verification,
+    verify as verify,
+)
 from .nn import (
     BatchNorm as BatchNorm,
     cast as cast,

@@ -195,7 +195,9 @@ def _place(tag: Tag, layer: Any) -> _Place | None:
 
 
 def _raw(model: Model) -> list[Statistics]:
-    tree = map_tags(lambda tag, layer: tag.raw if is_trainable(tag, layer) else None, model)
+    tree = map_tags(
+        lambda tag, layer: tag.raw if is_trainable(tag, layer) else None, model
+    )
     return jtu.tree_leaves(tree, is_leaf=lambda node: isinstance(node, Statistics))
 
 
