@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float
@@ -81,7 +80,7 @@ class Accumulator(eqx.Module):
         return jtu.tree_map(jnp.add, total, self._sums(model, args, key, kwargs))
 
     def finish(self, total: Total, model: Model) -> Model:
-        """**Returns:** the curvature, as [`eqx_kfac.curvature`][] of all batches in one."""
+        """**Returns:** [`eqx_kfac.curvature`][] of all batches in one."""
         dtype = accumulator(*[n.dtype for n in total.counts])
         counts = [n.astype(dtype) for n in total.counts]
         count = jnp.max(jnp.stack(counts))

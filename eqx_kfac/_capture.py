@@ -113,8 +113,8 @@ def capture(loss_fn: Callable, fisher: AbstractFisher | None = None) -> Callable
         check_tagged(model)
         if varying_axes((args, kwargs)):
             raise ValueError(
-                "`kfac.capture` was called within a `shard_map`, where a model is used by "
-                "every device. Call it outside, on sharded arrays."
+                "`kfac.capture` was called within a `shard_map`, where every device uses "
+                "the model. Call it outside, on sharded arrays."
             )
 
         found, treedef = jtu.tree_flatten_with_path(map_tags(_place, model))
@@ -125,8 +125,9 @@ def capture(loss_fn: Callable, fisher: AbstractFisher | None = None) -> Callable
             fill = lambda model, weights=None: fill_raw(model, slots)
             return linearise(loss_fn, model, args, kwargs, fill=fill)
 
-        def counted(*inputs):
-            return _counted(linearised(*inputs, [place.counter() for place in places]))
+        def counted(model, args, kwargs):
+            slots = [place.counter() for place in places]
+            return _counted(linearised(model, args, kwargs, slots))
 
         used = [
             _checked(jtu.keystr(path), of_tag)

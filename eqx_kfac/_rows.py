@@ -13,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import eval_jaxpr, Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, partial_eval
 from jaxtyping import Array
@@ -135,7 +136,7 @@ def uses(fn: Callable, *args: Any) -> list[Uses]:
         number, devices = None, _contains(own, "shard_map")
         if known and not devices:
             with jax.ensure_compile_time_eval():
-                run = jax.jit(jax.core.eval_jaxpr, static_argnums=0)
+                run = jax.jit(eval_jaxpr, static_argnums=0)
                 (number,) = run(own, own_consts)
             number = np.asarray(number)
         kinds = [e.params["use"] for e in _equations(own) if e.primitive is use_p]
@@ -147,13 +148,13 @@ def _needed(jaxpr: Any, consts: Sequence[Any], wanted: list[bool]) -> Any:
     """The part of a jaxpr that some of its outputs need, and whether it needs no data."""
     jaxpr, used_consts, used_inputs = partial_eval.dce_jaxpr_consts(jaxpr, wanted)
     consts = [c for c, used in zip(consts, used_consts, strict=True) if used]
-    traced = any(isinstance(c, jax.core.Tracer) for c in consts)
+    traced = any(isinstance(c, Tracer) for c in consts)
     return jaxpr, consts, not (any(used_inputs) or traced)
 
 
-def _silent(value: Any) -> Any:
+def _silent(value):
     """A jaxpr without its side effects: what is only printed is not needed."""
-    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+    if type(value) in (tuple, list):
         return type(value)(map(_silent, value))
     if hasattr(value, "jaxpr") and hasattr(value, "consts"):
         return value.replace(jaxpr=_silent(value.jaxpr))

@@ -1,4 +1,4 @@
-from ._summary import LayerSummary as LayerSummary, summary as summary, Summary as Summary
+from ._summary import LayerSummary as LayerSummary, Summary as Summary, summary as summary
 from ._verify import (
     LayerCheck as LayerCheck,
     Verification as Verification,

@@ -52,7 +52,7 @@ class Summary:
     def __repr__(self) -> str:
         header = "path layer form block shape parameters factors inverse".split()
         health = any(s.trace is not None for s in self.layers)
-        rows = [
+        rows: list[tuple] = [
             (
                 *(s.path or "(the model)", s.layer, s.form, s.block),
                 sizes_shown(s.stack, s.d_out, s.d_in, s.bias),

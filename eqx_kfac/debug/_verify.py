@@ -15,7 +15,7 @@ from .._custom_types import Key, Model
 from .._estimate import curvature
 from .._fisher import AbstractFisher, Empirical, Exact
 from .._linearise import run
-from .._loss import AbstractLoss
+from .._misc import trailing
 from .._tag import check_tagged, is_trainable, map_tags, Tag, update_layers
 from ._table import block_shown, sizes_shown, table
 
@@ -143,12 +143,17 @@ def verify(
                 f"square in entries. Verify a smaller model of the same kind, or pass "
                 f"`limit={size}` or more."
             )
-    factors = curvature(loss_fn, fisher)(model, *args, key=key, **kwargs)
-    leaves = jtu.tree_leaves(_operators(model, factors))
-    rows = _exact_rows(model, loss_fn, args, kwargs, isinstance(fisher, Empirical))
+    empirical = isinstance(fisher, Empirical)
+
+    def both(model, args, key, kwargs):
+        factors = curvature(loss_fn, fisher)(model, *args, key=key, **kwargs)
+        guesses = jtu.tree_leaves(_operators(model, factors))
+        return guesses, _exact_rows(model, loss_fn, args, kwargs, empirical)
+
+    guesses, rows = eqx.filter_jit(both)(model, args, key, kwargs)
     checks = [
         _check(path, tag, layer, matrix, row)
-        for (path, tag, layer), matrix, row in zip(places, leaves, rows, strict=True)
+        for (path, tag, layer), matrix, row in zip(places, guesses, rows, strict=True)
     ]
     return Verification(tuple(checks))
 
@@ -200,32 +205,43 @@ def _exact_rows(
 
     matrices = map_tags(canonical, model)
     _, pullback, objective = eqx.filter_vjp(outputs, matrices, has_aux=True)
-    zeros = [jtu.tree_map(jnp.zeros_like, loss.outputs) for loss in objective.losses]
+    terms = objective.weighted_losses
+    scales = [
+        jnp.sqrt(coefficient * loss.term_weights / loss.count)[..., None]
+        for coefficient, loss in terms
+    ]
+    zeros = [jtu.tree_map(jnp.zeros_like, loss.outputs) for _, loss in terms]
+
+    def pull(cotangents):
+        pairs = zip(cotangents, scales, strict=True)
+        scaled = [jtu.tree_map(lambda a: a * s.astype(a.dtype), c) for c, s in pairs]
+        return jtu.tree_leaves(pullback(scaled)[0])
+
+    if empirical:
+        scores = [loss.score(loss.targets) for _, loss in terms]
+
+        def one(i):
+            return pull([jtu.tree_map(lambda a: _only(a, i), s) for s in scores])
+
+        examples = max(loss.leading[0] for _, loss in terms)
+        return jax.vmap(one)(jnp.arange(examples))
+
     rows = []
-    for i, (coefficient, loss) in enumerate(objective.weighted_losses):
-        scale = jnp.sqrt(coefficient * loss.term_weights / loss.count)[..., None]
+    for i, (_, loss) in enumerate(terms):
 
-        def pull(v, i=i, loss=loss, scale=scale):
-            own = loss.score(loss.targets) if empirical else loss.fisher_root(v)
-            own = jtu.tree_map(lambda a: a * (scale * v[..., :1] ** empirical), own)
-            (row,) = pullback([own if j == i else z for j, z in enumerate(zeros)])
-            return jtu.tree_leaves(row)
+        def along(v, i=i, loss=loss):
+            return pull([*zeros[:i], loss.fisher_root(v), *zeros[i + 1 :]])
 
-        rows.append(jax.vmap(pull)(_basis(loss, empirical)))
+        size = int(np.prod(loss.root_shape))
+        basis = jnp.eye(size, dtype=loss.term_weights.dtype)
+        rows.append(jax.vmap(along)(basis.reshape(size, *loss.root_shape)))
     return [jnp.concatenate(of_tag) for of_tag in zip(*rows, strict=True)]
 
 
-def _basis(loss: AbstractLoss, empirical: bool) -> Float[Array, "n *root"]:
-    """Every direction of the losses' roots; or one after the other of the examples."""
-    shape = loss.root_shape
-    dtype = loss.term_weights.dtype
-    if not empirical:
-        size = int(np.prod(shape))
-        return jnp.eye(size, dtype=dtype).reshape(size, *shape)
-    mask = jnp.eye(shape[0], dtype=dtype).reshape(
-        shape[0], shape[0], *[1] * len(shape[1:])
-    )
-    return jnp.broadcast_to(mask, (shape[0], *shape))
+def _only(a: Array, i: Any) -> Array:
+    """`a`, zero but for example `i`."""
+    is_i = (jnp.arange(len(a)) == i).astype(a.dtype)
+    return a * trailing(is_i, a)
 
 
 def _check(path: str, tag: Tag, layer: Any, approximate: Any, rows: Any) -> LayerCheck:
@@ -243,9 +259,9 @@ def _check(path: str, tag: Tag, layer: Any, approximate: Any, rows: Any) -> Laye
         block=block_shown(tag.block),
         stack=sizes.stack,
         shape=sizes_shown(*sizes[:4]),
-        error=error,
-        cosine=cosine,
-        ratio=ratio,
+        error=np.asarray(error),
+        cosine=np.asarray(cosine),
+        ratio=np.asarray(ratio),
         tolerance=float(10 * np.sqrt(eps)),
         consistent=_consistent(tag, layer),
     )
@@ -260,7 +276,7 @@ def _compare(guess: np.ndarray, exact: np.ndarray) -> tuple[float, float, float]
     with np.errstate(divide="ignore", invalid="ignore"):
         cosine = np.sum(guess * exact) / (of_guess * of_exact)
         error = np.linalg.norm(guess - exact) / of_exact
-        return error, float(np.nan_to_num(cosine)), trace / exact_trace
+        return float(error), float(np.nan_to_num(cosine)), float(trace / exact_trace)
 
 
 def _consistent(tag: Tag, layer: Any) -> bool:
