@@ -3,6 +3,7 @@
 from ._accumulate import Accumulator as Accumulator, Total as Total
 from ._block import (
     AbstractBlock as AbstractBlock,
+    AbstractFactors as AbstractFactors,
     Diagonal as Diagonal,
     DiagonalFactors as DiagonalFactors,
     Expand as Expand,
@@ -11,6 +12,7 @@ from ._block import (
     Reduce as Reduce,
     Series as Series,
     SeriesFactors as SeriesFactors,
+    Statistics as Statistics,
 )
 from ._capture import capture as capture, Captured as Captured
 from ._damping import LevenbergMarquardt as LevenbergMarquardt
@@ -32,6 +34,9 @@ from ._form import (
     Gates as Gates,
     Lookup as Lookup,
     Parameters as Parameters,
+    Rows as Rows,
+    Sizes as Sizes,
+    Vectors as Vectors,
 )
 from ._loss import (
     AbstractLoss as AbstractLoss,

@@ -26,8 +26,11 @@ def check_gradients(captured, loss_fn, model, x, y):
     def one(model, x, y):
         return loss_fn(model, x[None], y[None]).value
 
-    each = jax.vmap(eqx.filter_grad(one), in_axes=(None, 0, 0))
-    grads = eqx.filter_jit(each)(model, x, y)
+    @eqx.filter_jit
+    def each(model, x, y):
+        return jax.vmap(eqx.filter_grad(one), in_axes=(None, 0, 0))(model, x, y)
+
+    grads = each(model, x, y)
     layers = [layer for _, _, layer in tagged_layers(grads)]
     tags = [tag for _, tag, _ in tagged_layers(model)]
     is_captured = lambda node: isinstance(node, kfac.Captured)
@@ -338,7 +341,9 @@ def test_bfloat16():
         return kfac.SoftmaxCrossEntropy(jax.vmap(low)(x.astype(jnp.bfloat16)), y)
 
     layer = jax.tree.map(lambda a: a.astype(jnp.float32), linear(D, K))
-    captured = kfac.capture(loss_fn)(layer, X.astype(jnp.float32), CLASSES)
+    captured = eqx.filter_jit(kfac.capture(loss_fn))(
+        layer, X.astype(jnp.float32), CLASSES
+    )
     assert captured.inputs.dtype == captured.output_gradients.dtype == jnp.bfloat16
     np.testing.assert_array_equal(captured.inputs, X.astype(jnp.bfloat16))
 
@@ -413,7 +418,7 @@ def test_gradient_of_weighted_losses():
 
 def test_targets_may_be_missing():
     no_targets = lambda m, x: kfac.SoftmaxCrossEntropy(jax.vmap(m)(x))
-    captured = kfac.capture(no_targets, kfac.Exact())(mlp(), X)
+    captured = eqx.filter_jit(kfac.capture(no_targets, kfac.Exact()))(mlp(), X)
     assert captured.layers[0].output_gradients.shape == (K, N, 4)
     assert captured.layers[0].gradients().shape == (K, N, 4, D + 1)
     with pytest.raises(ValueError, match="no targets"):

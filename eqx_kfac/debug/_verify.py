@@ -33,6 +33,7 @@ class LayerCheck:
     error: np.ndarray  # ‖F̂ - F‖ / ‖F‖, Frobenius.
     cosine: np.ndarray  # ⟨F̂, F⟩ / (‖F̂‖ ‖F‖).
     ratio: np.ndarray  # tr F̂ / tr F: 1 if the scale is right.
+    diagonal_error: np.ndarray  # ‖diag F̂ - diag F‖ / ‖diag F‖.
     tolerance: float
     consistent: bool  # Whether `from_matrix` is the inverse of `to_matrix`.
 
@@ -54,8 +55,8 @@ class LayerCheck:
             return "exact"
         if 1 - cosine <= self.tolerance:
             return f"WRONG SCALE: exact, but for a factor of {ratio:.4g}"
-        if abs(ratio - 1) <= self.tolerance:
-            return "approximate, with the exact trace"
+        if np.all(self.diagonal_error <= self.tolerance):
+            return "approximate, with the exact diagonal"
         if cosine < 0.5 or not 1 / 3 < ratio < 3:
             return "SUSPICIOUS: see `kfac.verify` with a batch of one example"
         return "approximate"
@@ -251,7 +252,8 @@ def _check(path: str, tag: Tag, layer: Any, approximate: Any, rows: Any) -> Laye
     exact = np.einsum("rsi,rsj->sij", rows, rows)
     guess = np.asarray(approximate, float).reshape(-1, size, size)
     numbers = np.array([_compare(a, b) for a, b in zip(guess, exact, strict=True)])
-    error, cosine, ratio = np.moveaxis(numbers.reshape(*sizes.stack, 3), -1, 0)
+    numbers = np.moveaxis(numbers.reshape(*sizes.stack, 4), -1, 0)
+    error, cosine, ratio, diagonal_error = map(np.asarray, numbers)
     eps = jnp.finfo(approximate.dtype).eps
     return LayerCheck(
         path=path,
@@ -259,24 +261,29 @@ def _check(path: str, tag: Tag, layer: Any, approximate: Any, rows: Any) -> Laye
         block=block_shown(tag.block),
         stack=sizes.stack,
         shape=sizes_shown(*sizes[:4]),
-        error=np.asarray(error),
-        cosine=np.asarray(cosine),
-        ratio=np.asarray(ratio),
+        error=error,
+        cosine=cosine,
+        ratio=ratio,
+        diagonal_error=diagonal_error,
         tolerance=float(10 * np.sqrt(eps)),
         consistent=_consistent(tag, layer),
     )
 
 
-def _compare(guess: np.ndarray, exact: np.ndarray) -> tuple[float, float, float]:
-    """Error, cosine and ratio; of two zeros they are 0, 1, 1."""
-    norms, traces = map(np.linalg.norm, (guess, exact)), map(np.trace, (guess, exact))
-    (of_guess, of_exact), (trace, exact_trace) = norms, traces
+def _compare(guess: np.ndarray, exact: np.ndarray) -> tuple[float, ...]:
+    """Error, cosine, ratio, error of the diagonal; of two zeros they are 0, 1, 1, 0."""
+    of_guess, of_exact = np.linalg.norm(guess), np.linalg.norm(exact)
     if of_guess == of_exact == 0:
-        return 0.0, 1.0, 1.0
+        return 0.0, 1.0, 1.0, 0.0
+    diagonal, exact_diagonal = np.diag(guess), np.diag(exact)
     with np.errstate(divide="ignore", invalid="ignore"):
-        cosine = np.sum(guess * exact) / (of_guess * of_exact)
-        error = np.linalg.norm(guess - exact) / of_exact
-        return float(error), float(np.nan_to_num(cosine)), float(trace / exact_trace)
+        numbers = (
+            np.linalg.norm(guess - exact) / of_exact,
+            np.nan_to_num(np.sum(guess * exact) / (of_guess * of_exact)),
+            np.sum(diagonal) / np.sum(exact_diagonal),
+            np.linalg.norm(diagonal - exact_diagonal) / np.linalg.norm(exact_diagonal),
+        )
+    return tuple(map(float, numbers))
 
 
 def _consistent(tag: Tag, layer: Any) -> bool:
