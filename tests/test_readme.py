@@ -16,6 +16,7 @@ import eqx_kfac as kfac
 root = Path(__file__).parent.parent
 readme = root / "README.md"
 pages = sorted((root / "docs").rglob("*.md"))
+with_python = ["index.md", "choosing.md", "idea.md", "api/tools.md", "api/extending.md"]
 
 # One namespace, in order; line numbers are those of the page.
 run_blocks = """
@@ -64,7 +65,7 @@ def test_readme_runs():
     assert "`.layers[1].weight`" in printed
 
 
-@pytest.mark.parametrize("name", ["index.md", "choosing.md", "idea.md"])
+@pytest.mark.parametrize("name", with_python)
 def test_documentation_runs(name):
     page = root / "docs" / name
     assert blocks(page, "python")
@@ -72,8 +73,8 @@ def test_documentation_runs(name):
 
 
 def test_no_other_page_has_python():
-    with_python = {page.name for page in pages if blocks(page, "python")}
-    assert with_python == {"index.md", "choosing.md", "idea.md"}
+    found = {page for page in pages if blocks(page, "python")}
+    assert found == {root / "docs" / name for name in with_python}
 
 
 def test_commands_come_first():
