@@ -1,7 +1,9 @@
 """K-FAC for Equinox."""
 
+from ._accumulate import Accumulator as Accumulator, Total as Total
 from ._block import (
     AbstractBlock as AbstractBlock,
+    AbstractFactors as AbstractFactors,
     Diagonal as Diagonal,
     DiagonalFactors as DiagonalFactors,
     EKFAC as EKFAC,
@@ -16,9 +18,11 @@ from ._block import (
     Reduce as Reduce,
     Series as Series,
     SeriesFactors as SeriesFactors,
+    Statistics as Statistics,
     TNT as TNT,
 )
 from ._block_diagonal import BlockDiagonalOperator as BlockDiagonalOperator
+from ._capture import capture as capture, Captured as Captured
 from ._damping import LevenbergMarquardt as LevenbergMarquardt
 from ._estimate import (
     curvature as curvature,
@@ -40,6 +44,9 @@ from ._form import (
     Gates as Gates,
     Lookup as Lookup,
     Parameters as Parameters,
+    Rows as Rows,
+    Sizes as Sizes,
+    Vectors as Vectors,
 )
 from ._loss import (
     AbstractLoss as AbstractLoss,
@@ -79,6 +86,14 @@ from ._state import (
     KFACState as KFACState,
 )
 from ._tag import Tag as Tag
+from .debug import (
+    LayerCheck as LayerCheck,
+    LayerSummary as LayerSummary,
+    Summary as Summary,
+    summary as summary,
+    Verification as Verification,
+    verify as verify,
+)
 from .nn import (
     BatchNorm as BatchNorm,
     cast as cast,

@@ -1,5 +1,6 @@
 """What a step asks of a batch: in one go, in micro-batches, or of its first examples."""
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from ._fisher import AbstractFisher
 from ._linearise import evaluate, factors, Linearisation, linearise, run, Share, whole
 from ._misc import zeros_of
 from ._precondition import has_bases, refresh
+from ._tag import fill_tags
 
 
 class Batch(eqx.Module):
@@ -50,9 +52,8 @@ class Batch(eqx.Module):
         [`eqx_kfac.EKFAC`][] take their statistics in its bases."""
         if self.micro_batches > 1:
             return LinearisedBatch(self, model, curvature, self._share(model), None)
-        linearised = linearise(
-            self.loss_fn, model, self.args, self.kwargs, curvature=curvature
-        )
+        fill = ft.partial(fill_tags, curvature=curvature)
+        linearised = linearise(self.loss_fn, model, self.args, self.kwargs, fill=fill)
         return LinearisedBatch(self, model, curvature, linearised.share, linearised)
 
     def value(self, model: Model, share: Share) -> Float[Array, ""]:
@@ -180,8 +181,9 @@ class LinearisedBatch(eqx.Module):
 
         def piece(index, args):
             batch = self.batch
+            fill = ft.partial(fill_tags, curvature=self.bases)
             linearised = linearise(
-                batch.loss_fn, self.model, args, batch.kwargs, self.share, self.bases
+                batch.loss_fn, self.model, args, batch.kwargs, self.share, fill
             )
             return fn(index, linearised)
 

@@ -72,15 +72,11 @@ class Linearisation(eqx.Module):
 
     def statistics(self, fisher: AbstractFisher, key: Key | None) -> Model:
         """The statistics of every tagged layer, summed over all cotangents."""
-        fisher.check(self.model)
-        scales, key = self._scales(), self._device_key(key)
+        pulled, number = self.pulled(fisher, key)
 
         def pull(index):
-            cotangents = fisher.cotangents(self.objective.losses, index, key)
-            cotangents = [jtu.tree_map(s, c) for s, c in zip(scales, cotangents)]
-            return self._pull(cotangents)
+            return map_tags(lambda tag, _: tag.slots, pulled(index))
 
-        number = fisher.number(self.objective.losses)
         statistics = pull(0)
         if number == 1:
             return statistics
@@ -94,6 +90,19 @@ class Linearisation(eqx.Module):
             outputs,
             is_leaf=_is_statistics,
         )
+
+    def pulled(self, fisher: AbstractFisher, key: Key | None) -> tuple[Callable, int]:
+        """What comes back from the Fisher's cotangent `index`, shaped like the model, as
+        a function of `index`; and how many of them there are."""
+        fisher.check(self.model)
+        scales, key = self._scales(), self._device_key(key)
+
+        def pull(index):
+            cotangents = fisher.cotangents(self.objective.losses, index, key)
+            cotangents = [jtu.tree_map(s, c) for s, c in zip(scales, cotangents)]
+            return self.pull(cotangents)
+
+        return pull, fisher.number(self.objective.losses)
 
     def l2(self) -> Model:
         """The curvature of all `L2` terms: the mean of its diagonal over every layer."""
@@ -138,15 +147,15 @@ class Linearisation(eqx.Module):
             jtu.tree_map(lambda t, z: t.astype(z.dtype), tangent, zeros)
         )
 
-    def _pull(self, cotangents: list[PyTree]) -> Model:
-        """Pulls cotangents of all losses' outputs back to statistics."""
+    def pull(self, cotangents: list[PyTree]) -> Model:
+        """Pulls cotangents of all losses' outputs back to the model and its tags."""
 
         def outputs(objective):
             return jtu.tree_leaves([loss.outputs for loss in objective.losses])
 
         placed = map(placed_like, jtu.tree_leaves(cotangents), outputs(self.curved))
         cotangent = eqx.tree_at(outputs, _zeros_like(self.curved), list(placed))
-        return map_tags(lambda tag, _: tag.slots, self.collect(cotangent))
+        return self.collect(cotangent)
 
     def _scales(self) -> list[Callable]:
         r"""Multiplication by $\sqrt{c_i w N / N_i}$ for the outputs of every loss $i$:
@@ -206,12 +215,12 @@ def linearise(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     share: Share | None = None,
-    curvature: Model | None = None,
+    fill: Callable = fill_tags,
 ) -> Linearisation:
-    """Runs `loss_fn` once, at a model whose tags are ready to collect, in the bases of
-    `curvature`, if it is given."""
+    """Runs `loss_fn` once, at a model whose tags are ready to collect: `fill(model,
+    weights)`."""
     check_tagged(model)
-    filled = fill_tags(model, None, curvature)
+    filled = fill(model)
     objective, pushforward, pullback, aux = filter_linearize(
         lambda model: run(loss_fn, model, args, kwargs), filled
     )
@@ -228,7 +237,7 @@ def linearise(
             weights = cast_varying(weights, varying_axes(model))
         curved, _, collect, _ = filter_linearize(
             lambda model: (Sum(run(loss_fn, model, args, kwargs)[0].curved), None),
-            fill_tags(model, weights, curvature),
+            fill(model, weights),
         )
     return Linearisation(
         objective, aux, filled, pushforward, pullback, curved, collect, share, axes

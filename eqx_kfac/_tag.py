@@ -6,7 +6,7 @@ the cotangent of the slots as the layer's statistics. One `jax.vjp` of any funct
 model then returns the gradient in its weights and the statistics in its tags; whatever
 JAX can differentiate, it can collect curvature from.
 
-This is the only file that touches JAX's extension points.
+This file and `_rows.py` are the only ones that touch JAX's extension points.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ from ._misc import (
     names,
     varying_axes,
 )
+from ._rows import Raw
 
 
 class Tag(eqx.Module):
@@ -50,6 +51,7 @@ class Tag(eqx.Module):
     # Of a tag at parameters, while collecting: a mark for each one that is trained.
     # (Within the loss function, the others are there again.)
     trained: tuple[Array | None, ...]
+    raw: Statistics  # Slots for the rows themselves, instead of the block's sums.
 
     def __init__(
         self, form: AbstractForm, block: AbstractBlock, *, swapped: bool = False
@@ -69,6 +71,7 @@ class Tag(eqx.Module):
         self.also = None
         self.swapped = swapped
         self.trained = (None,) * len(form.names)
+        self.raw = Raw().empty()
 
     def __call__(
         self, y: Inexact[Array, "*y"], x: Shaped[Array, "*x"]
@@ -82,7 +85,7 @@ class Tag(eqx.Module):
 
         `y`. Differentiating it with respect to filled slots gives the statistics.
         """
-        if self.collecting and isinstance(self.block, Series):
+        if jtu.tree_leaves(self.slots) and isinstance(self.block, Series):
             raise ValueError(
                 "The block `kfac.Series` has to know which time step follows which: run "
                 "the cell with `kfac.scan_cell(cell, hidden, inputs)`, or call "
@@ -93,7 +96,11 @@ class Tag(eqx.Module):
         return self._bind(y, x)
 
     def _bind(self, y: Array, x: Array) -> Array:
+        block = self.block
         slots, treedef = jtu.tree_flatten(self.slots)
+        if not slots:
+            block = Raw()
+            slots, treedef = jtu.tree_flatten(self.raw)
         if not slots:
             return y
         for slot in slots:
@@ -105,7 +112,7 @@ class Tag(eqx.Module):
                 )
         shared, shared_treedef = jtu.tree_flatten((self.weights, self.basis))
         y, x, slots = cast_varying((y, x, slots), varying_axes((y, x, slots)))
-        layout = _Layout(self.form, self.block, self.swapped, treedef, shared_treedef)
+        layout = _Layout(self.form, block, self.swapped, treedef, shared_treedef)
         return tag_p.bind(y, x, *shared, *slots, layout=layout, stack=0, examples=0)
 
     def memory(self, layer: Any) -> Any:
@@ -170,7 +177,7 @@ class Tag(eqx.Module):
     @property
     def collecting(self) -> bool:
         """Whether the slots are filled."""
-        return bool(jtu.tree_leaves(self.slots))
+        return bool(jtu.tree_leaves((self.slots, self.raw)))
 
     def fill(self, layer: Any, weights: Array | None, factors: Any) -> "Tag":
         """This tag, ready to collect. `weights` are example weights, or `None`. `factors`
@@ -186,13 +193,23 @@ class Tag(eqx.Module):
             stack = stack[: len(stack) - self.form.groups]
             weights = jnp.broadcast_to(weights, stack + weights.shape)
         basis = self.basis if factors is None else self.block.basis(factors)
-        tag = self._with(slots, weights, basis)
+        return self._with(slots, weights, basis)._marked(layer)
+
+    def fill_raw(self, layer: Any, raw: Statistics) -> "Tag":
+        """This tag, ready to hand out its rows."""
+        return self._with_raw(raw)._marked(layer)
+
+    def _with_raw(self, raw: Statistics) -> "Tag":
+        is_statistics = lambda node: isinstance(node, Statistics)
+        return eqx.tree_at(lambda t: t.raw, self, raw, is_leaf=is_statistics)
+
+    def _marked(self, layer: Any) -> "Tag":
         marks = tuple(
             None if p is None else jnp.ones(p.shape[: p.ndim - rank], bool)
             for p, rank in self._ranked(layer)
         )
-        is_marks = lambda node: node is tag.trained
-        return eqx.tree_at(lambda t: t.trained, tag, marks, is_leaf=is_marks)
+        is_marks = lambda node: node is self.trained
+        return eqx.tree_at(lambda t: t.trained, self, marks, is_leaf=is_marks)
 
     def _ranked(self, layer: Any) -> list[tuple[Any, int]]:
         """The parameters that a tag is at, and their ranks."""
@@ -202,7 +219,8 @@ class Tag(eqx.Module):
 
     def with_slots(self, other: "Tag") -> "Tag":
         """This tag, to add to the statistics of another one."""
-        return self._with(other.slots, other.weights, other.basis)
+        new = self._with(other.slots, other.weights, other.basis)
+        return new._with_raw(other.raw)
 
     def _with(self, slots: Statistics, weights: Array | None, basis: Any) -> "Tag":
         return eqx.tree_at(
@@ -293,11 +311,13 @@ def _transpose(ct, *operands, layout, stack, examples):
         axes = stack + examples
         weights, basis = jtu.tree_unflatten(layout.shared, shared)
         weights = _row_weights(weights, x=x, stack=stack, axes=axes)
-        rows = layout.form.rows(x, ct, weights, stack, axes)
+        rows = layout.block.rows(layout.form, x, ct, weights, stack, axes)
         rows = rows._replace(swapped=layout.swapped, basis=basis)
         return jtu.tree_leaves(layout.block.statistics(rows, like))
 
-    stats = _not_differentiable(statistics)(x, ct, *shared)
+    if not isinstance(layout.block, Raw):  # Rows have a derivative, sums do not.
+        statistics = _not_differentiable(statistics)
+    stats = statistics(x, ct, *shared)
     stats = [
         cast_varying(s, a.manual_axis_type.varying)
         for s, a in zip(stats, avals, strict=True)
@@ -513,6 +533,23 @@ def fill_tags(model: Any, weights: Array | None = None, curvature: Any = None) -
         return with_tags(node, lambda tag, own: tag.fill(node, weights, own), factors)
 
     return jtu.tree_map(apply, model, curvature, is_leaf=is_tagged)
+
+
+def fill_raw(model: Any, slots: Any) -> Any:
+    """The model with its tags ready to hand out rows, where `slots` has any for them."""
+
+    def apply(node, own):
+        if not is_tagged(node):
+            return node
+
+        def fill(tag, slot):
+            return tag if slot is None else tag.fill_raw(node, slot)
+
+        is_tag = lambda node: isinstance(node, Tag)
+        tag = jtu.tree_map(fill, node.tag, own, is_leaf=is_tag)
+        return eqx.tree_at(lambda m: m.tag, node, tag, is_leaf=lambda x: x is node.tag)
+
+    return jtu.tree_map(apply, model, slots, is_leaf=is_tagged)
 
 
 def empty_tags(model: Any) -> Any:

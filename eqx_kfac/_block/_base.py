@@ -45,6 +45,12 @@ class AbstractBlock(eqx.Module):
         """Zeros of the statistics' shapes for `layer`; `None` where a parameter is
         missing or frozen."""
 
+    def rows(
+        self, form: AbstractForm, x: Any, g: Any, weights: Any, stack: int, axes: int
+    ) -> Any:
+        """What `statistics` is given: as the form sees it."""
+        return form.rows(x, g, weights, stack, axes)
+
     @abc.abstractmethod
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
         """Sums over `rows`. `slots` holds the abstract values that are wanted."""

@@ -1,0 +1,40 @@
+from collections.abc import Sequence
+from typing import Any
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Columns of text, aligned: words to the left, numbers to the right."""
+    cells = [list(header), *([_shown(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    right = [
+        all(isinstance(row[i], (int, float)) for row in rows) for i in range(len(header))
+    ]
+
+    def line(row):
+        aligned = [
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ]
+        return "  ".join(aligned).rstrip()
+
+    rule = ["-" * width for width in widths]
+    return "\n".join(map(line, [cells[0], rule, *cells[1:]]))
+
+
+def _shown(cell: Any) -> str:
+    if isinstance(cell, float):
+        return f"{cell:.3g}"
+    return f"{cell:,}" if isinstance(cell, int) else str(cell)
+
+
+def sizes_shown(stack: Sequence[int], d_out: int, d_in: int, bias: bool) -> str:
+    """`4 x [10, 64+1]`: stacked layers, outputs, inputs, the bias column."""
+    columns = "+".join([str(d_in)] * (d_in > 0) + ["1"] * bias)
+    return "".join(f"{n} x " for n in stack) + f"[{d_out}, {columns}]"
+
+
+def block_shown(block: Any) -> str:
+    """`Kronecker(Expand)`."""
+    sharing = getattr(block, "sharing", None)
+    inside = "" if sharing is None else f"({type(sharing).__name__})"
+    return type(block).__name__ + inside

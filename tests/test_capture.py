@@ -1,0 +1,594 @@
+"""Captured rows are those of single examples, or an error."""
+
+import equinox as eqx
+import jax
+import jax.lax as lax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec as P
+
+import eqx_kfac as kfac
+from eqx_kfac._tag import tagged_layers
+
+
+N, D, K = 6, 3, 2
+X = jr.normal(jr.key(100), (N, D))
+Y = jr.normal(jr.key(101), (N, K))
+CLASSES = jr.randint(jr.key(102), (N,), 0, K)
+TOLERANCE = dict(rtol=1e-12, atol=1e-12)
+
+
+def check_gradients(captured, loss_fn, model, x, y):
+    """Every example's gradient is that of the loss of this example alone."""
+
+    def one(model, x, y):
+        return loss_fn(model, x[None], y[None]).value
+
+    @eqx.filter_jit
+    def each(model, x, y):
+        return jax.vmap(eqx.filter_grad(one), in_axes=(None, 0, 0))(model, x, y)
+
+    grads = each(model, x, y)
+    layers = [layer for _, _, layer in tagged_layers(grads)]
+    tags = [tag for _, tag, _ in tagged_layers(model)]
+    is_captured = lambda node: isinstance(node, kfac.Captured)
+    found = jax.tree.leaves(captured, is_leaf=is_captured)
+    assert len(found) == len(tags) > 0
+    for tag, layer, rows in zip(tags, layers, found, strict=True):
+        want = jax.vmap(tag.form.to_matrix)(layer)
+        stack = rows.stack + tag.form.groups
+        got = jnp.moveaxis(rows.gradients(), stack, 0)
+        inner = range(1 + stack, stack + rows.examples)
+        got = jnp.sum(got, axis=tuple(inner))
+        assert np.linalg.norm(want) > 0
+        np.testing.assert_allclose(got, want, **TOLERANCE)
+
+
+def linear(d_in, d_out, key=0, **kwargs):
+    return kfac.Linear(d_in, d_out, key=jr.key(key), **kwargs)
+
+
+def mlp(activation=jnp.tanh, **kwargs):
+    return kfac.convert(eqx.nn.MLP(D, K, 4, 2, activation, key=jr.key(0), **kwargs))
+
+
+#
+# Every form
+#
+
+
+class Blocked(eqx.Module):
+    weight: jax.Array
+    bias: jax.Array
+    tag: kfac.Tag
+
+    def __init__(self):
+        self.weight = jr.normal(jr.key(1), (2, 2, D))
+        self.bias = jr.normal(jr.key(2), (2, 2))
+        self.tag = kfac.Tag(kfac.Einsum("hdi,ti->htd"), kfac.Kronecker())
+
+    def __call__(self, x):
+        y = jnp.einsum("hdi,ti->htd", self.weight, x) + self.bias[:, None, :]
+        return self.tag(y, x)
+
+
+image = jr.normal(jr.key(3), (N, 2, 5, 4))
+tokens = jr.randint(jr.key(4), (N, 4), 0, 7)
+words = jr.normal(jr.key(5), (N, 4, D))
+conv = dict(stride=2, padding=((1, 0), (2, 1)), dilation=(1, 2))
+hidden = (jnp.ones((1, 4)), jnp.arange(4.0)[None])
+
+
+layer_norm = kfac.convert(eqx.nn.LayerNorm(D))
+
+
+FORMS = {
+    "dense": (linear(D, K), X),
+    "no-bias": (linear(D, K, use_bias=False), X),
+    "scalar": (linear("scalar", "scalar"), X[:, 0]),
+    "mlp": (mlp(), X),
+    "conv": (kfac.Conv2d(2, 4, (2, 3), key=jr.key(0), **conv), image),
+    "groups": (kfac.Conv2d(2, 4, 2, groups=2, key=jr.key(0)), image),
+    "transposed": (kfac.ConvTranspose2d(2, 3, 2, 2, key=jr.key(0)), image),
+    "embedding": (kfac.Embedding(7, 3, key=jr.key(0)), tokens[:, 0]),
+    "einsum": (Blocked(), words),
+    "layer-norm": (eqx.nn.Sequential([linear(D, D), layer_norm]), X),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(name):
+    model, x = FORMS[name]
+    y = jax.vmap(model)(x).reshape(N, -1)
+    target = jr.normal(jr.key(7), y.shape)
+
+    def loss_fn(model, x, y):
+        return kfac.SquaredError(jax.vmap(model)(x).reshape(len(x), -1), y)
+
+    captured = eqx.filter_jit(kfac.capture(loss_fn))(model, x, target)
+    check_gradients(captured, loss_fn, model, x, target)
+
+
+CELLS = {
+    "lstm": (kfac.LSTMCell(D, 4, key=jr.key(0)), hidden),
+    "gru": (kfac.GRUCell(D, 4, key=jr.key(0)), hidden[0]),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_cells_of_one_step(name):
+    cell, hidden = CELLS[name]
+
+    def loss_fn(cell, x, y):
+        before = jax.tree.map(lambda h: x[:, :1] * h, hidden)
+        out = jax.vmap(cell)(x, before)
+        return kfac.SquaredError(out if name == "gru" else out[0], y)
+
+    y = jnp.ones((N, 4))
+    captured = eqx.filter_jit(kfac.capture(loss_fn))(cell, X, y)
+    found = captured if name == "gru" else {"": captured}
+    assert all(isinstance(c, kfac.Captured) for c in found.values())
+    grads = eqx.filter_grad(lambda cell: loss_fn(cell, X, y).value)(cell)
+    tags = cell.tag if name == "gru" else {"": cell.tag}
+    for key, tag in tags.items():
+        got = jnp.mean(found[key].gradients(), axis=0)
+        np.testing.assert_allclose(got, tag.form.to_matrix(grads), **TOLERANCE)
+
+
+def test_raw_inputs():
+    def loss_fn(model, x):
+        y = jax.vmap(model)(x)
+        return kfac.SquaredError(y, jnp.zeros(y.shape))
+
+    layer, x = FORMS["conv"]
+    rows = kfac.capture(loss_fn)(layer, x)
+    np.testing.assert_array_equal(rows.inputs, x)
+    assert rows.output_gradients.shape == jax.vmap(layer)(x).shape
+    layer, x = FORMS["embedding"]
+    rows = kfac.capture(loss_fn)(layer, x)
+    np.testing.assert_array_equal(rows.inputs, x)
+    assert rows.inputs.dtype == x.dtype
+    rows = kfac.capture(loss_fn)(layer_norm, X)
+    assert rows.inputs is None and rows.output_gradients.shape == (N, 2 * D)
+
+
+#
+# Every transformation
+#
+
+
+def plain(model, x, y):
+    return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y)
+
+
+def checkpointed(model, x, y):
+    return plain(eqx.filter_checkpoint(model), x, y)
+
+
+def jitted(model, x, y):
+    run = eqx.filter_jit(lambda model, x: jax.vmap(model)(x))
+    return kfac.SoftmaxCrossEntropy(run(model, x), y)
+
+
+def other_axis(model, x, y):
+    z = jax.vmap(model, in_axes=1, out_axes=1)(x.T)
+    return kfac.SoftmaxCrossEntropy(z.T, y)
+
+
+def with_penalty(model, x, y):
+    return plain(model, x, y) + 3.0 * jnp.sum(model.layers[0].weight ** 2)
+
+
+def printing(model, x, y):
+    def one(x):
+        z = model(x)
+        jax.debug.callback(lambda z: None, z)
+        return z
+
+    return plain(one, x, y)
+
+
+def in_ones_scan(model, x, y):
+    z, _ = lax.scan(
+        lambda _, m: (jax.vmap(model)(x), None), jnp.zeros((len(x), K)), y[:1]
+    )
+    return kfac.SoftmaxCrossEntropy(z, y)
+
+
+TRANSFORMATIONS = [
+    plain,
+    checkpointed,
+    jitted,
+    other_axis,
+    printing,
+    in_ones_scan,
+]
+
+
+@pytest.mark.parametrize("loss_fn", TRANSFORMATIONS, ids=lambda f: f.__name__)
+def test_transformations(loss_fn):
+    captured = eqx.filter_jit(kfac.capture(loss_fn))(mlp(), X, CLASSES)
+    check_gradients(captured, plain, mlp(), X, CLASSES)
+
+
+def test_penalties_are_left_out():
+    captured = eqx.filter_jit(kfac.capture(with_penalty))(mlp(), X, CLASSES)
+    check_gradients(captured, plain, mlp(), X, CLASSES)
+
+
+def test_positions_are_examples_too():
+    def loss_fn(model, x, y):
+        pooled = jnp.mean(jax.vmap(jax.vmap(model))(x), axis=1)
+        return kfac.SoftmaxCrossEntropy(pooled, y)
+
+    captured = eqx.filter_jit(kfac.capture(loss_fn))(mlp(), words, CLASSES)
+    assert captured.layers[0].inputs.shape == (N, 4, D)
+    assert captured.layers[0].examples == 2
+    check_gradients(captured, loss_fn, mlp(), words, CLASSES)
+
+
+def stacked(number, d_in=D, d_out=D):
+    keys = jr.split(jr.key(8), number)
+    return eqx.filter_vmap(lambda key: kfac.Linear(d_in, d_out, key=key))(keys)
+
+
+def scanned_layers(layers, x, y):
+    arrays, static = eqx.partition(layers, eqx.is_array)
+
+    def run(x):
+        step = lambda h, layer: (jnp.tanh(eqx.combine(layer, static)(h)), None)
+        return lax.scan(step, x, arrays)[0]
+
+    return kfac.SoftmaxCrossEntropy(jax.vmap(run)(x), y)
+
+
+def indexed_layers(layers, x, y):
+    arrays, static = eqx.partition(layers, eqx.is_array)
+
+    def run(h):
+        for i in range(4):
+            layer = eqx.combine(jax.tree.map(lambda a: a[i], arrays), static)
+            h = jnp.tanh(layer(h))
+        return h
+
+    return kfac.SoftmaxCrossEntropy(jax.vmap(run)(x), y)
+
+
+def looked_up_layers(layers, x, y):
+    arrays, static = eqx.partition(layers, eqx.is_array)
+
+    def run(x):
+        def step(i, h):
+            layer = eqx.combine(jax.tree.map(lambda a: a[i], arrays), static)
+            return jnp.tanh(layer(h))
+
+        return lax.fori_loop(0, 4, step, x)
+
+    return kfac.SoftmaxCrossEntropy(jax.vmap(run)(x), y)
+
+
+def ensemble(layers, x, y):
+    each = lambda layer: jax.vmap(layer)(x)
+    return kfac.SoftmaxCrossEntropy(jnp.mean(eqx.filter_vmap(each)(layers), axis=0), y)
+
+
+STACKS = [scanned_layers, indexed_layers, looked_up_layers, ensemble]
+
+
+@pytest.mark.parametrize("loss_fn", STACKS, ids=lambda f: f.__name__)
+def test_stacked_layers(loss_fn):
+    layers = stacked(4)
+    captured = eqx.filter_jit(kfac.capture(loss_fn))(layers, X, CLASSES)
+    assert captured.inputs.shape == captured.output_gradients.shape == (4, N, D)
+    assert (captured.stack, captured.examples) == (1, 1)
+    check_gradients(captured, loss_fn, layers, X, CLASSES)
+
+
+def test_partitioned_model():
+    model = mlp()
+    last = lambda m: (m.layers[-1].weight, m.layers[-1].bias)
+    mask = eqx.tree_at(last, jax.tree.map(eqx.is_inexact_array, model), (False, False))
+    trained, frozen = eqx.partition(model, mask)
+
+    def loss_fn(trained, x, y):
+        return plain(eqx.combine(trained, frozen), x, y)
+
+    captured = eqx.filter_jit(kfac.capture(loss_fn))(trained, X, CLASSES)
+    whole = eqx.filter_jit(kfac.capture(plain))(model, X, CLASSES)
+    assert captured.layers[-1] is None
+    for i in range(2):
+        for name in ("inputs", "output_gradients"):
+            got, want = (getattr(c.layers[i], name) for c in (captured, whole))
+            np.testing.assert_allclose(got, want, **TOLERANCE)
+
+
+def test_frozen_weight():
+    layer = linear(D, K)
+    bias_only = eqx.tree_at(lambda m: m.weight, layer, None)
+
+    def loss_fn(layer, x, y):
+        whole = eqx.tree_at(
+            lambda m: m.weight, layer, linear(D, K).weight, is_leaf=lambda a: a is None
+        )
+        return plain(whole, x, y)
+
+    captured = kfac.capture(loss_fn)(bias_only, X, CLASSES)
+    assert captured.gradients().shape == (N, K, 1)
+    np.testing.assert_array_equal(captured.gradients()[..., 0], captured.output_gradients)
+
+
+def test_vmap_of_capture():
+    model = mlp()
+    x, y = jnp.stack([X, 2 * X]), jnp.stack([CLASSES, 1 - CLASSES])
+    several = jax.jit(jax.vmap(lambda x, y: kfac.capture(plain)(model, x, y)))(x, y)
+    for i in range(2):
+        one = jax.tree.map(lambda a: a[i], several)
+        check_gradients(one, plain, model, x[i], y[i])
+
+
+def test_unused_layers_are_none():
+    model = (linear(D, K), linear(D, K, 1))
+    loss_fn = lambda model, x, y: plain(model[0], x, y)
+    captured = kfac.capture(loss_fn)(model, X, CLASSES)
+    assert captured[1] is None and captured[0] is not None
+
+
+def test_bfloat16():
+    def loss_fn(model, x, y):
+        low = kfac.cast(model, jnp.bfloat16)
+        return kfac.SoftmaxCrossEntropy(jax.vmap(low)(x.astype(jnp.bfloat16)), y)
+
+    layer = jax.tree.map(lambda a: a.astype(jnp.float32), linear(D, K))
+    captured = eqx.filter_jit(kfac.capture(loss_fn))(
+        layer, X.astype(jnp.float32), CLASSES
+    )
+    assert captured.inputs.dtype == captured.output_gradients.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(captured.inputs, X.astype(jnp.bfloat16))
+
+
+def test_rows_have_a_derivative():
+    """Unlike sums of products of them."""
+    layer = linear(D, K)
+    targets = jnp.zeros((N, K))
+    loss_fn = lambda m, x: kfac.SquaredError(jax.vmap(m)(x), targets)
+
+    def size(layer):
+        return jnp.sum(kfac.capture(loss_fn)(layer, X).output_gradients ** 2)
+
+    def same(layer):
+        return jnp.sum(jax.vmap(layer)(X) ** 2)
+
+    got, want = eqx.filter_grad(size)(layer), eqx.filter_grad(same)(layer)
+    np.testing.assert_allclose(got.weight, want.weight, **TOLERANCE)
+
+
+#
+# Fisher estimates
+#
+
+
+FISHERS = [kfac.Exact(), kfac.Empirical(), kfac.MonteCarlo(3)]
+WEIGHTS = jnp.array([1.0, 0.0, 2.0, 0.5, 1.0, 3.0])
+
+
+def weighted_loss(model, x, y, w):
+    return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y, w)
+
+
+def two_losses(model, x, y, w):
+    z = jax.vmap(model)(x)
+    first = kfac.SoftmaxCrossEntropy(z, y, w)
+    return first + 0.5 * kfac.SquaredError(z, jnp.ones((N, K)), w[::-1])
+
+
+@pytest.mark.parametrize("loss_fn", [weighted_loss, two_losses])
+@pytest.mark.parametrize("fisher", FISHERS, ids=lambda f: f"{type(f).__name__}")
+def test_moments_are_the_factors(fisher, loss_fn):
+    model, key = mlp(), jr.key(9)
+    args = (model, X, CLASSES, WEIGHTS)
+    captured = eqx.filter_jit(kfac.capture(loss_fn, fisher))(*args, key=key)
+    curvature = eqx.filter_jit(kfac.curvature(loss_fn, fisher))(*args, key=key)
+    w = WEIGHTS
+    for rows, factors in zip(captured.layers, curvature.layers, strict=True):
+        x, g = rows.rows()
+        assert g.shape[0] == rows.output_gradients.shape[0]
+        G = jnp.einsum("cno,cnp->op", g, g) / w.sum()
+        np.testing.assert_allclose(G, factors.output_factor, **TOLERANCE)
+        if loss_fn is weighted_loss:
+            A = jnp.einsum("n,ni,nj->ij", w, x, x) / w.sum()
+            np.testing.assert_allclose(A, factors.input_factor, **TOLERANCE)
+
+
+def test_gradient_of_weighted_losses():
+    """The mean of what is captured is the gradient; with a Fisher it is not."""
+    model, w = mlp(), WEIGHTS
+    args = (X, CLASSES, w)
+    want = eqx.filter_grad(lambda m: two_losses(m, *args).value)(model)
+    got = eqx.filter_jit(kfac.capture(two_losses))(model, *args)
+    roots = eqx.filter_jit(kfac.capture(two_losses, kfac.Empirical()))(model, *args)
+    for layer, rows, root in zip(want.layers, got.layers, roots.layers, strict=True):
+        wanted = kfac.Dense().to_matrix(layer)
+        mean = jnp.sum(rows.gradients(), axis=0) / w.sum()
+        np.testing.assert_allclose(mean, wanted, **TOLERANCE)
+        other = jnp.sum(root.gradients()[0], axis=0) / w.sum()
+        assert np.linalg.norm(other - wanted) > 0.1 * np.linalg.norm(wanted)
+
+
+def test_targets_may_be_missing():
+    no_targets = lambda m, x: kfac.SoftmaxCrossEntropy(jax.vmap(m)(x))
+    captured = eqx.filter_jit(kfac.capture(no_targets, kfac.Exact()))(mlp(), X)
+    assert captured.layers[0].output_gradients.shape == (K, N, 4)
+    assert captured.layers[0].gradients().shape == (K, N, 4, D + 1)
+    with pytest.raises(ValueError, match="no targets"):
+        kfac.capture(no_targets)(mlp(), X)
+    with pytest.raises(ValueError, match="needs randomness"):
+        kfac.capture(no_targets, kfac.MonteCarlo())(mlp(), X)
+
+
+#
+# What would be added up
+#
+
+
+def called_twice(model, x):
+    return model(jnp.tanh(model(x)))
+
+
+def in_scan(model, x):
+    return lax.scan(lambda h, _: (jnp.tanh(model(h)), None), x, None, length=3)[0]
+
+
+def in_fori_loop(model, x):
+    return lax.fori_loop(0, 3, lambda i, h: jnp.tanh(model(h)), x)
+
+
+def in_nested_scan(model, x):
+    step = lambda h, _: (in_scan(model, h), None)
+    return lax.scan(step, x, None, length=1)[0]
+
+
+def in_jitted_calls(model, x):
+    call = eqx.filter_jit(lambda model, x: jnp.tanh(model(x)))
+    return call(model, call(model, x))
+
+
+def in_checkpointed_scan(model, x):
+    step = eqx.filter_checkpoint(lambda h, _: (jnp.tanh(model(h)), None))
+    return lax.scan(step, x, None, length=3)[0]
+
+
+def under_condition(model, x):
+    return lax.cond(x[0] > 0, lambda x: model(x), lambda x: x, x)
+
+
+USES = [
+    called_twice,
+    in_scan,
+    in_fori_loop,
+    in_nested_scan,
+    in_jitted_calls,
+    in_checkpointed_scan,
+]
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("use", USES, ids=lambda f: f.__name__)
+def test_added_up(use, outer):
+    layer = {"my": linear(D, D)}
+    loss_fn = lambda m, x: kfac.SquaredError(jax.vmap(lambda x: use(m["my"], x))(x), x)
+    number = 2 if use in (called_twice, in_jitted_calls) else 3
+    with pytest.raises(ValueError, match=rf"\['my'\].*used {number} times"):
+        outer(kfac.capture(loss_fn))(layer, X)
+
+
+def test_loop_over_examples():
+    loss_fn = lambda m, x: kfac.SquaredError(lax.map(m, x), x)
+    with pytest.raises(ValueError, match=f"the model: it is used {N} times"):
+        kfac.capture(loss_fn)(linear(D, D), X)
+
+
+def test_condition():
+    one = lambda m, x: kfac.SquaredError(under_condition(m, x[0])[None], x[:1] + 1)
+    every = lambda m, x: kfac.SquaredError(
+        jax.vmap(lambda x: under_condition(m, x))(x), x
+    )
+    for loss_fn in (one, every):
+        with pytest.raises(ValueError, match="depending on data"):
+            kfac.capture(loss_fn)(linear(D, D), X)
+
+
+def test_rule_of_ones_own():
+    """The backward pass of a `custom_vjp` runs for single examples, which `vmap` adds."""
+
+    @eqx.filter_custom_vjp
+    def apply(model_and_x):
+        model, x = model_and_x
+        return model(x)
+
+    @apply.def_fwd
+    def forward(perturbed, model_and_x):
+        return apply(model_and_x), None
+
+    @apply.def_bwd
+    def backward(residuals, g, perturbed, model_and_x):
+        _, pullback = eqx.filter_vjp(lambda mx: mx[0](mx[1]), model_and_x)
+        (gradient,) = pullback(g)
+        return gradient
+
+    layer = linear(D, D)
+    loss_fn = lambda m, x: kfac.SquaredError(jax.vmap(lambda x: apply((m, x)))(x), x)
+    with pytest.raises(ValueError, match=f"used {N} times"):
+        kfac.capture(loss_fn)(layer, X)
+
+
+def test_some_of_a_stack():
+    loss_fn = lambda m, x: kfac.SquaredError(
+        jax.vmap(jax.tree.map(lambda a: a[0] if eqx.is_array(a) else a, m))(x), x
+    )
+    with pytest.raises(ValueError, match="not all of which"):
+        kfac.capture(loss_fn)(stacked(3), X)
+
+
+def test_stack_on_different_shapes():
+    def loss_fn(layers, x):
+        first, second = (
+            jax.tree.map(lambda a: a[i] if eqx.is_array(a) else a, layers) for i in (0, 1)
+        )
+        out = [jax.vmap(first)(x), jax.vmap(second)(x[:2])]
+        return kfac.SquaredError(jnp.concatenate(out), jnp.zeros((N + 2, D)))
+
+    with pytest.raises(ValueError, match="different shapes"):
+        kfac.capture(loss_fn)(stacked(2), X)
+
+
+def test_tied_weights():
+    embedding = eqx.nn.Embedding(5, D, key=jr.key(0))
+    head = eqx.nn.Linear(D, 5, use_bias=False, key=jr.key(1))
+    where, get = lambda p: p[1].weight, lambda p: p[0].weight
+    model = kfac.convert(eqx.nn.Shared((embedding, head), where, get))
+
+    def loss_fn(model, index):
+        embedding, head = model()
+        return kfac.SoftmaxCrossEntropy(jax.vmap(lambda i: head(embedding(i)))(index))
+
+    with pytest.raises(ValueError, match="used 2 times"):
+        kfac.capture(loss_fn, kfac.Exact())(model, tokens[:, 0] % 5)
+
+
+def test_devices():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    layer = linear(D, D)
+
+    def loss_fn(layer, x):
+        run = jax.shard_map(
+            lambda x: jax.vmap(layer)(x),
+            mesh=mesh,
+            in_specs=P("data"),
+            out_specs=P("data"),
+        )
+        return kfac.SquaredError(run(x), x)
+
+    with pytest.raises(ValueError, match="by several devices"):
+        kfac.capture(loss_fn)(layer, X)
+
+    plain = lambda m, x: kfac.SquaredError(jax.vmap(m)(x), x)
+    inside = jax.shard_map(
+        lambda x: kfac.capture(plain)(layer, x).inputs,
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+    )
+    with pytest.raises(ValueError, match="within a `shard_map`"):
+        inside(X)
+
+    sharded = jax.device_put(X, jax.NamedSharding(mesh, P("data")))
+    got = eqx.filter_jit(kfac.capture(plain))(layer, sharded)
+    want = kfac.capture(plain)(layer, X)
+    np.testing.assert_allclose(got.output_gradients, want.output_gradients, **TOLERANCE)
+
+
+def test_untagged_model():
+    with pytest.raises(ValueError, match="no tagged layer"):
+        kfac.capture(plain)(eqx.nn.Linear(D, K, key=jr.key(0)), X, CLASSES)

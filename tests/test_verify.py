@@ -1,0 +1,415 @@
+"""The tools that look at a model's curvature: they find what is wrong, and only that."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+import eqx_kfac as kfac
+
+
+N, D, K = 5, 3, 2
+X = jr.normal(jr.key(100), (N, D))
+CLASSES = jr.randint(jr.key(102), (N,), 0, K)
+WEIGHTS = jnp.array([1.0, 0.0, 2.0, 0.5, 3.0])
+
+
+def mlp(block=None):
+    plain = eqx.nn.MLP(D, K, 4, 1, jnp.tanh, key=jr.key(0))
+    return kfac.convert(plain, blocks=block)
+
+
+def softmax(model, x, y, w=None):
+    return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y, w)
+
+
+def squared(model, x):
+    y = jax.vmap(model)(x)
+    y = y.reshape(len(x), -1)
+    return kfac.SquaredError(y, jnp.ones(y.shape))
+
+
+#
+# Right ones
+#
+
+
+class Blocked(eqx.Module):
+    weight: jax.Array
+    bias: jax.Array
+    tag: kfac.Tag
+
+    def __init__(self):
+        self.weight = jr.normal(jr.key(1), (2, 2, D))
+        self.bias = jr.normal(jr.key(2), (2, 2))
+        self.tag = kfac.Tag(kfac.Einsum("hdi,i->hd"), kfac.Kronecker())
+
+    def __call__(self, x):
+        y = jnp.einsum("hdi,i->hd", self.weight, x) + self.bias
+        return self.tag(y, x)
+
+
+def layer(cls, *args, **kwargs):
+    return cls(*args, key=jr.key(3), **kwargs)
+
+
+one = X[:1]
+image = jr.normal(jr.key(4), (1, 2, 3, 3))
+ONE_EXAMPLE = {
+    "dense": (layer(kfac.Linear, D, K), one),
+    "no-bias": (layer(kfac.Linear, D, K, use_bias=False), one),
+    "diagonal": (kfac.convert(eqx.nn.LayerNorm(D)), one),
+    "conv": (layer(kfac.Conv2d, 2, 3, 3), image),
+    "groups": (layer(kfac.Conv2d, 2, 4, 3, groups=2), image),
+    "embedding": (layer(kfac.Embedding, 5, K), jnp.array([3])),
+    "einsum": (Blocked(), one),
+    "lstm": (layer(kfac.LSTMCell, D, 2), one),
+}
+
+
+@pytest.mark.parametrize("name", ONE_EXAMPLE)
+def test_one_example_is_exact(name):
+    model, x = ONE_EXAMPLE[name]
+    if name == "lstm":
+        cell = lambda model: lambda x: model(x, (jnp.ones(2), jnp.ones(2)))[0]
+        loss_fn = lambda model, x: squared(cell(model), x)
+    else:
+        loss_fn = squared
+    report = kfac.verify(model, loss_fn, x)
+    if name == "diagonal":  # The diagonal is exact, the rest is missing.
+        (check,) = report.layers
+        assert (
+            not report.exact and check.verdict == "approximate, with the exact diagonal"
+        )
+        return
+    assert report.exact, report
+    for check in report.layers:
+        np.testing.assert_allclose(check.error, 0, atol=1e-12)
+        np.testing.assert_allclose(check.cosine, 1, rtol=1e-12)
+        np.testing.assert_allclose(check.ratio, 1, rtol=1e-12)
+
+
+def test_stacked_layers():
+    layers = eqx.filter_vmap(lambda key: kfac.Linear(D, K, key=key))(
+        jr.split(jr.key(0), 4)
+    )
+
+    def loss_fn(layers, x):
+        outputs = eqx.filter_vmap(lambda m: jax.vmap(m)(x))(layers)
+        return kfac.SquaredError(jnp.concatenate(outputs, axis=-1))
+
+    report = kfac.verify(layers, loss_fn, X)
+    assert report.layers[0].error.shape == (4,)
+    assert report.exact
+
+
+@pytest.mark.parametrize("fisher", [kfac.Exact(), kfac.Empirical()])
+def test_exact_block_is_that_of_a_dense_computation(fisher):
+    """The factor of a rank-one layer in a big batch differs; error and ratio are those of
+    matrices computed by hand."""
+    model = mlp()
+    report = kfac.verify(model, softmax, X, CLASSES, WEIGHTS, fisher=fisher)
+    curvature = eqx.filter_jit(kfac.curvature(softmax, fisher))
+    factors = curvature(model, X, CLASSES, WEIGHTS)
+    plain = kfac.revert(model)
+    for i, check in enumerate(report.layers):
+
+        def outputs(matrix, i=i):
+            new = matrix[:, :-1], matrix[:, -1]
+            where = lambda m: (m.layers[i].weight, m.layers[i].bias)
+            return jax.vmap(eqx.tree_at(where, plain, new))(X)
+
+        matrix = kfac.Dense().to_matrix(plain.layers[i])
+        J = jax.jit(jax.jacobian(outputs))(matrix).reshape(N, K, -1)
+        z = outputs(matrix)
+        p = jax.nn.softmax(z)
+        H = jax.vmap(lambda p: jnp.diag(p) - jnp.outer(p, p))(p)
+        if isinstance(fisher, kfac.Empirical):
+            g = p - jax.nn.one_hot(CLASSES, K)
+            H = jnp.einsum("ni,nj->nij", g, g)
+        exact = jnp.einsum("n,nia,nij,njb->ab", WEIGHTS, J, H, J) / WEIGHTS.sum()
+        own = factors.layers[i]
+        guess = jnp.kron(own.output_factor, own.input_factor)
+        error = jnp.linalg.norm(guess - exact) / jnp.linalg.norm(exact)
+        np.testing.assert_allclose(check.error, error, rtol=1e-10)
+        ratio = jnp.trace(guess) / jnp.trace(exact)
+        np.testing.assert_allclose(check.ratio, ratio, rtol=1e-10)
+        cosine = jnp.vdot(guess, exact) / jnp.linalg.norm(guess) / jnp.linalg.norm(exact)
+        np.testing.assert_allclose(check.cosine, cosine, rtol=1e-10)
+        assert check.error > 1e-3
+        assert check.verdict == "approximate"
+
+
+def test_several_losses():
+    """Exact for the last layer, whatever the number of terms."""
+
+    def loss_fn(model, x):
+        z = jax.vmap(model)(x)
+        return kfac.SquaredError(z) + 3.0 * kfac.SquaredError(z) + kfac.L2(model, 0.1)
+
+    report = kfac.verify(mlp(), loss_fn, X)
+    assert report[".layers[1]"].exact and not report[".layers[0]"].exact
+
+
+def test_monte_carlo_is_right_up_to_noise():
+    fisher = kfac.MonteCarlo(300)
+    report = kfac.verify(mlp(), softmax, one, CLASSES[:1], fisher=fisher, key=jr.key(0))
+    assert all(0 < check.error < 0.3 for check in report.layers)
+
+
+#
+# Wrong ones
+#
+
+
+class Twice(kfac.Dense):
+    """Whoever wrote this divided by something."""
+
+    def outputs(self, z, stack, axes):
+        return 2 * super().outputs(z, stack, axes)
+
+
+class Transposed(kfac.Dense):
+    """The weight of this layer is `[d_in, d_out]`, and somebody forgot."""
+
+    def to_matrix(self, layer):
+        return super().to_matrix(eqx.tree_at(lambda m: m.weight, layer, layer.weight.T))
+
+    def from_matrix(self, matrix, layer):
+        like = eqx.tree_at(lambda m: m.weight, layer, layer.weight.T)
+        new = super().from_matrix(matrix, like)
+        return eqx.tree_at(lambda m: m.weight, new, new.weight.T)
+
+
+class NotInverse(kfac.Dense):
+    def from_matrix(self, matrix, layer):
+        return super().from_matrix(2 * matrix, layer)
+
+
+class Own(eqx.Module):
+    """A square layer, which can be wrong in many ways."""
+
+    weight: jax.Array
+    bias: jax.Array
+    tag: kfac.Tag
+    input: str = eqx.field(static=True)
+
+    def __init__(self, form=None, input="right"):
+        self.weight = jr.normal(jr.key(5), (D, D))
+        self.bias = jr.normal(jr.key(6), (D,))
+        self.tag = kfac.Tag(kfac.Dense() if form is None else form, kfac.Kronecker())
+        self.input = input
+
+    def __call__(self, x):
+        seen = dict(right=x, scaled=3 * x, other=jnp.flip(x))[self.input]
+        return self.tag(self.weight @ x + self.bias, seen)
+
+
+class HalfBlock(kfac.Kronecker):
+    def factors(self, statistics, count, l2):
+        return super().factors(statistics, 2 * count, l2)
+
+
+@pytest.mark.parametrize(
+    "model, verdict",
+    [
+        (Own(), "exact"),
+        (Own(Twice()), "WRONG SCALE: exact, but for a factor of 4"),
+        (Own(Transposed()), "SUSPICIOUS"),
+        (Own(NotInverse()), "WRONG: `from_matrix` does not undo"),
+        (Own(input="scaled"), "SUSPICIOUS"),
+        (Own(input="other"), "approximate"),
+    ],
+    ids=["right", "twice", "transposed", "inverse", "scaled", "other"],
+)
+def test_wrong_layers_are_found(model, verdict):
+    report = kfac.verify(model, squared, one)
+    assert report.layers[0].verdict.startswith(verdict), report
+    assert report.exact == (verdict == "exact")
+    assert verdict in str(report)
+
+
+def test_wrong_block_is_found():
+    report = kfac.verify(mlp(HalfBlock()), softmax, one, CLASSES[:1])
+    for check in report.layers:
+        assert check.verdict == "WRONG SCALE: exact, but for a factor of 0.5"
+        np.testing.assert_allclose(check.ratio, 0.5, rtol=1e-12)
+
+
+class Forgotten(kfac.Dense):
+    """Does not know about the bias."""
+
+    @property
+    def names(self):
+        return ("weight",)
+
+    def sizes(self, layer):
+        return kfac.Sizes((), *layer.weight.shape, bias=False)
+
+    def to_matrix(self, layer):
+        return layer.weight
+
+    def from_matrix(self, matrix, layer):
+        return self.replace(layer, (matrix,))
+
+
+def test_missing_bias():
+    """Of it there is no block at all, and the summary says so."""
+    model = Own(Forgotten())
+    assert kfac.verify(model, squared, one).exact
+    assert list(kfac.summary(model).untagged) == [".bias"]
+    assert kfac.summary(Own()).untagged == {}
+
+
+def test_zero_curvature_is_exact():
+    dead = eqx.tree_at(lambda m: m.layers[1].weight, mlp(), jnp.zeros((K, 4)))
+    report = kfac.verify(dead, softmax, one, CLASSES[:1])
+    assert report[".layers[0]"].exact
+
+
+def test_report():
+    report = kfac.verify(mlp(kfac.Kronecker(kfac.Reduce())), softmax, X, CLASSES)
+    lines = str(report).splitlines()
+    assert len(lines) == 4
+    assert lines[0].split() == "path form block shape error cosine ratio verdict".split()
+    assert "Kronecker(Reduce)" in lines[2] and "[4, 3+1]" in lines[2]
+    with pytest.raises(StopIteration):
+        report["nowhere"]
+
+
+def test_too_big():
+    with pytest.raises(ValueError, match=r"`.layers\[0\]` has 16 parameters.*`limit=16`"):
+        kfac.verify(mlp(), softmax, X, CLASSES, limit=15)
+
+
+#
+# Summary
+#
+
+
+def test_summary():
+    layers = eqx.filter_vmap(lambda key: kfac.Linear(D, K, key=key))(
+        jr.split(jr.key(0), 4)
+    )
+    model = dict(
+        mlp=mlp(),
+        stack=layers,
+        gru=layer(kfac.GRUCell, D, 2),
+        extra=jnp.ones((2, 3)),
+        frozen=jax.tree.map(lambda _: None, layer(kfac.Linear, D, K)),
+    )
+    summary = kfac.summary(model)
+    found = [s.path for s in summary.layers]
+    gru = [f"['gru']['{name}']" for name in ("gates", "hidden", "input")]
+    assert sorted(found) == sorted(
+        ["['mlp'].layers[0]", "['mlp'].layers[1]", "['stack']", *gru]
+    )
+    line = summary["['stack']"]
+    assert (line.stack, line.d_out, line.d_in, line.bias) == ((4,), K, D, True)
+    assert line.parameters == 4 * K * (D + 1)
+    assert line.factors == 4 * (K**2 + (D + 1) ** 2 + 1)
+    covered = sum(s.parameters for s in summary.layers)
+    arrays = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
+    assert covered == sum(a.size for a in arrays) - 6
+    assert summary.untagged == {"['extra']": (2, 3)}
+    text = str(summary)
+    assert "['extra']  [2, 3]" in text and "4 x [2, 3+1]" in text
+
+
+def test_summary_counts_what_a_state_holds():
+    model = mlp()
+    size = lambda tree: sum(a.size for a in jax.tree.leaves(tree))
+    for solver in (kfac.Cholesky(), kfac.Eigh()):
+        state = kfac.KFAC(0.1, solver=solver).init(model)
+        lines = kfac.summary(model, solver=solver).layers
+        assert sum(s.factors for s in lines) == size(state.curvature)
+        assert sum(s.inverse for s in lines) == size(state.inverse)
+
+
+@pytest.mark.parametrize("block", [kfac.Kronecker(), kfac.Diagonal()])
+def test_health(block):
+    model = mlp({eqx.nn.Linear: block})
+    curvature = eqx.filter_jit(kfac.curvature(squared, kfac.Exact()))(model, X)
+    for i, line in enumerate(kfac.summary(model, curvature).layers):
+        matrix = block.operator(curvature.layers[i]).as_matrix()
+        np.testing.assert_allclose(line.trace, jnp.trace(matrix), rtol=1e-10)
+        values = jnp.linalg.eigvalsh(matrix)
+        if values[0] > 1e-12 * values[-1]:
+            np.testing.assert_allclose(line.condition, values[-1] / values[0], rtol=1e-6)
+        else:
+            assert line.condition > 1e12
+    dead = jax.tree.map(jnp.zeros_like, curvature)
+    assert kfac.summary(model, dead).layers[0].condition == np.inf
+
+
+#
+# Accumulation
+#
+
+
+def l2(model, x, y, w):
+    return softmax(model, x, y, w) + kfac.L2(model, 0.1)
+
+
+def two_losses(model, x, y, w):
+    z = jax.vmap(model)(x)
+    first = 2.0 * kfac.SoftmaxCrossEntropy(z, y, w)
+    return first + kfac.SquaredError(z, jnp.ones(z.shape), w**2 + 0.1)
+
+
+def three_losses(model, x, y, w):
+    z = jax.vmap(model)(x)
+    return two_losses(model, x, y, w) + kfac.SigmoidCrossEntropy(z, z > 0, jnp.sqrt(w))
+
+
+def norm_error(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs)
+
+
+ACCUMULATED = [
+    (l2, kfac.Exact(), kfac.Kronecker()),
+    (two_losses, kfac.Exact(), kfac.Kronecker(kfac.Reduce())),
+    (two_losses, kfac.Empirical(), kfac.Kronecker()),
+    (three_losses, kfac.Empirical(), kfac.Diagonal()),
+]
+
+
+@pytest.mark.parametrize("loss_fn, fisher, block", ACCUMULATED)
+def test_accumulated_is_whole(loss_fn, fisher, block):
+    model = mlp({eqx.nn.Linear: block})
+    data = X, CLASSES, WEIGHTS
+    accumulator = kfac.Accumulator(loss_fn, fisher)
+    add = eqx.filter_jit(accumulator.add)
+    total = accumulator.init(model, *data)
+    pieces = [slice(0, 1), slice(1, 4), slice(4, 5)]
+    for piece in pieces:
+        total = add(total, model, *(a[piece] for a in data))
+    got = accumulator.finish(total, model)
+    curvature = eqx.filter_jit(kfac.curvature(loss_fn, fisher))
+    want = curvature(model, *data)
+    assert norm_error(got, want) < 1e-12
+    if loss_fn is l2:
+        each = [curvature(model, *(a[p] for a in data)) for p in pieces]
+        mean = jax.tree.map(lambda *a: sum(a) / len(a), *each)
+        assert norm_error(mean, want) > 0.1
+
+
+def test_accumulated_in_a_scan():
+    model, accumulator = mlp(), kfac.Accumulator(softmax, kfac.MonteCarlo(20))
+    x, y = jnp.tile(X, (40, 1, 1)), jnp.tile(CLASSES, (40, 1))
+
+    @eqx.filter_jit
+    def run(model):
+        def step(total, batch):
+            x, y, key = batch
+            return accumulator.add(total, model, x, y, key=key), None
+
+        total = accumulator.init(model, x[0], y[0], key=jr.key(0))
+        total, _ = jax.lax.scan(step, total, (x, y, jr.split(jr.key(0), 40)))
+        return accumulator.finish(total, model)
+
+    want = kfac.curvature(softmax, kfac.Exact())(model, X, CLASSES)
+    assert norm_error(run(model), want) < 0.15
