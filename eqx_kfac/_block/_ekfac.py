@@ -109,12 +109,12 @@ class EKFAC(AbstractBlock):
         kronecker = self.kronecker.factors(Statistics(inputs, outputs), count, l2)
         diagonal = kronecker.input_factor.ndim == l2.ndim + 1
         return EKFACFactors(
-            kronecker.input_factor,
-            kronecker.output_factor,
-            None if diagonal else jnp.zeros_like(kronecker.input_factor),
-            jnp.zeros_like(kronecker.output_factor),
-            squares / count.astype(squares.dtype),
-            kronecker.l2,
+            input_factor=kronecker.input_factor,
+            output_factor=kronecker.output_factor,
+            input_vectors=None if diagonal else jnp.zeros_like(kronecker.input_factor),
+            output_vectors=jnp.zeros_like(kronecker.output_factor),
+            eigenvalues=squares / count.astype(squares.dtype),
+            l2=kronecker.l2,
         )
 
     def operator(self, factors: EKFACFactors) -> SpectralOperator:
@@ -129,19 +129,19 @@ class EKFAC(AbstractBlock):
 
     def in_basis(self, factors: EKFACFactors, basis: Basis) -> EKFACFactors:
         return EKFACFactors(
-            factors.input_factor,
-            factors.output_factor,
-            basis.input_vectors,
-            basis.output_vectors,
-            factors.eigenvalues,
-            factors.l2,
+            input_factor=factors.input_factor,
+            output_factor=factors.output_factor,
+            input_vectors=basis.input_vectors,
+            output_vectors=basis.output_vectors,
+            eigenvalues=factors.eigenvalues,
+            l2=factors.l2,
         )
 
     def expressed(self, factors: EKFACFactors, basis: Basis) -> EKFACFactors:
         values = factors.eigenvalues
         # The diagonal of Q S Q^T in another basis is (U o U) S, with U its change.
         values = matmul(_change(factors.output_vectors, basis.output_vectors), values)
-        if basis.input_vectors is not None:
+        if factors.input_vectors is not None:
             change = _change(factors.input_vectors, basis.input_vectors)
             values = matmul(values, change.T)
         new = eqx.tree_at(lambda f: f.eigenvalues, factors, values)

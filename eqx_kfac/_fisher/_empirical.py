@@ -14,6 +14,9 @@ class Empirical(AbstractFisher):
 
     batch_size = 1
 
+    def __init__(self):
+        """No arguments."""
+
     def number(self, losses):
         return 1
 

@@ -17,8 +17,8 @@ from ._base import AbstractFisher
 class _Columns(AbstractFisher):
     """Every column of a square root of a matrix at the outputs."""
 
-    example_axes: int = eqx.field(static=True)
-    batch_size: int = eqx.field(static=True)
+    example_axes: int = eqx.field(static=True, default=1)
+    batch_size: int = eqx.field(static=True, default=1)
 
     def __init__(self, example_axes: int = 1, *, batch_size: int = 1):
         """**Arguments:**
