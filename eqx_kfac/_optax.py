@@ -104,9 +104,8 @@ def scale_by_kfac(
             averaged, weight, _ = average(averaged, weight, curvature, rho)
         due = state.step, state.weight, inverse_period
         if has_bases(updates):
-            first = state.weight == 0
             averaged = when_due(
-                *due, lambda: refreshed(averaged, updates, solver, first), averaged
+                *due, lambda: refreshed(averaged, updates, solver), averaged
             )
         inverse = when_due(
             *due,

@@ -424,7 +424,7 @@ class KFAC(eqx.Module):
 
         if has_bases(grads):
             curvature = when_inverse_is_due(
-                lambda: refreshed(curvature, grads, self.solver, first), curvature
+                lambda: refreshed(curvature, grads, self.solver), curvature
             )
         trial = _Trial(self, model, state, curvature, value, grads, linearised)
         damping = trial.calibrated(first, finite)

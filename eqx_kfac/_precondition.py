@@ -98,34 +98,26 @@ def has_bases(model: Model) -> bool:
 
 
 def refresh(
-    curvature: Model,
-    model: Model,
-    solver: AbstractDampedSolver = Eigh(),
-    first: Bool[Array, ""] | bool = True,
+    curvature: Model, model: Model, solver: AbstractDampedSolver = Eigh()
 ) -> Model:
-    """The curvature in the bases that now are its own; `first` says that there were none
-    before. That of most blocks stays what it is."""
+    """The curvature in the bases that now are its own. That of most blocks stays what it
+    is."""
 
     def layer_factors(tag, _, factors):
         if factors is None or not tag.block.has_basis:
             return factors
 
         def refreshed(factors):
-            return tag.block.refreshed(factors, solver.eigenbasis, first)
+            return tag.block.refreshed(factors, solver.eigenbasis)
 
         return _over_stack(refreshed, factors)(factors)
 
     return map_tags(layer_factors, model, curvature)
 
 
-def refreshed(
-    curvature: Model,
-    model: Model,
-    solver: AbstractDampedSolver,
-    first: Bool[Array, ""],
-) -> Model:
+def refreshed(curvature: Model, model: Model, solver: AbstractDampedSolver) -> Model:
     """As `refresh`; what was there, if that is not finite."""
-    new = refresh(curvature, model, solver, first)
+    new = refresh(curvature, model, solver)
     return tree_where(all_finite(new), new, curvature)
 
 

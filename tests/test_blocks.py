@@ -284,12 +284,6 @@ def test_one_example():
 #
 
 
-solvers = [
-    kfac.Eigh(),
-    kfac.Cholesky(),
-    kfac.SubspaceIteration(iterations=10),
-    kfac.NewtonSchulz(1e-12),
-]
 targets = jnp.arange(N) % 2
 
 
@@ -369,7 +363,7 @@ def trajectory(number, kind):
     return history
 
 
-@pytest.mark.parametrize("solver", solvers[:2], ids=["Eigh", "Cholesky"])
+@pytest.mark.parametrize("solver", [kfac.Eigh(), kfac.Cholesky()])
 @pytest.mark.parametrize("kind", ["EKFAC", "Full", "Diagonal", "Identity"])
 def test_trajectory(kind, solver):
     """Five steps, with averages, and bases and inverses that are one step old."""
@@ -396,7 +390,8 @@ def test_calibration_of_a_basis():
     quadratic = kfac.QuadraticModel()
     optimizer = kfac.KFAC(quadratic, quadratic, rule, fisher=kfac.Exact())
     model = _mlp(kfac.EKFAC())
-    model, state, info = optimizer.step(loss_fn, model, optimizer.init(model), vectors)
+    step = eqx.filter_jit(ft.partial(optimizer.step, loss_fn))
+    model, state, info = step(model, optimizer.init(model), vectors)
     assert not info.rejected and info.damping < 10 and info.reduction_ratio > 0.25
 
 
@@ -404,7 +399,8 @@ def test_singular_start_is_kept_out():
     """Curvature that is not finite leaves the bases what they were."""
     optimizer = kfac.KFAC(0.1, 0.9, 0.1, fisher=kfac.Exact(), inverse_period=1)
     (model, state), *_ = run_steps(kfac.EKFAC(), kfac.Eigh(), 1)
-    _, after, info = optimizer.step(loss_fn, model, state, vectors * jnp.nan)
+    step = eqx.filter_jit(ft.partial(optimizer.step, loss_fn))
+    _, after, info = step(model, state, vectors * jnp.nan)
     assert info.rejected
     assert eqx.tree_equal(after.curvature, state.curvature)
 
@@ -416,29 +412,33 @@ def test_micro_batches():
     fn = lambda model, x, y: kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y)
     results = []
     for number in (1, 2):
+        step = ft.partial(optimizer.step, fn, micro_batches=number)
         new, state = model, optimizer.init(model)
         for _ in range(2):
-            new, state, _ = optimizer.step(fn, new, state, x, y, micro_batches=number)
-        results.append((state.curvature, new))
-    pairs = zip(*(jtu.tree_leaves(eqx.filter(r, eqx.is_array)) for r in results))
-    assert all(np.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in pairs)
+            new, state, _ = eqx.filter_jit(step)(new, state, x, y)
+        tag, factors = model.layers[0].tag, state.curvature.layers[0]
+        operator = tag.block.operator(factors).as_matrix()
+        results.append([operator, *matrices(new)])
+    assert all(error(a, b) < 1e-10 for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("solver", solvers, ids=lambda s: type(s).__name__)
-@pytest.mark.parametrize("block", ["EKFAC", "Full", "TNT", "Kronecker"])
-def test_descent(block, solver):
-    """With every solver, the loss falls, and warm starts change next to nothing."""
+@pytest.mark.parametrize(
+    "block, solver, exact, near",
+    [
+        ("Kronecker", kfac.NewtonSchulz(1e-12), kfac.Cholesky(), 1e-8),
+        ("Full", kfac.NewtonSchulz(1e-12), kfac.Cholesky(), 1e-8),
+        ("TNT", kfac.SubspaceIteration(iterations=10), kfac.Eigh(), 0.05),
+        ("EKFAC", kfac.SubspaceIteration(iterations=10), kfac.Eigh(), 0.05),
+    ],
+)
+def test_iterative_solvers_in_steps(block, solver, exact, near):
+    """The loss falls, and warm starts change next to nothing."""
     block = getattr(kfac, block)()
-    losses = [loss_fn(m, vectors).value for m, _ in run_steps(block, solver, 4)]
-    assert losses[-1] < loss_fn(_mlp(None), vectors).value
-    exact = kfac.Eigh() if isinstance(solver, kfac.SubspaceIteration) else kfac.Cholesky()
-    if isinstance(solver, kfac.Eigh | kfac.Cholesky):
-        return
     (*_, (want, _)) = run_steps(block, exact, 4)
     (*_, (found, _)) = run_steps(block, solver, 4)
-    near = 1e-8 if isinstance(solver, kfac.NewtonSchulz) else 0.05
+    assert loss_fn(found, vectors).value < loss_fn(_mlp(None), vectors).value
     for a, b in zip(matrices(found), matrices(want), strict=True):
-        assert error(a, b) < near
+        assert 0 < error(a, b) < near
 
 
 def test_optax():

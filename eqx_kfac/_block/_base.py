@@ -85,8 +85,7 @@ class AbstractBlock(eqx.Module):
         """The factors of one layer, as well as they can be expressed in another basis."""
         return factors
 
-    def refreshed(self, factors: Any, eigenbasis: Callable, first: Any) -> Any:
+    def refreshed(self, factors: Any, eigenbasis: Callable) -> Any:
         """The factors of one layer in a new basis. `eigenbasis(factor, vectors)` gives
-        eigenvalues and eigenvectors, close to `vectors` if it can make use of them;
-        `first` says that there was no basis before."""
+        eigenvalues and eigenvectors, close to `vectors` if it can make use of them."""
         return factors

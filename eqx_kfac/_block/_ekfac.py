@@ -147,9 +147,8 @@ class EKFAC(AbstractBlock):
         new = eqx.tree_at(lambda f: f.eigenvalues, factors, values)
         return self.in_basis(new, basis)
 
-    def refreshed(
-        self, factors: EKFACFactors, eigenbasis: Callable, first: Any
-    ) -> EKFACFactors:
+    def refreshed(self, factors: EKFACFactors, eigenbasis: Callable) -> EKFACFactors:
+        first = jnp.all(factors.output_vectors == 0)  # There was no basis yet.
         values_out, vectors_out = eigenbasis(
             factors.output_factor, factors.output_vectors
         )
