@@ -1,13 +1,10 @@
 from typing import Any
 
-import equinox as eqx
 import lineax as lx
 from jaxtyping import Array, Float
 
-from .._form import AbstractForm, Rows
-from .._misc import check_count, zeros_of
-from ._base import AbstractBlock, AbstractFactors, Statistics
-from ._gradients import Columns, columns_of, squares
+from ._base import AbstractFactors, Statistics
+from ._gradients import AbstractGradientBlock, squares
 
 
 class DiagonalFactors(AbstractFactors):
@@ -19,7 +16,7 @@ class DiagonalFactors(AbstractFactors):
     l2: Float[Array, "*stack"]
 
 
-class Diagonal(AbstractBlock):
+class Diagonal(AbstractGradientBlock):
     r"""The exact diagonal of the estimated curvature of a layer:
 
     $$D = \frac1N \sum_n \left(\sum_s g_{ns} \bar x_{ns}^\top\right)^{\circ 2} \in
@@ -36,34 +33,15 @@ class Diagonal(AbstractBlock):
         with Second-Order Methods*, 1988 Connectionist Models Summer School.
     """
 
-    batch_axes: int = eqx.field(static=True)
-    weighted = False  # The cotangents are, and nothing else enters.
-    mixes_positions = True
+    def shapes(self, d_out: int, d_in: int) -> dict[str, tuple[int, ...]]:
+        return dict(squares=(d_out, d_in))
 
-    def __init__(self, batch_axes: int = 1):
-        """**Arguments:**
-
-        - `batch_axes`: as for [`eqx_kfac.Reduce`][].
-        """
-        check_count("batch_axes", batch_axes, 1)
-        self.batch_axes = batch_axes
-
-    def empty(self) -> Statistics:
-        return Statistics(inputs=Columns(), outputs=None)
-
-    def slots(self, form: AbstractForm, layer: Any) -> Statistics:
-        columns, zeros = columns_of(form, layer)
-        if columns is None:
-            return self.empty()
-        return Statistics(inputs=columns, outputs=zeros(*columns.shape))
-
-    def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
-        x = slots.inputs.inputs(rows)
-        total = squares(rows.g, x, rows.stack, self.batch_axes, slots.outputs)
-        return Statistics(zeros_of(slots.inputs), total)
+    def moments(self, g: Array, x: Array, stack: int, like: Any) -> Any:
+        return dict(squares=squares(g, x, stack, self.batch_axes, like["squares"]))
 
     def factors(self, statistics: Statistics, count: Any, l2: Any) -> DiagonalFactors:
-        diagonal = statistics.outputs / count.astype(statistics.outputs.dtype)
+        total = statistics.outputs["squares"]
+        diagonal = total / count.astype(total.dtype)
         return DiagonalFactors(diagonal, l2.astype(diagonal.dtype))
 
     def operator(self, factors: DiagonalFactors) -> lx.DiagonalLinearOperator:

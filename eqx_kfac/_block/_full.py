@@ -1,15 +1,12 @@
-import math
 from typing import Any
 
-import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._form import AbstractForm, Rows
-from .._misc import check_count, moment, zeros_of
+from .._misc import moment
 from .._operator import KroneckerOperator
-from ._base import AbstractBlock, AbstractFactors, Statistics
-from ._gradients import Columns, columns_of, example_gradients
+from ._base import AbstractFactors, Statistics
+from ._gradients import AbstractGradientBlock
 
 
 class FullFactors(AbstractFactors):
@@ -21,7 +18,7 @@ class FullFactors(AbstractFactors):
     l2: Float[Array, "*stack"]
 
 
-class Full(AbstractBlock):
+class Full(AbstractGradientBlock):
     r"""The whole block of the estimated curvature of a layer with $P$ parameters:
 
     $$F = \frac1N \sum_n \nabla_n \nabla_n^\top \in \mathbb{R}^{P \times P}, \qquad
@@ -31,37 +28,17 @@ class Full(AbstractBlock):
     operations to invert them. For small layers, and to compare other blocks with.
     """
 
-    batch_axes: int = eqx.field(static=True)
-    weighted = False  # The cotangents are, and nothing else enters.
-    mixes_positions = True
+    def shapes(self, d_out: int, d_in: int) -> dict[str, tuple[int, ...]]:
+        return dict(second=(d_out * d_in, d_out * d_in))
 
-    def __init__(self, batch_axes: int = 1):
-        """**Arguments:**
-
-        - `batch_axes`: as for [`eqx_kfac.Reduce`][].
-        """
-        check_count("batch_axes", batch_axes, 1)
-        self.batch_axes = batch_axes
-
-    def empty(self) -> Statistics:
-        return Statistics(inputs=Columns(), outputs=None)
-
-    def slots(self, form: AbstractForm, layer: Any) -> Statistics:
-        columns, zeros = columns_of(form, layer)
-        if columns is None:
-            return self.empty()
-        size = math.prod(columns.shape)
-        return Statistics(inputs=columns, outputs=zeros(size, size))
-
-    def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
-        like, stack = slots.outputs, rows.stack
-        x, g = slots.inputs.inputs(rows), rows.g.astype(like.dtype)
-        gradients = example_gradients(g, x, stack, self.batch_axes)
+    def moments(self, g: Array, x: Array, stack: int, like: Any) -> Any:
+        gradients = self.gradients(g, x, stack)
         vectors = gradients.reshape(*gradients.shape[: stack + 1], -1)
-        return Statistics(zeros_of(slots.inputs), moment(vectors, vectors, stack, like))
+        return dict(second=moment(vectors, vectors, stack, like["second"]))
 
     def factors(self, statistics: Statistics, count: Any, l2: Any) -> FullFactors:
-        matrix = statistics.outputs / count.astype(statistics.outputs.dtype)
+        total = statistics.outputs["second"]
+        matrix = total / count.astype(total.dtype)
         return FullFactors(matrix, l2.astype(matrix.dtype))
 
     def operator(self, factors: FullFactors) -> KroneckerOperator:

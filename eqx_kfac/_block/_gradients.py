@@ -1,5 +1,6 @@
 """The gradients of single examples with respect to a layer's canonical matrix."""
 
+import abc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._form import AbstractForm, Rows
-from .._misc import accumulator, moment, zeros_beside
+from .._misc import accumulator, check_count, moment, zeros_beside, zeros_of
+from ._base import AbstractBlock, Statistics
 
 
 class Columns(eqx.Module):
@@ -34,6 +36,63 @@ class Columns(eqx.Module):
             return ones
         x = rows.x.vectors().astype(dtype)
         return x if self.bias is None else jnp.concatenate([x, ones], axis=-1)
+
+
+class AbstractGradientBlock(AbstractBlock):
+    r"""A block that is made of second moments of single examples' gradients
+    $\nabla_n = \sum_s g_{ns} \bar x_{ns}^\top$."""
+
+    batch_axes: int = eqx.field(static=True, default=1)
+    # The cotangents are, and nothing else enters.
+    weighted: bool = eqx.field(static=True, default=False, init=False, repr=False)
+    mixes_positions: bool = eqx.field(static=True, default=True, init=False, repr=False)
+
+    def __init__(self, batch_axes: int = 1):
+        """**Arguments:**
+
+        - `batch_axes`: as for [`eqx_kfac.Reduce`][].
+        """
+        check_count("batch_axes", batch_axes, 1)
+        self.batch_axes = batch_axes
+
+    @abc.abstractmethod
+    def moments(
+        self,
+        g: Float[Array, "*rows d_out"],
+        x: Float[Array, "*rows d_in"],
+        stack: int,
+        like: Any,
+    ) -> Any:
+        """Sums over rows, or over `self.gradients(g, x, stack)`, of the shapes `like`."""
+
+    @abc.abstractmethod
+    def shapes(self, d_out: int, d_in: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the moments, by name, for a canonical matrix."""
+
+    def empty(self) -> Statistics:
+        return Statistics(Columns(), dict.fromkeys(self.shapes(0, 0)))
+
+    def slots(self, form: AbstractForm, layer: Any) -> Statistics:
+        columns, zeros = columns_of(form, layer)
+        if columns is None:
+            return self.empty()
+        shapes = self.shapes(*columns.shape)
+        return Statistics(columns, {name: zeros(*s) for name, s in shapes.items()})
+
+    def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
+        x, like = slots.inputs.inputs(rows), slots.outputs
+        g = rows.g.astype(x.dtype)
+        return Statistics(zeros_of(slots.inputs), self.moments(g, x, rows.stack, like))
+
+    def has_positions(self, g: Array, stack: int) -> bool:
+        """Whether several rows belong to one example."""
+        return math.prod(g.shape[stack + self.batch_axes : -1]) > 1
+
+    def gradients(
+        self, g: Array, x: Array, stack: int
+    ) -> Float[Array, "*stack examples d_out d_in"]:
+        """Those of single examples, written out."""
+        return example_gradients(g, x, stack, self.batch_axes)
 
 
 def columns_of(form: AbstractForm, layer: Any) -> tuple[Columns | None, Callable]:
@@ -60,15 +119,10 @@ def squares(
 ) -> Float[Array, "*stack d_out d_in"]:
     r"""$\sum_n (\sum_s g_{ns} x_{ns}^\top)^{\circ 2}$."""
     g, x = g.astype(like.dtype), x.astype(like.dtype)
-    if not has_positions(g, stack, batch_axes):
+    if math.prod(g.shape[stack + batch_axes : -1]) == 1:
         return moment(g**2, x**2, stack, like)
     gradients = example_gradients(g, x, stack, batch_axes)
     return jnp.sum(gradients**2, axis=stack)
-
-
-def has_positions(g: Array, stack: int, batch_axes: int) -> bool:
-    """Whether several rows belong to one example."""
-    return math.prod(g.shape[stack + batch_axes : -1]) > 1
 
 
 def example_gradients(

@@ -6,10 +6,8 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float
 
-from .._form import AbstractForm, Rows
-from .._misc import check_count, zeros_of
-from ._base import AbstractBlock, AbstractFactors, Statistics
-from ._gradients import Columns, columns_of, example_gradients, has_positions
+from ._base import AbstractFactors, Statistics
+from ._gradients import AbstractGradientBlock
 
 
 class IdentityFactors(AbstractFactors):
@@ -21,7 +19,7 @@ class IdentityFactors(AbstractFactors):
     shape: tuple[int, int] = eqx.field(static=True)
 
 
-class Identity(AbstractBlock):
+class Identity(AbstractGradientBlock):
     r"""A multiple of the identity that has the trace of the exact block of a layer with
     $P$ parameters:
 
@@ -32,41 +30,20 @@ class Identity(AbstractBlock):
     number to keep.
     """
 
-    batch_axes: int = eqx.field(static=True)
-    weighted = False  # The cotangents are, and nothing else enters.
-    mixes_positions = True
+    def shapes(self, d_out: int, d_in: int) -> dict[str, tuple[int, ...]]:
+        return dict(norm=())
 
-    def __init__(self, batch_axes: int = 1):
-        """**Arguments:**
-
-        - `batch_axes`: as for [`eqx_kfac.Reduce`][].
-        """
-        check_count("batch_axes", batch_axes, 1)
-        self.batch_axes = batch_axes
-
-    def empty(self) -> Statistics:
-        return Statistics(inputs=Columns(), outputs=None)
-
-    def slots(self, form: AbstractForm, layer: Any) -> Statistics:
-        columns, zeros = columns_of(form, layer)
-        if columns is None:
-            return self.empty()
-        return Statistics(inputs=columns, outputs=zeros())
-
-    def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
-        like, stack = slots.outputs, rows.stack
-        x, g = slots.inputs.inputs(rows), rows.g.astype(like.dtype)
-        if has_positions(g, stack, self.batch_axes):
-            norms = example_gradients(g, x, stack, self.batch_axes) ** 2
+    def moments(self, g: Array, x: Array, stack: int, like: Any) -> Any:
+        if self.has_positions(g, stack):
+            norms = self.gradients(g, x, stack) ** 2
         else:
             norms = jnp.sum(g**2, axis=-1) * jnp.sum(x**2, axis=-1)
-        norm = jnp.sum(norms, axis=tuple(range(stack, norms.ndim)))
-        return Statistics(zeros_of(slots.inputs), norm)
+        return dict(norm=jnp.sum(norms, axis=tuple(range(stack, norms.ndim))))
 
     def factors(self, statistics: Statistics, count: Any, l2: Any) -> IdentityFactors:
-        shape, norm = statistics.inputs.shape, statistics.outputs
+        shape, norm = statistics.inputs.shape, statistics.outputs["norm"]
         scale = norm / count.astype(norm.dtype) / math.prod(shape)
-        return IdentityFactors(scale, l2.astype(scale.dtype), shape)
+        return IdentityFactors(scale=scale, l2=l2.astype(scale.dtype), shape=shape)
 
     def operator(self, factors: IdentityFactors) -> lx.DiagonalLinearOperator:
         return lx.DiagonalLinearOperator(jnp.full(factors.shape, factors.scale))
