@@ -32,6 +32,7 @@ class RawRows(NamedTuple):
     axes: int
     with_inputs: bool  # Whether `x` is an input, or only counts examples.
     swapped: bool = False
+    basis: Any = None
 
 
 class Use(NamedTuple):
