@@ -57,7 +57,7 @@ class Linearisation(eqx.Module):
     pushforward: Callable  # From tangents of the model to those of the objective.
     pullback: Callable  # From cotangents of the objective to those of the model.
     curved: Sum  # The objective without penalties, and its pullback; tags know weights.
-    collect: Callable
+    collect: Callable  # (cotangent, part of the objective that it is of)
     share: Share
     axes: frozenset = eqx.field(static=True)  # Of `shard_map`; they split the examples.
 
@@ -117,8 +117,7 @@ class Linearisation(eqx.Module):
         ]
         if not diagonals:
             return map_tags(_no_l2, self.model)
-        cotangent = eqx.tree_at(parameters, _zeros_like(self.curved), diagonals)
-        return map_tags(_mean_over_layer, self.collect(cotangent))
+        return map_tags(_mean_over_layer, self.collect(diagonals, parameters))
 
     def gram(self, directions: Sequence[Model]) -> Float[Array, "n n"]:
         r"""$d_a^\top C d_b$ for all pairs of `directions`, with $C$ the Gauss-Newton
@@ -154,8 +153,7 @@ class Linearisation(eqx.Module):
             return jtu.tree_leaves([loss.outputs for loss in objective.losses])
 
         placed = map(placed_like, jtu.tree_leaves(cotangents), outputs(self.curved))
-        cotangent = eqx.tree_at(outputs, _zeros_like(self.curved), list(placed))
-        return self.collect(cotangent)
+        return self.collect(list(placed), outputs)
 
     def _scales(self) -> list[Callable]:
         r"""Multiplication by $\sqrt{c_i w N / N_i}$ for the outputs of every loss $i$:
@@ -281,8 +279,10 @@ def filter_linearize(fn: Callable, model: Model) -> tuple[Sum, Callable, Callabl
     out, pushforward, arrays = jax.linearize(dynamic, params, has_aux=True)
     out_rest, aux = eqx.combine(arrays, rest[0])
 
-    def pullback(cotangent):
-        (transposed,) = jax.linear_transpose(pushforward, params)(cotangent)
+    def pullback(cotangent, part=lambda out: out):
+        """Of `part` of the output: what leads to the rest is not gone through at all."""
+        pushed = lambda params: part(pushforward(params))
+        (transposed,) = jax.linear_transpose(pushed, params)(cotangent)
         return transposed
 
     return eqx.combine(out, out_rest), pushforward, pullback, aux
@@ -372,10 +372,6 @@ def _mean_over_layer(tag: Tag, diagonal: Any) -> Any:
     if not is_trainable(tag, diagonal):
         return None
     return jnp.mean(tag.form.to_matrix(diagonal), axis=(-2, -1))
-
-
-def _zeros_like(objective: Sum) -> Sum:
-    return jtu.tree_map(jnp.zeros_like, eqx.filter(objective, eqx.is_inexact_array))
 
 
 def _sum(fn: Callable, number: int, at_once: int, zeros: PyTree) -> PyTree:
