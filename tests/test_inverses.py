@@ -187,6 +187,19 @@ def test_derivatives_with_respect_to_the_vector(solver, dense, getkey):
     assert reference.error(tangent, expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("size", [1023, 1026])
+def test_large_factor(size, getkey):
+    """It is inverted by halves of halves, of odd sizes too."""
+    root = jax.random.normal(getkey(), (size, size)) / size**0.5
+    factor = root @ root.T + 0.1 * jnp.eye(size)
+    operator = kfac.KroneckerOperator(jnp.ones((1, 1)), factor)
+    solver = kfac.Cholesky()
+    state = eqx.filter_jit(solver.init)(operator, dict(damping=0.01))
+    expected = np.linalg.inv(np.asarray(factor) + 0.01 * np.eye(size))
+    found = state.input_inverse * state.output_inverse
+    assert np.max(np.abs(found - expected)) < 1e-10 * np.max(np.abs(expected))
+
+
 @SOLVERS
 def test_wrong_operator(solver, dense):
     with pytest.raises(ValueError, match="KroneckerOperator.*MatrixLinearOperator"):

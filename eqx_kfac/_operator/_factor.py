@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 Factor = Float[Array, "..."]  # One or two axes, of the same length.
 
 _highest = jax.lax.Precision.HIGHEST
+_WHOLE = 512  # Smaller triangles are not split: more to compile, little to gain.
 
 
 def matmul(a: Array, b: Array) -> Array:
@@ -46,9 +47,26 @@ def inverse(factor: Factor) -> Factor:
     """The inverse of a positive definite factor."""
     if factor.ndim == 1:
         return 1 / factor
-    root = jnp.linalg.cholesky(factor)
-    inverse_root = jsl.solve_triangular(root, identity(factor), lower=True)
-    return matmul(inverse_root.T, inverse_root)
+    return _inverse_and_gram(jnp.linalg.cholesky(factor))[1]
+
+
+def _inverse_and_gram(root: Array) -> tuple[Array, Array]:
+    r"""$X = L^{-1}$ of a lower triangular matrix, and $X^\top X$. By halves, where it is
+    large: then most of the work is products of full matrices, which are faster than
+    triangular solves, and what is known to be zero or symmetric is not computed."""
+    size = root.shape[0]
+    if size <= _WHOLE:
+        inverse = jsl.solve_triangular(root, identity(root), lower=True)
+        return inverse, matmul(inverse.T, inverse)
+    half = size // 2
+    first, first_gram = _inverse_and_gram(root[:half, :half])
+    last, last_gram = _inverse_and_gram(root[half:, half:])
+    below = -matmul(last, matmul(root[half:, :half], first))
+    beside = matmul(below.T, last)
+    zeros = jnp.zeros_like(below.T)
+    inverse = jnp.block([[first, zeros], [below, last]])
+    gram = first_gram + matmul(below.T, below)
+    return inverse, jnp.block([[gram, beside], [beside.T, last_gram]])
 
 
 def eigh(factor: Factor) -> tuple[Float[Array, " d"], Any]:
