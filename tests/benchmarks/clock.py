@@ -81,7 +81,7 @@ def race(
     look: Callable[[], None] = lambda: None,
     tell: Callable[[str], None] = print,
 ) -> dict[str, Result]:
-    """Rounds until `seconds` are over, at least `least` of them; `look` is called in each.
+    """Rounds until `seconds` are over, at least `least`; `look` is called in each.
     A contender that fails is left out, and said to be."""
     runners = []
     for contender in contenders:
