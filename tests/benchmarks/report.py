@@ -219,6 +219,8 @@ def _bars(case: dict) -> list[tuple[str, dict[str, float]]]:
         split = None
         if name in ("K-FAC, fixed", "K-FAC, adaptive"):
             split = components(case, "adaptive" in name)
+            if split is not None:  # The bar is as long as what was measured.
+                split["whole"] = max(0.0, result["mean"] - sum(split.values()))
         if name == "gradient":
             split = dict(gradient=result["mean"])
         split = split or dict(whole=result["mean"])
@@ -267,10 +269,9 @@ def draw(done: dict[str, Any], path: Path) -> None:
         )
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(axis="x", labelsize=8)
+    labels = [name if name != "whole" else "not split up" for name in COLOURS]
     patches = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
-    figure.legend(
-        patches, list(COLOURS), ncols=4, frameon=False, fontsize=8, loc="lower center"
-    )
+    figure.legend(patches, labels, ncols=4, frameon=False, fontsize=8, loc="lower center")
     figure.tight_layout(rect=(0, 0.6 / figure.get_figheight(), 1, 1))
     figure.savefig(path, dpi=130)
     plt.close(figure)
