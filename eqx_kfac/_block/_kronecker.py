@@ -191,11 +191,10 @@ def _homogeneous(moments: InputMoments) -> Float[Array, "..."]:
         return moments.second
     if moments.first is None:
         return jnp.concatenate([moments.second, moments.rows[..., None]], axis=-1)
-    rows, column = moments.rows[..., None, None], moments.first[..., None]
-    return jnp.concatenate(
-        [
-            jnp.concatenate([moments.second, column], axis=-1),
-            jnp.concatenate([column.mT, rows], axis=-1),
-        ],
-        axis=-2,
-    )
+    # Padding is fused with what comes next, unlike blocks written side by side.
+    last = jnp.concatenate([moments.first, moments.rows[..., None]], axis=-1)
+    stack, size = last.ndim - 1, last.shape[-1]
+    second = jnp.pad(moments.second, [(0, 0)] * stack + [(0, 1), (0, 1)])
+    is_last = (jnp.arange(size) == size - 1).reshape(*[1] * stack, size)
+    rows = jnp.where(is_last[..., None, :], last[..., :, None], second)
+    return jnp.where(is_last[..., :, None], last[..., None, :], rows)
