@@ -179,7 +179,7 @@ class Tag(eqx.Module):
         """Whether the slots are filled."""
         return bool(jtu.tree_leaves((self.slots, self.raw)))
 
-    def fill(self, layer: Any, weights: Array | None, factors: Any) -> "Tag":
+    def fill(self, layer: Any, weights: Array | None, factors: Any = None) -> "Tag":
         """This tag, ready to collect. `weights` are example weights, or `None`. `factors`
         are those of the layer so far, if there are any; there may be a basis in them that
         the statistics are to be taken in."""

@@ -486,10 +486,13 @@ class Scale(eqx.Module):
         return self.scale(x) * x
 
 
+low_precision = ("Linear", "Embedding", "Conv2d", "LayerNorm", "LSTMCell", "WeightNorm")
+
+
 @ft.cache
 def three_steps(dtype):
     """`(model, losses by layer, states)` of every step."""
-    names = tuple(cases)
+    names = tuple(cases) if dtype == jnp.float64 else low_precision
     layers = cast_arrays({**layers_of(names)}, dtype)
     layers["Parameter"] = Scale(kfac.Parameter(jnp.full(4, 0.5, dtype)))
     states = cast_arrays(fresh(states_of(names)), dtype)
@@ -526,8 +529,11 @@ def three_steps(dtype):
     return history
 
 
-@pytest.mark.parametrize("dtype", [jnp.float64, jnp.bfloat16])
-@pytest.mark.parametrize("name", [*cases, "Parameter"])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [(name, jnp.float64) for name in [*cases, "Parameter"]]
+    + [(name, jnp.bfloat16) for name in [*low_precision, "Parameter"]],
+)
 def test_steps_lower_every_layers_loss(name, dtype):
     history = three_steps(dtype)
     losses = [float(values[name]) for _, values, _ in history]

@@ -85,11 +85,12 @@ class EKFAC(AbstractBlock):
         return Statistics((empty.inputs, Columns()), (empty.outputs, None))
 
     def slots(self, form: AbstractForm, layer: Any) -> Statistics:
-        columns, zeros = columns_of(form, layer)
-        if columns is None:
+        found = columns_of(form, layer)
+        if found is None:
             return self.empty()
+        columns, shape, zeros = found
         slots = self.kronecker.slots(form, layer)
-        return Statistics((slots.inputs, columns), (slots.outputs, zeros(*columns.shape)))
+        return Statistics((slots.inputs, columns), (slots.outputs, zeros(*shape)))
 
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
         (inputs, columns), (outputs, like) = slots.inputs, slots.outputs

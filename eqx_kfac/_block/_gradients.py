@@ -17,16 +17,10 @@ from ._base import AbstractBlock, Statistics
 
 class Columns(eqx.Module):
     """Which columns of the canonical matrix are trained, those of the weight or that of
-    the bias: slots without any numbers, of shapes `[*stack, 0, d_out, columns]`."""
+    the bias: zeros (for slots hold arrays), or `None`."""
 
     weight: Any = None
     bias: Any = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """`(d_out, d_in)` of the canonical matrix."""
-        shapes = [a.shape for a in (self.weight, self.bias) if a is not None]
-        return shapes[0][-2], sum(shape[-1] for shape in shapes)
 
     def inputs(self, rows: Rows) -> Float[Array, "*rows d_in"]:
         r"""$\bar x$, of the columns that there are."""
@@ -36,6 +30,24 @@ class Columns(eqx.Module):
             return ones
         x = rows.x.vectors().astype(dtype)
         return x if self.bias is None else jnp.concatenate([x, ones], axis=-1)
+
+
+def columns_of(
+    form: AbstractForm, layer: Any
+) -> tuple[Columns, tuple[int, int], Callable] | None:
+    """The columns of a layer that are trained, if any, the shape of its canonical matrix,
+    and how to make its slots."""
+    leaves = [p for p in form.parameters(layer) if p is not None]
+    if not leaves:
+        return None
+    stack, d_out, d_in, bias, _ = form.sizes(layer)
+    dtype, sharded = accumulator(leaves[0].dtype), len(stack) - form.groups
+
+    def zeros(*shape):
+        return zeros_beside(leaves[0], stack + shape, dtype, sharded)
+
+    columns = Columns(zeros() if d_in > 0 else None, zeros() if bias else None)
+    return columns, (d_out, d_in + bias), zeros
 
 
 class AbstractGradientBlock(AbstractBlock):
@@ -73,10 +85,11 @@ class AbstractGradientBlock(AbstractBlock):
         return Statistics(Columns(), dict.fromkeys(self.shapes(0, 0)))
 
     def slots(self, form: AbstractForm, layer: Any) -> Statistics:
-        columns, zeros = columns_of(form, layer)
-        if columns is None:
+        found = columns_of(form, layer)
+        if found is None:
             return self.empty()
-        shapes = self.shapes(*columns.shape)
+        columns, shape, zeros = found
+        shapes = self.shapes(*shape)
         return Statistics(columns, {name: zeros(*s) for name, s in shapes.items()})
 
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
@@ -93,21 +106,6 @@ class AbstractGradientBlock(AbstractBlock):
     ) -> Float[Array, "*stack examples d_out d_in"]:
         """Those of single examples, written out."""
         return example_gradients(g, x, stack, self.batch_axes)
-
-
-def columns_of(form: AbstractForm, layer: Any) -> tuple[Columns | None, Callable]:
-    """The columns of a layer that are trained, if any, and how to make its slots."""
-    leaves = [p for p in form.parameters(layer) if p is not None]
-    if not leaves:
-        return None, lambda *_: None
-    stack, d_out, d_in, bias, _ = form.sizes(layer)
-    dtype, sharded = accumulator(leaves[0].dtype), len(stack) - form.groups
-
-    def zeros(*shape):
-        return zeros_beside(leaves[0], stack + shape, dtype, sharded)
-
-    weight = zeros(0, d_out, d_in) if d_in > 0 else None
-    return Columns(weight, zeros(0, d_out, 1) if bias else None), zeros
 
 
 def squares(

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float
 
+from .._misc import zeros_of
 from ._base import AbstractFactors, Statistics
 from ._gradients import AbstractGradientBlock
 
@@ -31,18 +32,21 @@ class Identity(AbstractGradientBlock):
     """
 
     def shapes(self, d_out: int, d_in: int) -> dict[str, tuple[int, ...]]:
-        return dict(norm=())
+        return dict(rows=(d_out,), columns=(d_in,))
 
     def moments(self, g: Array, x: Array, stack: int, like: Any) -> Any:
+        # The squared norms of all rows; of the columns, only their number counts.
         if self.has_positions(g, stack):
-            norms = self.gradients(g, x, stack) ** 2
+            norms = jnp.sum(self.gradients(g, x, stack) ** 2, axis=-1)
         else:
-            norms = jnp.sum(g**2, axis=-1) * jnp.sum(x**2, axis=-1)
-        return dict(norm=jnp.sum(norms, axis=tuple(range(stack, norms.ndim))))
+            norms = g**2 * jnp.sum(x**2, axis=-1, keepdims=True)
+        rows = jnp.sum(norms, axis=tuple(range(stack, norms.ndim - 1)))
+        return dict(rows=rows, columns=zeros_of(like["columns"]))
 
     def factors(self, statistics: Statistics, count: Any, l2: Any) -> IdentityFactors:
-        shape, norm = statistics.inputs.shape, statistics.outputs["norm"]
-        scale = norm / count.astype(norm.dtype) / math.prod(shape)
+        rows, columns = statistics.outputs["rows"], statistics.outputs["columns"]
+        shape = rows.shape[-1], columns.shape[-1]
+        scale = jnp.sum(rows, axis=-1) / count.astype(rows.dtype) / math.prod(shape)
         return IdentityFactors(scale=scale, l2=l2.astype(scale.dtype), shape=shape)
 
     def operator(self, factors: IdentityFactors) -> lx.DiagonalLinearOperator:

@@ -20,7 +20,7 @@ class InputMoments(eqx.Module):
     rows: Any = None
     first: Any = None
     second: Any = None
-    bias: Any = None  # Whether there is one: an empty array, or `None`.
+    bias: Any = None  # Zero if there is one and the factor is diagonal.
     transposed: Any = None
 
 
@@ -117,7 +117,7 @@ class Kronecker(AbstractBlock):
             rows=zeros(),
             first=zeros(d_in) if d_in > 0 and bias and not diagonal else None,
             second=zeros(*square_in) if d_in > 0 else None,
-            bias=zeros(0) if bias else None,
+            bias=zeros() if bias and diagonal else None,
             transposed=zeros(*square_out) if self.tied else None,
         )
         outputs = OutputMoments(
@@ -187,10 +187,10 @@ def _homogeneous(moments: InputMoments) -> Float[Array, "..."]:
     r"""$\sum \bar x \bar x^\top$ of the coordinates that are there: $x$, 1, or both."""
     if moments.second is None:
         return moments.rows[..., None, None]
-    if moments.bias is None:
-        return moments.second
-    if moments.first is None:
+    if moments.bias is not None:
         return jnp.concatenate([moments.second, moments.rows[..., None]], axis=-1)
+    if moments.first is None:
+        return moments.second
     # Padding is fused with what comes next, unlike blocks written side by side.
     last = jnp.concatenate([moments.first, moments.rows[..., None]], axis=-1)
     stack, size = last.ndim - 1, last.shape[-1]
