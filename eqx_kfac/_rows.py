@@ -96,7 +96,8 @@ def _one(*_, aval, use):
     return jnp.ones(aval.shape, aval.dtype)
 
 
-def _without_data(used_outputs, eqn):
+def _without_data(used_outputs, *others):
+    *_, eqn = others  # From JAX 0.12 on, there is something else before it.
     if not any(used_outputs):
         return [False] * len(eqn.invars), None
     (out,) = eqn.outvars
@@ -157,7 +158,7 @@ def _silent(value):
     """A jaxpr without its side effects: what is only printed is not needed."""
     if type(value) in (tuple, list):
         return type(value)(map(_silent, value))
-    if hasattr(value, "jaxpr") and hasattr(value, "consts"):
+    if getattr(value, "jaxpr", value) is not value:  # One with constants.
         return value.replace(jaxpr=_silent(value.jaxpr))
     if not hasattr(value, "eqns"):
         return value
