@@ -8,8 +8,7 @@ from jaxtyping import Array, Float, Inexact, PyTree
 
 from .._custom_types import Model
 from .._loss import AbstractLoss
-from .._misc import names
-from .._schedule import check_count
+from .._misc import check_count, names
 from .._tag import tagged_layers
 from ._base import AbstractFisher
 

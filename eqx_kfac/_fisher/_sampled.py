@@ -7,7 +7,7 @@ import jax.tree_util as jtu
 
 from .._custom_types import Key
 from .._loss import AbstractLoss
-from .._schedule import check_count
+from .._misc import check_count
 from ._base import AbstractFisher
 
 
