@@ -117,7 +117,27 @@ def masked(tree: PyTree, mask: Any) -> PyTree:
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
     """Whether every number in `tree` is finite."""
     leaves = [x for x in jtu.tree_leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in leaves] + [True]))
+    small, large = _by_size([(x,) for x in leaves])
+    flags = [jnp.all(jnp.isfinite(x))[None] for (x,) in large]
+    flags += [jnp.isfinite(x) for (x,) in small]
+    return jnp.all(_in_a_row([*flags, jnp.ones(1, bool)]))
+
+
+def _by_size(pairs: Sequence[tuple]) -> tuple[list[tuple], list[tuple]]:
+    """Those arrays (or pairs of them) that are better looked at together, for every
+    single one is something to compile; and the others."""
+
+    def is_small(x):
+        return x.size < 2**14 and explicit_sharding(jax.typeof(x)) is None
+
+    small = [pair for pair in pairs if all(map(is_small, pair))]
+    return small, [pair for pair in pairs if not all(map(is_small, pair))]
+
+
+def _in_a_row(arrays: Sequence[Array]) -> Array:
+    """One vector of all. (The barrier keeps XLA from looking at each by itself.)"""
+    row = jnp.concatenate([x.reshape(-1) for x in arrays])
+    return jax.lax.optimization_barrier(row)
 
 
 def tree_where(pred: Bool[Array, ""], true: PyTree, false: PyTree) -> PyTree:
@@ -127,14 +147,21 @@ def tree_where(pred: Bool[Array, ""], true: PyTree, false: PyTree) -> PyTree:
 
 def tree_dot(a: PyTree, b: PyTree) -> Shaped[Array, ""]:
     """The inner product of two trees of arrays, accumulated in at least float32."""
+    dtype = accumulator(*[x.dtype for x in jtu.tree_leaves(a)])
 
     def dot(x, y):
-        dtype = accumulator(x.dtype)
-        return jnp.sum(x.astype(dtype) * y.astype(dtype))
+        if explicit_sharding(jax.typeof(x)) is not None:
+            return jnp.sum(x * y)
+        axes = tuple(range(x.ndim))
+        dims, highest = ((axes, axes), ((), ())), jax.lax.Precision.HIGHEST
+        return jax.lax.dot_general(x, y, dims, precision=highest)
 
-    leaves = jtu.tree_leaves(jtu.tree_map(dot, a, b))
-    dtype = accumulator(*[x.dtype for x in leaves])
-    return sum((x.astype(dtype) for x in leaves), jnp.zeros((), dtype))
+    pairs = []
+    jtu.tree_map(lambda x, y: pairs.append((x.astype(dtype), y.astype(dtype))), a, b)
+    small, large = _by_size(pairs)
+    if small:
+        large.append(tuple(map(_in_a_row, zip(*small, strict=True))))
+    return sum((dot(x, y) for x, y in large), jnp.zeros((), dtype))
 
 
 def symmetric(inner: Callable, vectors: Sequence[Any]) -> Shaped[Array, "n n"]:

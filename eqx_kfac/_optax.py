@@ -10,6 +10,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from ._custom_types import Model
+from ._misc import all_finite
 from ._optimizer import KFAC
 from ._precondition import (
     average,
@@ -101,7 +102,8 @@ def scale_by_kfac(
             curvature = _trained(curvature, updates)
             curvature = in_bases_of(averaged, updates, curvature, weight == 0)
             rho = at(ema, state.step)
-            averaged, weight, _ = average(averaged, weight, curvature, rho)
+            finite = all_finite(curvature)
+            averaged, weight = average(averaged, weight, curvature, rho, finite)
         due = state.step, state.weight, inverse_period
         if has_bases(updates):
             averaged = when_due(

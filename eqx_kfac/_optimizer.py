@@ -32,6 +32,7 @@ from ._precondition import (
     init_curvature,
     init_fallback,
     init_inverse,
+    is_finite,
     partition_tagged,
     precondition,
     refactorise,
@@ -322,8 +323,8 @@ class KFAC(eqx.Module):
         if curvature is not None:
             old, weight, finite = averaged
             curvature = in_bases_of(old, grads, curvature, weight == 0)
-            *new, finite_too = average(old, weight, curvature, state.ema)
-            averaged = *tree_where(finite, new, [old, weight]), finite & finite_too
+            finite = finite & all_finite(curvature)
+            averaged = *average(old, weight, curvature, state.ema, finite), finite
         return self._updates(model, state, averaged, value, grads, None)[:2]
 
     def check_without_loss(self, where: str) -> None:
@@ -367,7 +368,7 @@ class KFAC(eqx.Module):
         self,
         linearised: LinearisedBatch,
         state: KFACState,
-        finite: Bool[Array, ""],
+        fine: Bool[Array, ""],
         key: Key | None,
     ) -> tuple[Model, Float[Array, ""], Bool[Array, ""]]:
         """The averaged curvature and its weight, with this step's if one is due; and
@@ -375,16 +376,16 @@ class KFAC(eqx.Module):
         first = state.weight == 0
 
         def estimate(averaged, key, ema):
-            curvature, weight, finite = averaged
+            curvature, weight, all_fine = averaged
             new = linearised.first(self.curvature_examples).curvature(self.fisher, key)
-            curvature, weight, finite_too = average(curvature, weight, new, ema)
-            return curvature, weight, finite & finite_too
+            take = fine & is_finite(new)
+            return *average(curvature, weight, new, ema, take), all_fine & take
 
         def burn_in(index, averaged):
             index_key = None if key is None else jax.random.fold_in(key, index)
             return estimate(averaged, index_key, jnp.where(first, 1, state.ema))
 
-        averaged = (state.curvature, state.weight, finite)
+        averaged = (state.curvature, state.weight, fine)
 
         def collect():
             if self.burn_in == 0:
@@ -392,9 +393,8 @@ class KFAC(eqx.Module):
             number = jnp.where(first, 1 + self.burn_in, 1)
             return jax.lax.fori_loop(0, number, burn_in, averaged)
 
-        return when_due(
-            state.step, state.weight, self.curvature_period, collect, averaged, finite
-        )
+        due = state.step, state.weight, self.curvature_period
+        return when_due(*due, collect, averaged)
 
     def _advance(self, model, state, averaged, value, grads, aux, linearised):
         """Updates the model; see `_updates`."""

@@ -77,19 +77,29 @@ def init_inverse(curvature: Model, model: Model, solver: AbstractDampedSolver) -
 
 
 def average(
-    curvature: Model, weight: Float[Array, ""], new: Model, ema: Float[Array, ""]
-) -> tuple[Model, Float[Array, ""], Bool[Array, ""]]:
+    curvature: Model,
+    weight: Float[Array, ""],
+    new: Model,
+    ema: Float[Array, ""],
+    take: Bool[Array, ""],
+) -> tuple[Model, Float[Array, ""]]:
     r"""One step of an exponential moving average that is never biased towards its start:
-    $w \leftarrow \rho w + 1$, $V \leftarrow V + (X - V) / w$. Curvature that is not
-    finite is left out; the last result says whether it was finite."""
+    $w \leftarrow \rho w + 1$, $V \leftarrow V + (X - V) / w$; none if not to `take`."""
     new_weight = ema * weight + 1
 
     def blend(old, new):
         return old + (new - old) / new_weight.astype(old.dtype)
 
     blended = jtu.tree_map(blend, curvature, new)
-    finite = all_finite(new)
-    return *tree_where(finite, (blended, new_weight), (curvature, weight)), finite
+    return tree_where(take, (blended, new_weight), (curvature, weight))
+
+
+def is_finite(curvature: Model) -> Bool[Array, ""]:
+    """Whether curvature that was collected (not made up) is finite."""
+    is_factors = lambda node: isinstance(node, AbstractFactors)
+    layers = jtu.tree_leaves(curvature, is_leaf=is_factors)
+    bounds = [_over_stack(type(f).bounds, f)(f) for f in layers if is_factors(f)]
+    return all_finite(bounds)
 
 
 def has_bases(model: Model) -> bool:
@@ -176,7 +186,11 @@ def refactorise(
     """The factorisation of `curvature`, and whether it is finite; if it is not, the
     previous one."""
     new = factorise(curvature, model, solver, damping, inverse)
-    finite = all_finite(new)
+
+    def bounds(tag, layer, factors, state):
+        return None if state is None else _over_stack(solver.bounds, factors)(state)
+
+    finite = all_finite(map_tags(bounds, model, curvature, new))
     return tree_where(finite, new, inverse), finite
 
 

@@ -21,6 +21,10 @@ class AbstractFactors(eqx.Module):
 
     l2: eqx.AbstractVar[Float[Array, "*stack"]]
 
+    def bounds(self) -> PyTree[Array]:
+        """Numbers (of one layer: no stack axes) that are finite only if all are."""
+        return self
+
 
 class AbstractBlock(eqx.Module):
     """How a layer's curvature is approximated: what is kept and what operator it is.

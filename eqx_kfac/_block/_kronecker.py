@@ -3,11 +3,11 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from .._form import AbstractForm, Rows, Vectors
 from .._misc import accumulator, trailing, zeros_beside, zeros_of
-from .._operator import KroneckerOperator
+from .._operator import diagonal, KroneckerOperator
 from ._base import AbstractBlock, AbstractFactors, Statistics
 from ._sharing import AbstractSharing, Expand
 
@@ -41,6 +41,10 @@ class KroneckerFactors(AbstractFactors):
     input_factor: Float[Array, "..."]
     output_factor: Float[Array, "..."]
     l2: Float[Array, "*stack"]
+
+    def bounds(self) -> PyTree[Array]:
+        # |sum a b|^2 <= sum a^2 sum b^2
+        return diagonal(self.input_factor), diagonal(self.output_factor), self.l2
 
 
 class Kronecker(AbstractBlock):

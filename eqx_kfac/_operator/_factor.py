@@ -5,14 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.scipy.linalg as jsl
+from jax.lax.linalg import cholesky, triangular_solve
 from jaxtyping import Array, Float
 
 
 Factor = Float[Array, "..."]  # One or two axes, of the same length.
 
 _highest = jax.lax.Precision.HIGHEST
-_WHOLE = 512  # Smaller triangles are not split: more to compile, little to gain.
+_WHOLE = 256  # Smaller ones are not split: more to compile, little to gain.
 
 
 def matmul(a: Array, b: Array) -> Array:
@@ -34,7 +34,14 @@ def dense(factor: Factor) -> Float[Array, "d d"]:
 
 
 def diagonal(factor: Factor) -> Float[Array, " d"]:
-    return factor if factor.ndim == 1 else jnp.diag(factor)
+    return factor if factor.ndim == 1 else diagonals(factor)
+
+
+def diagonals(matrices: Float[Array, "*stack d d"]) -> Float[Array, "*stack d"]:
+    """The diagonals of matrices: of their entries in a row, every so manieth."""
+    size = matrices.shape[-1]
+    flat = matrices.reshape(*matrices.shape[:-2], size**2)
+    return flat[..., :: size + 1]
 
 
 def identity(factor: Factor) -> Factor:
@@ -45,28 +52,38 @@ def identity(factor: Factor) -> Factor:
 
 def inverse(factor: Factor) -> Factor:
     """The inverse of a positive definite factor."""
-    if factor.ndim == 1:
-        return 1 / factor
-    return _inverse_and_gram(jnp.linalg.cholesky(factor))[1]
+    return 1 / factor if factor.ndim == 1 else _inverse(factor)[0]
 
 
-def _inverse_and_gram(root: Array) -> tuple[Array, Array]:
-    r"""$X = L^{-1}$ of a lower triangular matrix, and $X^\top X$. By halves, where it is
-    large: then most of the work is products of full matrices, which are faster than
-    triangular solves, and what is known to be zero or symmetric is not computed."""
-    size = root.shape[0]
+def _inverse(factor: Float[Array, "d d"], root: bool = False) -> tuple[Array, Any]:
+    r"""$M^{-1} = X^\top X$ and, if wanted, the inverse $X = L^{-1}$ of the Cholesky
+    factor. Where it is large, by halves: then most of the work is products of full
+    matrices, which are faster than decompositions. The Schur complement is computed from
+    the first half's root, not from its inverse: as exact as a Cholesky decomposition."""
+    size = factor.shape[0]
     if size <= _WHOLE:
-        inverse = jsl.solve_triangular(root, identity(root), lower=True)
-        return inverse, matmul(inverse.T, inverse)
+        # A transposed symmetric matrix is the same one, in the order that LAPACK reads.
+        lower = cholesky(factor.T, symmetrize_input=False)
+        x = triangular_solve(lower, identity(factor), left_side=True, lower=True)
+        return _product(x, x, 0, 0), x
     half = size // 2
-    first, first_gram = _inverse_and_gram(root[:half, :half])
-    last, last_gram = _inverse_and_gram(root[half:, half:])
-    below = -matmul(last, matmul(root[half:, :half], first))
-    beside = matmul(below.T, last)
-    zeros = jnp.zeros_like(below.T)
-    inverse = jnp.block([[first, zeros], [below, last]])
-    gram = first_gram + matmul(below.T, below)
-    return inverse, jnp.block([[gram, beside], [beside.T, last_gram]])
+    first, x = _inverse(factor[:half, :half], root=True)
+    below = _product(factor[half:, :half], x, 1, 1)
+    schur = factor[half:, half:] - _product(below, below, 1, 1)
+    last, y = _inverse(schur, root)
+    below = matmul(below, x)
+    beside = matmul(last, below)
+    corner = first + _product(below, beside, 0, 0)
+    inverse = jnp.block([[corner, -beside.T], [-beside, last]])
+    if not root:
+        return inverse, None
+    return inverse, jnp.block([[x, jnp.zeros_like(below.T)], [-matmul(y, below), y]])
+
+
+def _product(a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
+    """A contraction over one axis of each, with no transposition before it."""
+    dims = (((axis_a,), (axis_b,)), ((), ()))
+    return jax.lax.dot_general(a, b, dims, precision=_highest)
 
 
 def eigh(factor: Factor) -> tuple[Float[Array, " d"], Any]:

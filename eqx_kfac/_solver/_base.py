@@ -49,6 +49,10 @@ class AbstractDampedSolver(lx.AbstractLinearSolver[_State]):
         may be similar. For blocks that want an eigenbasis of every solver."""
         return eigh(factor)
 
+    def bounds(self, state: Any) -> Any:
+        """Numbers that are finite only if the whole state is."""
+        return state
+
     def init(self, operator: lx.AbstractLinearOperator, options: dict[str, Any]) -> Any:
         """Factorises the operator."""
         if is_factorised(operator):

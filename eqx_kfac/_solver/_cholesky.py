@@ -1,5 +1,7 @@
-from .._operator import Factor, inverse
-from ._factored import AbstractFactoredSolver
+from typing import Any
+
+from .._operator import diagonal, Factor, inverse
+from ._factored import AbstractFactoredSolver, InverseState
 
 
 class Cholesky(AbstractFactoredSolver):
@@ -25,3 +27,6 @@ class Cholesky(AbstractFactoredSolver):
 
     def invert(self, factor: Factor, previous: Factor | None) -> Factor:
         return inverse(factor)
+
+    def bounds(self, state: InverseState) -> Any:
+        return tuple(map(diagonal, state))  # Of positive definite matrices.
