@@ -16,7 +16,7 @@ from ._fisher import AbstractFisher, Exact
 from ._linearise import factors, linearise, Share
 from ._misc import accumulator, zeros_of
 from ._precondition import refresh
-from ._tag import fill_tags
+from ._tagged import fill_tags
 
 
 class Total(eqx.Module):

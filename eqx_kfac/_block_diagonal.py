@@ -26,7 +26,7 @@ from ._operator import (
 )
 from ._precondition import partition_tagged
 from ._solver import AbstractDampedSolver, Eigh
-from ._tag import map_tags, update_layers
+from ._tagged import map_tags, update_layers
 
 
 class BlockDiagonalOperator(AbstractSymmetricOperator):

@@ -18,7 +18,8 @@ from ._linearise import evaluate, Linearisation, linearise
 from ._loss import Sum
 from ._misc import accumulator, varying_axes, zeros_beside
 from ._rows import Raw, Use, Uses, uses
-from ._tag import check_tagged, fill_raw, is_trainable, map_tags, Tag
+from ._tag import is_trainable, Tag
+from ._tagged import check_tagged, fill_raw, map_tags
 
 
 class Captured(eqx.Module):

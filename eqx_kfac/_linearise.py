@@ -23,15 +23,8 @@ from ._misc import (
     tree_dot,
     varying_axes,
 )
-from ._tag import (
-    check_tagged,
-    empty_tags,
-    fill_tags,
-    is_trainable,
-    map_tags,
-    naming_layers,
-    Tag,
-)
+from ._tag import is_trainable, Tag
+from ._tagged import check_tagged, empty_tags, fill_tags, map_tags, naming_layers
 
 
 class Share(eqx.Module):

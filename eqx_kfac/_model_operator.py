@@ -19,7 +19,7 @@ from ._linearise import evaluate, filter_linearize, run, whole
 from ._loss import AbstractLoss, L2, Sum
 from ._misc import accumulator, trailing
 from ._operator import AbstractSymmetricOperator, LinearisedOperator, Structure
-from ._tag import empty_tags, naming_layers
+from ._tagged import empty_tags, naming_layers
 
 
 class AbstractModelOperator(AbstractSymmetricOperator):

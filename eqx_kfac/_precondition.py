@@ -16,13 +16,8 @@ from ._block import AbstractFactors
 from ._custom_types import Model
 from ._misc import all_finite, names, tree_where
 from ._solver import AbstractDampedSolver, Eigh, is_factorised
-from ._tag import (
-    check_tagged,
-    is_trainable,
-    map_tags,
-    tagged_layers,
-    update_layers,
-)
+from ._tag import is_trainable
+from ._tagged import check_tagged, map_tags, tagged_layers, update_layers
 
 
 def partition_tagged(model: Model) -> tuple[Model, Model]:

@@ -14,7 +14,8 @@ from .._custom_types import Model
 from .._operator import KroneckerOperator
 from .._precondition import factorise, init_curvature, partition_tagged
 from .._solver import AbstractDampedSolver, Cholesky
-from .._tag import is_trainable, map_tags, Tag
+from .._tag import is_trainable, Tag
+from .._tagged import map_tags
 from ._table import block_shown, sizes_shown, table
 
 

@@ -16,7 +16,8 @@ from .._estimate import curvature
 from .._fisher import AbstractFisher, Empirical, Exact
 from .._linearise import run
 from .._misc import trailing
-from .._tag import check_tagged, is_trainable, map_tags, Tag, update_layers
+from .._tag import is_trainable, Tag
+from .._tagged import check_tagged, map_tags, update_layers
 from ._table import block_shown, sizes_shown, table
 
 
