@@ -2,11 +2,9 @@
 curvature, factorise it, precondition gradients with it. Pure functions over trees that
 are shaped like the model."""
 
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
@@ -14,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from ._block import AbstractFactors
 from ._custom_types import Model
-from ._misc import all_finite, names, tree_where
+from ._misc import all_finite, names, over_stack, tree_where
 from ._solver import AbstractDampedSolver, Eigh, is_factorised
 from ._tag import is_trainable
 from ._tagged import check_tagged, map_tags, tagged_layers, update_layers
@@ -105,7 +103,7 @@ def refresh(
         def refreshed(factors):
             return tag.block.refreshed(factors, solver.eigenbasis)
 
-        return _over_stack(refreshed, factors)(factors)
+        return over_stack(refreshed, factors.l2.ndim)(factors)
 
     return map_tags(layer_factors, model, curvature)
 
@@ -128,7 +126,7 @@ def in_bases_of(
         def expressed(old, new):
             return tag.block.expressed(new, tag.block.basis(old))
 
-        return tree_where(first, new, _over_stack(expressed, old)(old, new))
+        return tree_where(first, new, over_stack(expressed, old.l2.ndim)(old, new))
 
     return map_tags(layer_factors, model, curvature, new)
 
@@ -154,7 +152,7 @@ def factorise(
             options = {"damping": _damping(damping, factors), "previous": previous}
             return solver.init(operator, options)
 
-        return _over_stack(init, factors)(factors, previous)
+        return over_stack(init, factors.l2.ndim)(factors, previous)
 
     if previous is None:
         previous = map_tags(lambda *_: None, model)
@@ -200,7 +198,7 @@ def precondition(
             return solution.reshape(matrix.shape)
 
         matrix = tag.form.to_matrix(layer).astype(factors.l2.dtype)
-        solution = _over_stack(solve, factors)(matrix, factors, state)
+        solution = over_stack(solve, factors.l2.ndim)(matrix, factors, state)
         return tag.form.from_matrix(solution, new)
 
     return update_layers(layer_direction, grads, curvature, inverse)
@@ -209,13 +207,6 @@ def precondition(
 def _damping(damping: Any, factors: AbstractFactors) -> Array:
     """An L2 term is damping that the objective itself asks for."""
     return jnp.asarray(damping, factors.l2.dtype) + factors.l2
-
-
-def _over_stack(fn: Callable, factors: AbstractFactors) -> Callable:
-    """`fn`, mapped over the axes along which layers are stacked."""
-    for _ in range(factors.l2.ndim):
-        fn = jax.vmap(fn)
-    return fn
 
 
 def init_fallback(model: Model, fallback: optax.GradientTransformation | None) -> Any:

@@ -4,13 +4,13 @@ import dataclasses
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 
 from .._custom_types import Model
+from .._misc import over_stack
 from .._operator import KroneckerOperator
 from .._precondition import factorise, init_curvature, partition_tagged
 from .._solver import AbstractDampedSolver, Cholesky
@@ -169,9 +169,8 @@ def _health(tag: Tag, layer: Any, factors: Any) -> _Leaf | None:
             values = jnp.linalg.eigvalsh(operator.as_matrix())
         return jnp.sum(lx.diagonal(operator)), jnp.max(values), jnp.min(values)
 
-    for _ in range(factors.l2.ndim):
-        extremes = jax.vmap(extremes)
-    trace, largest, smallest = map(np.asarray, extremes(factors))
+    of_stack = over_stack(extremes, factors.l2.ndim)(factors)
+    trace, largest, smallest = map(np.asarray, of_stack)
     floor = np.maximum(smallest, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         condition = np.max(np.where(floor > 0, largest / floor, np.inf))

@@ -15,7 +15,7 @@ from .._custom_types import Key, Model
 from .._estimate import curvature
 from .._fisher import AbstractFisher, Empirical, Exact
 from .._linearise import run
-from .._misc import trailing
+from .._misc import over_stack, trailing
 from .._tag import is_trainable, Tag
 from .._tagged import check_tagged, map_tags, update_layers
 from ._table import block_shown, sizes_shown, table
@@ -181,9 +181,7 @@ def _operators(model: Model, factors: Model) -> Model:
         if factors is None:
             return None
         as_matrix = lambda factors: tag.block.operator(factors).as_matrix()
-        for _ in range(factors.l2.ndim):
-            as_matrix = jax.vmap(as_matrix)
-        return as_matrix(factors)
+        return over_stack(as_matrix, factors.l2.ndim)(factors)
 
     return map_tags(dense, model, factors)
 
