@@ -24,7 +24,7 @@ from ._misc import (
     varying_axes,
 )
 from ._tag import is_trainable, Tag
-from ._tagged import check_tagged, empty_tags, fill_tags, map_tags, naming_layers
+from ._tagged import blank, check_tagged, empty_tags, fill_tags, map_tags, naming_layers
 
 
 class Share(eqx.Module):
@@ -252,7 +252,7 @@ def factors(
         return new if old is None else tag.block.in_basis(new, tag.block.basis(old))
 
     if curvature is None:
-        curvature = map_tags(lambda *_: None, model)
+        curvature = blank(model)
     return map_tags(layer_factors, model, statistics, l2, curvature)
 
 

@@ -15,7 +15,7 @@ from ._custom_types import Model
 from ._misc import all_finite, names, over_stack, tree_where
 from ._solver import AbstractDampedSolver, Eigh, is_factorised
 from ._tag import is_trainable
-from ._tagged import check_tagged, map_tags, tagged_layers, update_layers
+from ._tagged import blank, check_tagged, map_tags, tagged_layers, update_layers
 
 
 def partition_tagged(model: Model) -> tuple[Model, Model]:
@@ -155,7 +155,7 @@ def factorise(
         return over_stack(init, factors.l2.ndim)(factors, previous)
 
     if previous is None:
-        previous = map_tags(lambda *_: None, model)
+        previous = blank(model)
     return map_tags(layer_state, model, curvature, previous)
 
 

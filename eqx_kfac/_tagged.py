@@ -101,48 +101,48 @@ def naming_layers(model: Any):
         raise
 
 
-def with_tags(layer: Any, fn: Callable, *rest: Any) -> Any:
-    """`layer` with `fn(tag, *rest)` in the place of each of its tags."""
-    is_tag = lambda node: isinstance(node, Tag)
-    tag = jtu.tree_map(fn, layer.tag, *rest, is_leaf=is_tag)
-    return eqx.tree_at(lambda m: m.tag, layer, tag, is_leaf=lambda x: x is layer.tag)
+def blank(model: Any) -> Any:
+    """A model-shaped tree with `None` for every tag."""
+    return map_tags(lambda *_: None, model)
 
 
 def fill_tags(model: Any, weights: Array | None = None, curvature: Any = None) -> Any:
     """The model with its tags ready to collect. `curvature` is that so far, in whose
     bases some blocks take their statistics."""
-    if curvature is None:
-        curvature = map_tags(lambda *_: None, model)
 
-    def apply(node, factors):
-        if not is_tagged(node):
-            return node
-        return with_tags(node, lambda tag, own: tag.fill(node, weights, own), factors)
+    def fill(tag, layer, factors):
+        return tag.fill(layer, weights, factors)
 
-    return jtu.tree_map(apply, model, curvature, is_leaf=is_tagged)
+    return _with_tags(fill, model, blank(model) if curvature is None else curvature)
 
 
 def fill_raw(model: Any, slots: Any) -> Any:
     """The model with its tags ready to hand out rows, where `slots` has any for them."""
 
-    def apply(node, own):
-        if not is_tagged(node):
-            return node
+    def fill(tag, layer, slots):
+        return tag if slots is None else tag.fill_raw(layer, slots)
 
-        def fill(tag, slot):
-            return tag if slot is None else tag.fill_raw(node, slot)
-
-        is_tag = lambda node: isinstance(node, Tag)
-        tag = jtu.tree_map(fill, node.tag, own, is_leaf=is_tag)
-        return eqx.tree_at(lambda m: m.tag, node, tag, is_leaf=lambda x: x is node.tag)
-
-    return jtu.tree_map(apply, model, slots, is_leaf=is_tagged)
+    return _with_tags(fill, model, slots)
 
 
 def empty_tags(model: Any) -> Any:
     """The model (or a tree of gradients of it) without its tags' slots."""
+    return _with_tags(lambda tag, _: tag.empty(), model)
 
-    def apply(node):
-        return with_tags(node, Tag.empty) if is_tagged(node) else node
 
-    return jtu.tree_map(apply, model, is_leaf=is_tagged)
+def _with_tags(fn: Callable, model: Any, *rest: Any) -> Any:
+    """The model with `fn(tag, layer, *rest)` in the place of each of its tags."""
+
+    def apply(layer, *own):
+        if not is_tagged(layer):
+            return layer
+        tag = jtu.tree_map(
+            lambda tag, *own: fn(tag, layer, *own), layer.tag, *own, is_leaf=_is_tag
+        )
+        return eqx.tree_at(lambda m: m.tag, layer, tag, is_leaf=lambda x: x is layer.tag)
+
+    return jtu.tree_map(apply, model, *rest, is_leaf=is_tagged)
+
+
+def _is_tag(node: Any) -> bool:
+    return isinstance(node, Tag)
