@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float, Inexact, Shaped
 
-from ._block import Statistics
+from ._block import is_statistics, Statistics
 from ._custom_types import Key, Model
 from ._fisher import AbstractFisher
 from ._form import AbstractForm, Parameters
@@ -200,7 +200,7 @@ def _raw(model: Model) -> list[Statistics]:
     tree = map_tags(
         lambda tag, layer: tag.raw if is_trainable(tag, layer) else None, model
     )
-    return jtu.tree_leaves(tree, is_leaf=lambda node: isinstance(node, Statistics))
+    return jtu.tree_leaves(tree, is_leaf=is_statistics)
 
 
 def _counted(linearisation: Linearisation) -> list[Array]:

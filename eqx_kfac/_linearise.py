@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
-from ._block import Statistics
+from ._block import is_statistics, Statistics
 from ._custom_types import Key, Model
 from ._fisher import AbstractFisher
 from ._loss import AbstractLoss, AbstractObjective, L2, linear_combination, Sum
@@ -81,7 +81,7 @@ class Linearisation(eqx.Module):
             lambda s, o: Statistics(s.inputs, o),
             statistics,
             outputs,
-            is_leaf=_is_statistics,
+            is_leaf=is_statistics,
         )
 
     def pulled(self, fisher: AbstractFisher, key: Key | None) -> tuple[Callable, int]:
@@ -387,9 +387,5 @@ def _sum(fn: Callable, number: int, at_once: int, zeros: PyTree) -> PyTree:
     return jax.lax.fori_loop(0, steps, body, zeros)
 
 
-def _is_statistics(node: Any) -> bool:
-    return isinstance(node, Statistics)
-
-
 def _outputs(statistics: Model) -> Model:
-    return jtu.tree_map(lambda s: s.outputs, statistics, is_leaf=_is_statistics)
+    return jtu.tree_map(lambda s: s.outputs, statistics, is_leaf=is_statistics)

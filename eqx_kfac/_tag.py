@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Inexact, Shaped
 
-from ._block import AbstractBlock, Series, Statistics
+from ._block import AbstractBlock, is_statistics, Series, Statistics
 from ._form import AbstractForm, Parameters
 from ._misc import accumulator, cast_varying, common_prefix, varying_axes
 from ._rows import Raw
@@ -193,7 +193,6 @@ class Tag(eqx.Module):
         return self._with_raw(raw)._marked(layer)
 
     def _with_raw(self, raw: Statistics) -> "Tag":
-        is_statistics = lambda node: isinstance(node, Statistics)
         return eqx.tree_at(lambda t: t.raw, self, raw, is_leaf=is_statistics)
 
     def _marked(self, layer: Any) -> "Tag":
@@ -220,7 +219,7 @@ class Tag(eqx.Module):
             lambda t: (t.slots, t.weights, t.basis),
             self,
             (slots, weights, basis),
-            is_leaf=lambda x: x is None or isinstance(x, Statistics) or x is self.basis,
+            is_leaf=lambda x: x is None or is_statistics(x) or x is self.basis,
         )
 
     def empty(self) -> "Tag":

@@ -16,6 +16,10 @@ class Statistics(eqx.Module):
     outputs: PyTree  # Depends on the gradients at the outputs: adds up over pullbacks.
 
 
+def is_statistics(node: Any) -> bool:
+    return isinstance(node, Statistics)
+
+
 class AbstractFactors(eqx.Module):
     """The curvature of one layer, as its block keeps it."""
 
