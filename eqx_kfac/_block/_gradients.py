@@ -99,13 +99,17 @@ class AbstractGradientBlock(AbstractBlock):
 
     def has_positions(self, g: Array, stack: int) -> bool:
         """Whether several rows belong to one example."""
-        return math.prod(g.shape[stack + self.batch_axes : -1]) > 1
+        return has_positions(g, stack, self.batch_axes)
 
     def gradients(
         self, g: Array, x: Array, stack: int
     ) -> Float[Array, "*stack examples d_out d_in"]:
         """Those of single examples, written out."""
         return example_gradients(g, x, stack, self.batch_axes)
+
+
+def has_positions(g: Array, stack: int, batch_axes: int) -> bool:
+    return math.prod(g.shape[stack + batch_axes : -1]) > 1
 
 
 def squares(
@@ -117,10 +121,10 @@ def squares(
 ) -> Float[Array, "*stack d_out d_in"]:
     r"""$\sum_n (\sum_s g_{ns} x_{ns}^\top)^{\circ 2}$."""
     g, x = g.astype(like.dtype), x.astype(like.dtype)
-    if math.prod(g.shape[stack + batch_axes : -1]) == 1:
-        return moment(g**2, x**2, stack, like)
-    gradients = example_gradients(g, x, stack, batch_axes)
-    return jnp.sum(gradients**2, axis=stack)
+    if has_positions(g, stack, batch_axes):
+        gradients = example_gradients(g, x, stack, batch_axes)
+        return jnp.sum(gradients**2, axis=stack)
+    return moment(g**2, x**2, stack, like)
 
 
 def example_gradients(
