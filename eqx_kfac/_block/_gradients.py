@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._form import AbstractForm, Rows
-from .._misc import accumulator, check_count, moment, zeros_beside, zeros_of
-from ._base import AbstractBlock, Statistics
+from .._misc import accumulator, check_count, moment, zeros_of
+from ._base import AbstractBlock, sizes_and_zeros, Statistics
 
 
 class Columns(eqx.Module):
@@ -37,15 +37,10 @@ def columns_of(
 ) -> tuple[Columns, tuple[int, int], Callable] | None:
     """The columns of a layer that are trained, if any, the shape of its canonical matrix,
     and how to make its slots."""
-    leaves = [p for p in form.parameters(layer) if p is not None]
-    if not leaves:
+    found = sizes_and_zeros(form, layer)
+    if found is None:
         return None
-    stack, d_out, d_in, bias, _ = form.sizes(layer)
-    dtype, sharded = accumulator(leaves[0].dtype), len(stack) - form.groups
-
-    def zeros(*shape):
-        return zeros_beside(leaves[0], stack + shape, dtype, sharded)
-
+    (_, d_out, d_in, bias, _), zeros = found
     columns = Columns(zeros() if d_in > 0 else None, zeros() if bias else None)
     return columns, (d_out, d_in + bias), zeros
 
