@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float, Inexact, Shaped
 
-from ._block import is_statistics, Statistics
+from ._block import Statistics
 from ._custom_types import Key, Model
 from ._fisher import AbstractFisher
 from ._form import AbstractForm, Parameters
@@ -18,8 +18,8 @@ from ._linearise import evaluate, Linearisation, linearise
 from ._loss import Sum
 from ._misc import accumulator, varying_axes, zeros_beside
 from ._rows import Raw, Use, Uses, uses
-from ._tag import is_trainable, Tag
-from ._tagged import check_tagged, fill_raw, map_tags
+from ._tag import Tag
+from ._tagged import check_tagged, fill_raw, flatten_tags
 
 
 class Captured(eqx.Module):
@@ -118,7 +118,7 @@ def capture(loss_fn: Callable, fisher: AbstractFisher | None = None) -> Callable
                 "the model. Call it outside, on sharded arrays."
             )
 
-        found, treedef = jtu.tree_flatten_with_path(map_tags(_place, model))
+        found, treedef = flatten_tags(_Place, model)
         places = [place for _, place in found]
 
         def linearised(model, args, kwargs, slots):
@@ -131,7 +131,7 @@ def capture(loss_fn: Callable, fisher: AbstractFisher | None = None) -> Callable
             return _counted(linearised(model, args, kwargs, slots))
 
         used = [
-            _checked(jtu.keystr(path), of_tag)
+            _checked(path, of_tag)
             for (path, _), of_tag in zip(
                 found, uses(counted, model, args, kwargs), strict=True
             )
@@ -192,15 +192,8 @@ class _Place:
         return zeros_beside(self.leaf, shape, accumulator(dtype), len(self.stack))
 
 
-def _place(tag: Tag, layer: Any) -> _Place | None:
-    return _Place(tag, layer) if is_trainable(tag, layer) else None
-
-
 def _raw(model: Model) -> list[Statistics]:
-    tree = map_tags(
-        lambda tag, layer: tag.raw if is_trainable(tag, layer) else None, model
-    )
-    return jtu.tree_leaves(tree, is_leaf=is_statistics)
+    return [raw for _, raw in flatten_tags(lambda tag, _: tag.raw, model)[0]]
 
 
 def _counted(linearisation: Linearisation) -> list[Array]:

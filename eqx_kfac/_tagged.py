@@ -65,6 +65,26 @@ def tagged_layers(model: Any) -> list[tuple[str, Tag, Any]]:
     return found
 
 
+def flatten_tags(
+    fn: Callable, model: Any, *rest: Any
+) -> tuple[list[tuple[str, Any]], Any]:
+    """`(path, fn(tag, layer, *rest))` for every tag with something to train, and the
+    structure of a model-shaped tree that has one leaf for each."""
+
+    def leaf(tag, layer, *own):
+        return _Leaf(fn(tag, layer, *own)) if is_trainable(tag, layer) else None
+
+    found, treedef = jtu.tree_flatten_with_path(map_tags(leaf, model, *rest))
+    return [(jtu.keystr(path), leaf.value) for path, leaf in found], treedef
+
+
+class _Leaf:
+    """Something that is not a tree."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
 def check_tagged(model: Any) -> None:
     """Raises if there is nothing in a model that curvature could be collected from."""
     if not any(is_trainable(tag, layer) for _, tag, layer in tagged_layers(model)):

@@ -14,8 +14,8 @@ from .._misc import over_stack
 from .._operator import KroneckerOperator
 from .._precondition import factorise, init_curvature, partition_tagged
 from .._solver import AbstractDampedSolver, Cholesky
-from .._tag import is_trainable, Tag
-from .._tagged import map_tags
+from .._tag import Tag
+from .._tagged import flatten_tags
 from ._table import block_shown, sizes_shown, table
 
 
@@ -102,24 +102,24 @@ def summary(
         print(kfac.summary(model, state.curvature))
         ```
     """
-    found, _ = jtu.tree_flatten_with_path(map_tags(_line, model))
+    lines, _ = flatten_tags(_line, model)
     shapes = eqx.filter_eval_shape(init_curvature, model)
     inverse = eqx.filter_eval_shape(factorise, shapes, model, solver, jnp.ones(()))
     held = [_numbers(model, tree) for tree in (shapes, inverse)]
-    health = [(None, None)] * len(found)
+    health = [(None, None)] * len(lines)
     if curvature is not None:
-        health = [h.value for h in jtu.tree_leaves(map_tags(_health, model, curvature))]
+        health = [found for _, found in flatten_tags(_health, model, curvature)[0]]
     layers = [
         dataclasses.replace(
-            line.value,
-            path=jtu.keystr(path),
+            line,
+            path=path,
             factors=factors,
             inverse=inverse,
             trace=trace,
             condition=condition,
         )
         for (path, line), factors, inverse, (trace, condition) in zip(
-            found, *held, health, strict=True
+            lines, *held, health, strict=True
         )
     ]
     _, rest = partition_tagged(model)
@@ -127,37 +127,24 @@ def summary(
     return Summary(tuple(layers), {jtu.keystr(p): leaf.shape for p, leaf in leaves})
 
 
-class _Leaf:
-    """Something that is not a tree."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-
-def _line(tag: Tag, layer: Any) -> _Leaf | None:
-    if not is_trainable(tag, layer):
-        return None
+def _line(tag: Tag, layer: Any) -> LayerSummary:
     stack, d_out, d_in, bias, _ = tag.form.sizes(layer)
     parameters = int(np.prod(stack)) * d_out * (d_in + bias)
     kinds = type(layer).__name__, type(tag.form).__name__, block_shown(tag.block)
-    return _Leaf(LayerSummary("", *kinds, stack, d_out, d_in, bias, parameters, 0, 0))
+    return LayerSummary("", *kinds, stack, d_out, d_in, bias, parameters, 0, 0)
 
 
 def _numbers(model: Model, tree: Model) -> list[int]:
     """How many numbers every tag's part of `tree` holds."""
 
     def count(tag, layer, part):
-        if not is_trainable(tag, layer):
-            return None
         return sum(int(np.prod(leaf.shape)) for leaf in jtu.tree_leaves(part))
 
-    return jtu.tree_leaves(map_tags(count, model, tree))
+    return [number for _, number in flatten_tags(count, model, tree)[0]]
 
 
-def _health(tag: Tag, layer: Any, factors: Any) -> _Leaf | None:
+def _health(tag: Tag, layer: Any, factors: Any) -> tuple[float, float]:
     """Trace and condition number."""
-    if factors is None:
-        return None
 
     def extremes(factors):
         operator = tag.block.operator(factors)
@@ -174,4 +161,4 @@ def _health(tag: Tag, layer: Any, factors: Any) -> _Leaf | None:
     floor = np.maximum(smallest, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         condition = np.max(np.where(floor > 0, largest / floor, np.inf))
-    return _Leaf((float(np.sum(trace)), float(condition)))
+    return float(np.sum(trace)), float(condition)

@@ -17,7 +17,7 @@ from .._fisher import AbstractFisher, Empirical, Exact
 from .._linearise import run
 from .._misc import over_stack, trailing
 from .._tag import is_trainable, Tag
-from .._tagged import check_tagged, map_tags, update_layers
+from .._tagged import check_tagged, flatten_tags, map_tags, update_layers
 from ._table import block_shown, sizes_shown, table
 
 
@@ -135,8 +135,8 @@ def verify(
         ```
     """
     check_tagged(model)
-    found, treedef = jtu.tree_flatten_with_path(map_tags(_tag_and_layer, model))
-    places = [(jtu.keystr(path), *pair.pair) for path, pair in found]
+    found, _ = flatten_tags(lambda tag, layer: (tag, layer), model)
+    places = [(path, *pair) for path, pair in found]
     for path, tag, layer in places:
         size = _size(tag, layer)
         if size > limit:
@@ -158,15 +158,6 @@ def verify(
         for (path, tag, layer), matrix, row in zip(places, guesses, rows, strict=True)
     ]
     return Verification(tuple(checks))
-
-
-class _Pair:
-    def __init__(self, tag: Tag, layer: Any):
-        self.pair = tag, layer
-
-
-def _tag_and_layer(tag: Tag, layer: Any) -> _Pair | None:
-    return _Pair(tag, layer) if is_trainable(tag, layer) else None
 
 
 def _size(tag: Tag, layer: Any) -> int:
