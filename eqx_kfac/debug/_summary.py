@@ -6,12 +6,11 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import lineax as lx
 import numpy as np
 
 from .._custom_types import Model
 from .._misc import over_stack
-from .._operator import KroneckerOperator
+from .._operator import eigenvalues, trace
 from .._precondition import factorise, init_curvature, partition_tagged
 from .._solver import AbstractDampedSolver, Cholesky
 from .._tag import Tag
@@ -148,17 +147,11 @@ def _health(tag: Tag, layer: Any, factors: Any) -> tuple[float, float]:
 
     def extremes(factors):
         operator = tag.block.operator(factors)
-        if isinstance(operator, KroneckerOperator):
-            values = operator.eigenvalues()
-        elif lx.is_diagonal(operator):
-            values = lx.diagonal(operator)
-        else:
-            values = jnp.linalg.eigvalsh(operator.as_matrix())
-        return jnp.sum(lx.diagonal(operator)), jnp.max(values), jnp.min(values)
+        values = eigenvalues(operator)
+        return trace(operator), jnp.max(values), jnp.min(values)
 
     of_stack = over_stack(extremes, factors.l2.ndim)(factors)
-    trace, largest, smallest = map(np.asarray, of_stack)
-    floor = np.maximum(smallest, 0)
+    traces, largest, smallest = map(np.asarray, of_stack)
     with np.errstate(divide="ignore", invalid="ignore"):
-        condition = np.max(np.where(floor > 0, largest / floor, np.inf))
-    return float(np.sum(trace)), float(condition)
+        condition = np.max(np.where(smallest > 0, largest / smallest, np.inf))
+    return float(np.sum(traces)), float(condition)
