@@ -281,8 +281,11 @@ def check_weights(name: str, weights: Any, leading: tuple[int, ...]) -> Array | 
     return weights
 
 
-def check_targets(name: str, targets: Array, shape: tuple[int, ...]) -> Array:
+def check_targets(name: str, targets: Any, shape: tuple[int, ...]) -> Array | None:
     """Targets of exactly `shape`, or an error."""
+    if targets is None:
+        return None
+    targets = jnp.asarray(targets)
     if targets.shape != shape:
         raise ValueError(
             f"{name}: targets must have shape {shape} to match the model's outputs, "
