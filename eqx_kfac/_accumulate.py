@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float
 
-from ._block import Statistics
+from ._block import is_statistics, Statistics
 from ._custom_types import Key, Model
 from ._fisher import AbstractFisher, Exact
 from ._linearise import factors, linearise, Share
 from ._misc import accumulator, zeros_of
 from ._precondition import refresh
-from ._tag import fill_tags
+from ._tagged import fill_tags
 
 
 class Total(eqx.Module):
@@ -115,7 +115,7 @@ class Accumulator(eqx.Module):
             lambda x, g: Statistics(x.inputs, g.outputs),
             total.inputs,
             outputs,
-            is_leaf=_is_statistics,
+            is_leaf=is_statistics,
         )
         l2 = jtu.tree_map(lambda x: x / total.batches.astype(x.dtype), total.l2)
         curvature = factors(model, statistics, count, l2, self.bases)
@@ -171,8 +171,4 @@ class _Of(AbstractFisher):
 
 
 def _only(tree: Model, part: Callable) -> Model:
-    return jtu.tree_map(part, tree, is_leaf=_is_statistics)
-
-
-def _is_statistics(node: Any) -> bool:
-    return isinstance(node, Statistics)
+    return jtu.tree_map(part, tree, is_leaf=is_statistics)

@@ -16,7 +16,7 @@ from ._fisher import AbstractFisher
 from ._linearise import evaluate, factors, Linearisation, linearise, run, Share, whole
 from ._misc import zeros_of
 from ._precondition import has_bases, refresh
-from ._tag import fill_tags
+from ._tagged import fill_tags
 
 
 class Batch(eqx.Module):

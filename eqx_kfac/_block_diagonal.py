@@ -13,6 +13,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 from ._block import AbstractFactors
 from ._custom_types import Model
 from ._loss import linear_combination
+from ._misc import over_stack
 from ._operator import (
     AbstractSymmetricOperator,
     eigenvalues,
@@ -26,7 +27,7 @@ from ._operator import (
 )
 from ._precondition import partition_tagged
 from ._solver import AbstractDampedSolver, Eigh
-from ._tag import map_tags, update_layers
+from ._tagged import map_tags, update_layers
 
 
 class BlockDiagonalOperator(AbstractSymmetricOperator):
@@ -73,7 +74,7 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
                     "`kfac.curvature(loss_fn)(model, ...)` returns it, but at a tagged "
                     f"layer it has a {type(factors).__name__}."
                 )
-            operator = _over_stack(tag.block.operator, factors.l2.ndim)(factors)
+            operator = over_stack(tag.block.operator, factors.l2.ndim)(factors)
             return _Block(operator, factors.l2)
 
         self.blocks = map_tags(block, model, curvature)
@@ -200,7 +201,7 @@ class _Block(eqx.Module):
 
     def __call__(self, fn: Callable, *args: Any) -> Any:
         """`fn(operator, shift, *args)` for every layer of a stack."""
-        return _over_stack(fn, self.shift.ndim)(self.operator, self.shift, *args)
+        return over_stack(fn, self.shift.ndim)(self.operator, self.shift, *args)
 
 
 class _InverseOperator(AbstractSymmetricOperator):
@@ -233,10 +234,3 @@ def _diagonal(operator: Any, shift: Array) -> Array:
 
 def _is_block(node: Any) -> bool:
     return isinstance(node, _Block)
-
-
-def _over_stack(fn: Callable, axes: int) -> Callable:
-    """`fn`, mapped over the axes along which layers are stacked."""
-    for _ in range(axes):
-        fn = jax.vmap(fn)
-    return fn

@@ -18,7 +18,8 @@ from ._linearise import evaluate, Linearisation, linearise
 from ._loss import Sum
 from ._misc import accumulator, varying_axes, zeros_beside
 from ._rows import Raw, Use, Uses, uses
-from ._tag import check_tagged, fill_raw, is_trainable, map_tags, Tag
+from ._tag import Tag
+from ._tagged import check_tagged, fill_raw, flatten_tags
 
 
 class Captured(eqx.Module):
@@ -117,7 +118,7 @@ def capture(loss_fn: Callable, fisher: AbstractFisher | None = None) -> Callable
                 "the model. Call it outside, on sharded arrays."
             )
 
-        found, treedef = jtu.tree_flatten_with_path(map_tags(_place, model))
+        found, treedef = flatten_tags(_Place, model)
         places = [place for _, place in found]
 
         def linearised(model, args, kwargs, slots):
@@ -130,7 +131,7 @@ def capture(loss_fn: Callable, fisher: AbstractFisher | None = None) -> Callable
             return _counted(linearised(model, args, kwargs, slots))
 
         used = [
-            _checked(jtu.keystr(path), of_tag)
+            _checked(path, of_tag)
             for (path, _), of_tag in zip(
                 found, uses(counted, model, args, kwargs), strict=True
             )
@@ -191,15 +192,8 @@ class _Place:
         return zeros_beside(self.leaf, shape, accumulator(dtype), len(self.stack))
 
 
-def _place(tag: Tag, layer: Any) -> _Place | None:
-    return _Place(tag, layer) if is_trainable(tag, layer) else None
-
-
 def _raw(model: Model) -> list[Statistics]:
-    tree = map_tags(
-        lambda tag, layer: tag.raw if is_trainable(tag, layer) else None, model
-    )
-    return jtu.tree_leaves(tree, is_leaf=lambda node: isinstance(node, Statistics))
+    return [raw for _, raw in flatten_tags(lambda tag, _: tag.raw, model)[0]]
 
 
 def _counted(linearisation: Linearisation) -> list[Array]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
-from ._block import Statistics
+from ._block import is_statistics, Statistics
 from ._custom_types import Key, Model
 from ._fisher import AbstractFisher
 from ._loss import AbstractLoss, AbstractObjective, L2, linear_combination, Sum
@@ -23,15 +23,8 @@ from ._misc import (
     tree_dot,
     varying_axes,
 )
-from ._tag import (
-    check_tagged,
-    empty_tags,
-    fill_tags,
-    is_trainable,
-    map_tags,
-    naming_layers,
-    Tag,
-)
+from ._tag import is_trainable, Tag
+from ._tagged import blank, check_tagged, empty_tags, fill_tags, map_tags, naming_layers
 
 
 class Share(eqx.Module):
@@ -88,7 +81,7 @@ class Linearisation(eqx.Module):
             lambda s, o: Statistics(s.inputs, o),
             statistics,
             outputs,
-            is_leaf=_is_statistics,
+            is_leaf=is_statistics,
         )
 
     def pulled(self, fisher: AbstractFisher, key: Key | None) -> tuple[Callable, int]:
@@ -259,7 +252,7 @@ def factors(
         return new if old is None else tag.block.in_basis(new, tag.block.basis(old))
 
     if curvature is None:
-        curvature = map_tags(lambda *_: None, model)
+        curvature = blank(model)
     return map_tags(layer_factors, model, statistics, l2, curvature)
 
 
@@ -394,9 +387,5 @@ def _sum(fn: Callable, number: int, at_once: int, zeros: PyTree) -> PyTree:
     return jax.lax.fori_loop(0, steps, body, zeros)
 
 
-def _is_statistics(node: Any) -> bool:
-    return isinstance(node, Statistics)
-
-
 def _outputs(statistics: Model) -> Model:
-    return jtu.tree_map(lambda s: s.outputs, statistics, is_leaf=_is_statistics)
+    return jtu.tree_map(lambda s: s.outputs, statistics, is_leaf=is_statistics)

@@ -79,6 +79,13 @@ def zeros_of(structs: PyTree) -> PyTree:
     return jtu.tree_map(zeros, structs)
 
 
+def over_stack(fn: Callable, axes: int) -> Callable:
+    """`fn`, mapped over the axes along which layers are stacked."""
+    for _ in range(axes):
+        fn = jax.vmap(fn)
+    return fn
+
+
 def moment(
     a: Inexact[Array, "*rows m"], b: Inexact[Array, "*rows n"], stack: int, like: Any
 ) -> Float[Array, "*stack m n"]:

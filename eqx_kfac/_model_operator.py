@@ -19,7 +19,7 @@ from ._linearise import evaluate, filter_linearize, run, whole
 from ._loss import AbstractLoss, L2, Sum
 from ._misc import accumulator, trailing
 from ._operator import AbstractSymmetricOperator, LinearisedOperator, Structure
-from ._tag import empty_tags, naming_layers
+from ._tagged import empty_tags, naming_layers
 
 
 class AbstractModelOperator(AbstractSymmetricOperator):
@@ -159,7 +159,7 @@ class GaussNewton(AbstractOuterProduct):
         return loss.hessian_product(v)
 
     def _output_root(self, loss: AbstractLoss, v: PyTree) -> Array:
-        return _transposed(loss.hessian_root, loss, v)
+        return loss.transposed(loss.hessian_root, v)
 
 
 class Fisher(AbstractOuterProduct):
@@ -194,7 +194,7 @@ class Fisher(AbstractOuterProduct):
         return loss.fisher_product(v)
 
     def _output_root(self, loss: AbstractLoss, v: PyTree) -> Array:
-        return _transposed(loss.fisher_root, loss, v)
+        return loss.transposed(loss.fisher_root, v)
 
 
 class EmpiricalFisher(AbstractOuterProduct):
@@ -346,14 +346,6 @@ def _is_convex(loss: AbstractLoss) -> bool:
 def _score(loss: AbstractLoss) -> PyTree:
     (score,) = Empirical().cotangents([loss], 0, None)
     return score
-
-
-def _transposed(root: Callable, loss: AbstractLoss, v: PyTree) -> Array:
-    """The transpose of a loss's `fisher_root` or `hessian_root`."""
-    dtypes = [leaf.dtype for leaf in jtu.tree_leaves(loss.outputs)]
-    like = jax.ShapeDtypeStruct(loss.root_shape, accumulator(*dtypes))
-    (out,) = jax.linear_transpose(root, like)(v)
-    return out
 
 
 def _times(scale: Float[Array, "*leading"], a: Array) -> Array:

@@ -29,7 +29,8 @@ from ._precondition import (
 from ._schedule import at, check_preconditioner, when_due
 from ._solver import AbstractDampedSolver, Cholesky
 from ._state import NUMBERS
-from ._tag import is_trainable, map_tags
+from ._tag import is_trainable
+from ._tagged import map_tags
 
 
 class ScaleByKFACState(eqx.Module):

@@ -2,11 +2,9 @@
 curvature, factorise it, precondition gradients with it. Pure functions over trees that
 are shaped like the model."""
 
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
@@ -14,15 +12,10 @@ from jaxtyping import Array, Bool, Float
 
 from ._block import AbstractFactors
 from ._custom_types import Model
-from ._misc import all_finite, names, tree_where
+from ._misc import all_finite, names, over_stack, tree_where
 from ._solver import AbstractDampedSolver, Eigh, is_factorised
-from ._tag import (
-    check_tagged,
-    is_trainable,
-    map_tags,
-    tagged_layers,
-    update_layers,
-)
+from ._tag import is_trainable
+from ._tagged import blank, check_tagged, map_tags, tagged_layers, update_layers
 
 
 def partition_tagged(model: Model) -> tuple[Model, Model]:
@@ -98,7 +91,7 @@ def is_finite(curvature: Model) -> Bool[Array, ""]:
     """Whether curvature that was collected (not made up) is finite."""
     is_factors = lambda node: isinstance(node, AbstractFactors)
     layers = jtu.tree_leaves(curvature, is_leaf=is_factors)
-    bounds = [_over_stack(type(f).bounds, f)(f) for f in layers if is_factors(f)]
+    bounds = [over_stack(type(f).bounds, f.l2.ndim)(f) for f in layers if is_factors(f)]
     return all_finite(bounds)
 
 
@@ -120,7 +113,7 @@ def refresh(
         def refreshed(factors):
             return tag.block.refreshed(factors, solver.eigenbasis)
 
-        return _over_stack(refreshed, factors)(factors)
+        return over_stack(refreshed, factors.l2.ndim)(factors)
 
     return map_tags(layer_factors, model, curvature)
 
@@ -143,7 +136,7 @@ def in_bases_of(
         def expressed(old, new):
             return tag.block.expressed(new, tag.block.basis(old))
 
-        return tree_where(first, new, _over_stack(expressed, old)(old, new))
+        return tree_where(first, new, over_stack(expressed, old.l2.ndim)(old, new))
 
     return map_tags(layer_factors, model, curvature, new)
 
@@ -169,10 +162,10 @@ def factorise(
             options = {"damping": _damping(damping, factors), "previous": previous}
             return solver.init(operator, options)
 
-        return _over_stack(init, factors)(factors, previous)
+        return over_stack(init, factors.l2.ndim)(factors, previous)
 
     if previous is None:
-        previous = map_tags(lambda *_: None, model)
+        previous = blank(model)
     return map_tags(layer_state, model, curvature, previous)
 
 
@@ -188,7 +181,9 @@ def refactorise(
     new = factorise(curvature, model, solver, damping, inverse)
 
     def bounds(tag, layer, factors, state):
-        return None if state is None else _over_stack(solver.bounds, factors)(state)
+        if state is None:
+            return None
+        return over_stack(solver.bounds, factors.l2.ndim)(state)
 
     finite = all_finite(map_tags(bounds, model, curvature, new))
     return tree_where(finite, new, inverse), finite
@@ -219,7 +214,7 @@ def precondition(
             return solution.reshape(matrix.shape)
 
         matrix = tag.form.to_matrix(layer).astype(factors.l2.dtype)
-        solution = _over_stack(solve, factors)(matrix, factors, state)
+        solution = over_stack(solve, factors.l2.ndim)(matrix, factors, state)
         return tag.form.from_matrix(solution, new)
 
     return update_layers(layer_direction, grads, curvature, inverse)
@@ -228,13 +223,6 @@ def precondition(
 def _damping(damping: Any, factors: AbstractFactors) -> Array:
     """An L2 term is damping that the objective itself asks for."""
     return jnp.asarray(damping, factors.l2.dtype) + factors.l2
-
-
-def _over_stack(fn: Callable, factors: AbstractFactors) -> Callable:
-    """`fn`, mapped over the axes along which layers are stacked."""
-    for _ in range(factors.l2.ndim):
-        fn = jax.vmap(fn)
-    return fn
 
 
 def init_fallback(model: Model, fallback: optax.GradientTransformation | None) -> Any:

@@ -9,7 +9,6 @@ JAX can differentiate, it can collect curvature from.
 This file and `_rows.py` are the only ones that touch JAX's extension points.
 """
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,15 +20,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Inexact, Shaped
 
-from ._block import AbstractBlock, Series, Statistics
+from ._block import AbstractBlock, is_statistics, Series, Statistics
 from ._form import AbstractForm, Parameters
-from ._misc import (
-    accumulator,
-    cast_varying,
-    common_prefix,
-    names,
-    varying_axes,
-)
+from ._misc import accumulator, cast_varying, common_prefix, varying_axes
 from ._rows import Raw
 
 
@@ -200,7 +193,6 @@ class Tag(eqx.Module):
         return self._with_raw(raw)._marked(layer)
 
     def _with_raw(self, raw: Statistics) -> "Tag":
-        is_statistics = lambda node: isinstance(node, Statistics)
         return eqx.tree_at(lambda t: t.raw, self, raw, is_leaf=is_statistics)
 
     def _marked(self, layer: Any) -> "Tag":
@@ -227,12 +219,17 @@ class Tag(eqx.Module):
             lambda t: (t.slots, t.weights, t.basis),
             self,
             (slots, weights, basis),
-            is_leaf=lambda x: x is None or isinstance(x, Statistics) or x is self.basis,
+            is_leaf=lambda x: x is None or is_statistics(x) or x is self.basis,
         )
 
     def empty(self) -> "Tag":
         """This tag without its slots."""
         return Tag(self.form, self.block, swapped=self.swapped)
+
+
+def is_trainable(tag: Tag, layer: Any) -> bool:
+    """Whether any parameter that a tag covers is there to be trained."""
+    return any(p is not None for p in tag.form.parameters(layer))
 
 
 class _Layout(NamedTuple):
@@ -413,149 +410,3 @@ for _p in (tag_p, tag_linear_p):
     batching.primitive_batchers[_p] = jtu.Partial(_batch, _p)
     ad.primitive_jvps[_p] = jtu.Partial(_jvp, _p)
 ad.primitive_transposes[tag_linear_p] = _transpose
-
-
-#
-# Tagged layers in a model
-#
-
-
-def is_tagged(node: Any) -> bool:
-    """Whether `node` is a tagged layer: a Module with a `tag` that is a `Tag`, or several
-    by name, if its parameters are those of several linear maps."""
-    tag = getattr(node, "tag", None) if isinstance(node, eqx.Module) else None
-    return isinstance(tag, Tag) or (isinstance(tag, dict) and len(tag) > 0)
-
-
-def map_tags(fn: Callable, tree: Any, *rest: Any, others: Callable = lambda *_: None):
-    """Maps `fn(tag, layer, *rest)` over the tags of a model-shaped tree, and `others`
-    over its other leaves. Several tags of one layer give several results, by name."""
-
-    def apply(node, *nodes):
-        if not is_tagged(node):
-            return others(node, *nodes)
-        if isinstance(node.tag, Tag):
-            return fn(node.tag, node, *nodes)
-        return {
-            name: fn(tag, node, *(None if n is None else n[name] for n in nodes))
-            for name, tag in node.tag.items()
-        }
-
-    return jtu.tree_map(apply, tree, *rest, is_leaf=is_tagged)
-
-
-def update_layers(fn: Callable, tree: Any, *rest: Any):
-    """Maps the tagged layers of a model-shaped tree, `new = fn(tag, layer, new, *rest)`
-    for one tag after the other; other leaves stay."""
-
-    def apply(node, *nodes):
-        if not is_tagged(node):
-            return node
-        if isinstance(node.tag, Tag):
-            return fn(node.tag, node, node, *nodes)
-        new = node
-        for name, tag in node.tag.items():
-            own = (None if n is None else n[name] for n in nodes)
-            new = fn(tag, node, new, *own)
-        return new
-
-    return jtu.tree_map(apply, tree, *rest, is_leaf=is_tagged)
-
-
-def tagged_layers(model: Any) -> list[tuple[str, Tag, Any]]:
-    """`(path, tag, layer)` for every tag of a model."""
-    nodes, _ = jtu.tree_flatten_with_path(model, is_leaf=is_tagged)
-    found = []
-    for path, node in nodes:
-        if is_tagged(node):
-            tags = [node.tag] if isinstance(node.tag, Tag) else node.tag.values()
-            found += [(jtu.keystr(path), tag, node) for tag in tags]
-    return found
-
-
-def check_tagged(model: Any) -> None:
-    """Raises if there is nothing in a model that curvature could be collected from."""
-    if not any(is_trainable(tag, layer) for _, tag, layer in tagged_layers(model)):
-        raise ValueError(
-            "The model has no tagged layer with parameters to train, so there is no "
-            "curvature to collect. Convert it with `kfac.convert(model)`, or write its "
-            "layers with `kfac.Linear`."
-        )
-
-
-def is_trainable(tag: Tag, layer: Any) -> bool:
-    """Whether any parameter that a tag covers is there to be trained."""
-    return any(p is not None for p in tag.form.parameters(layer))
-
-
-class LayerError(ValueError):
-    """A tagged layer was misused. Carries the layer, so that its path can be named."""
-
-    def __init__(self, layer: Any, message: str):
-        super().__init__(message)
-        self.layer = layer
-
-
-@contextlib.contextmanager
-def naming_layers(model: Any):
-    """Adds to any `LayerError` where in `model` the layer is. (A layer does not know its
-    path; layers that look alike are all named.)"""
-    try:
-        yield
-    except LayerError as error:
-        looks = jtu.tree_structure(empty_tags(error.layer))
-        paths = [
-            path
-            for path, _, layer in tagged_layers(model)
-            if jtu.tree_structure(empty_tags(layer)) == looks
-        ]
-        if paths:
-            error.add_note(f"The layer is {names(paths)} of the model.")
-        raise
-
-
-def with_tags(layer: Any, fn: Callable, *rest: Any) -> Any:
-    """`layer` with `fn(tag, *rest)` in the place of each of its tags."""
-    is_tag = lambda node: isinstance(node, Tag)
-    tag = jtu.tree_map(fn, layer.tag, *rest, is_leaf=is_tag)
-    return eqx.tree_at(lambda m: m.tag, layer, tag, is_leaf=lambda x: x is layer.tag)
-
-
-def fill_tags(model: Any, weights: Array | None = None, curvature: Any = None) -> Any:
-    """The model with its tags ready to collect. `curvature` is that so far, in whose
-    bases some blocks take their statistics."""
-    if curvature is None:
-        curvature = map_tags(lambda *_: None, model)
-
-    def apply(node, factors):
-        if not is_tagged(node):
-            return node
-        return with_tags(node, lambda tag, own: tag.fill(node, weights, own), factors)
-
-    return jtu.tree_map(apply, model, curvature, is_leaf=is_tagged)
-
-
-def fill_raw(model: Any, slots: Any) -> Any:
-    """The model with its tags ready to hand out rows, where `slots` has any for them."""
-
-    def apply(node, own):
-        if not is_tagged(node):
-            return node
-
-        def fill(tag, slot):
-            return tag if slot is None else tag.fill_raw(node, slot)
-
-        is_tag = lambda node: isinstance(node, Tag)
-        tag = jtu.tree_map(fill, node.tag, own, is_leaf=is_tag)
-        return eqx.tree_at(lambda m: m.tag, node, tag, is_leaf=lambda x: x is node.tag)
-
-    return jtu.tree_map(apply, model, slots, is_leaf=is_tagged)
-
-
-def empty_tags(model: Any) -> Any:
-    """The model (or a tree of gradients of it) without its tags' slots."""
-
-    def apply(node):
-        return with_tags(node, Tag.empty) if is_tagged(node) else node
-
-    return jtu.tree_map(apply, model, is_leaf=is_tagged)

@@ -13,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 
 import eqx_kfac as kfac
 from eqx_kfac._precondition import factorise, partition_tagged, precondition
-from eqx_kfac._tag import is_tagged
+from eqx_kfac._tagged import is_tagged
 
 from . import reference
 from .test_operators import close, flat, noise, params_of

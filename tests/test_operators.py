@@ -524,3 +524,22 @@ def test_sharded_batch(kind):
     specs = PartitionSpec("batch"), PartitionSpec()
     mapped = jax.shard_map(local, mesh=mesh, in_specs=specs[0], out_specs=specs[1])
     close(jax.jit(mapped)(*split), expected, 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["ggn", "fisher"])
+def test_factor_of_a_sharded_batch(kind):
+    """What a device has of the factor is its own examples' part."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("batch",))
+    x, weights = jr.normal(jr.key(9), (8, 3)), jnp.arange(8.0)
+
+    def run(x, weights):
+        def loss_fn(model):
+            logits = jax.vmap(model)(x)
+            return kfac.SoftmaxCrossEntropy(logits, None, weights)
+
+        ((product,), _) = operators[kind](loss_fn, tanh_mlp).factor().mv(vector)
+        return product
+
+    spec = PartitionSpec("batch")
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)
+    close(jax.jit(mapped)(x, weights), jax.jit(run)(x, weights), 1e-12)

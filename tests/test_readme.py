@@ -116,6 +116,21 @@ def test_api_pages_have_everything_public():
     assert sorted(documented) == sorted(public)
 
 
+def test_listed_members_are_shown():
+    """Those that a class inherits are left out unless the page asks for them."""
+    entry = r"^::: eqx_kfac\.(\w+)\n    options:\n((?:        .*\n)+)"
+    for page in pages:
+        for name, options in re.findall(entry, page.read_text(), re.MULTILINE):
+            own = vars(getattr(kfac, name))
+            own = {*own, *own.get("__annotations__", ())}
+            lists = re.findall(r" members: \[(.*)\]", options)
+            inherited = {name for names in lists for name in names.split(", ")} - own
+            assert not inherited or "inherited_members: true" in options, (
+                name,
+                inherited,
+            )
+
+
 def test_citations_of_the_api_are_public():
     for page in pages:
         for name in re.findall(r"\[`eqx_kfac\.(\w+)`\]\[\]", page.read_text()):

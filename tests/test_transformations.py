@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import eqx_kfac as kfac
-from eqx_kfac._tag import fill_tags
+from eqx_kfac._tagged import fill_tags
 
 
 BATCH, D_IN, HIDDEN, D_OUT = 6, 4, 5, 3

@@ -1,6 +1,7 @@
 from ._base import (
     AbstractBlock as AbstractBlock,
     AbstractFactors as AbstractFactors,
+    is_statistics as is_statistics,
     Statistics as Statistics,
 )
 from ._diagonal import Diagonal as Diagonal, DiagonalFactors as DiagonalFactors

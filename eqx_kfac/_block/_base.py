@@ -5,7 +5,8 @@ from typing import Any, ClassVar
 import equinox as eqx
 from jaxtyping import Array, Float, PyTree
 
-from .._form import AbstractForm, Rows
+from .._form import AbstractForm, Rows, Sizes
+from .._misc import accumulator, zeros_beside
 
 
 class Statistics(eqx.Module):
@@ -14,6 +15,25 @@ class Statistics(eqx.Module):
 
     inputs: PyTree  # Depends on the layer's inputs only: the same for every pullback.
     outputs: PyTree  # Depends on the gradients at the outputs: adds up over pullbacks.
+
+
+def is_statistics(node: Any) -> bool:
+    return isinstance(node, Statistics)
+
+
+def sizes_and_zeros(form: AbstractForm, layer: Any) -> tuple[Sizes, Callable] | None:
+    """The sizes of a layer, and how to make slots for it (one for every layer of a
+    stack): `zeros(*shape)`. `None` if there is nothing to train."""
+    leaf = next((p for p in form.parameters(layer) if p is not None), None)
+    if leaf is None:
+        return None
+    sizes = form.sizes(layer)
+    dtype, sharded = accumulator(leaf.dtype), len(sizes.stack) - form.groups
+
+    def zeros(*shape):
+        return zeros_beside(leaf, sizes.stack + shape, dtype, sharded)
+
+    return sizes, zeros
 
 
 class AbstractFactors(eqx.Module):

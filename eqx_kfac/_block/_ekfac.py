@@ -1,3 +1,4 @@
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +13,6 @@ from ._base import AbstractBlock, AbstractFactors, Statistics
 from ._gradients import Columns, columns_of, squares
 from ._kronecker import Kronecker
 from ._sharing import AbstractSharing, Expand
-
-
-class Basis(eqx.Module):
-    """Eigenvectors of both factors; `None` for those of a diagonal one."""
-
-    output_vectors: Any = None
-    input_vectors: Any = None
 
 
 class EKFACFactors(AbstractFactors):
@@ -119,34 +113,29 @@ class EKFAC(AbstractBlock):
         )
 
     def operator(self, factors: EKFACFactors) -> SpectralOperator:
-        basis = KroneckerBasis(factors.output_vectors, factors.input_vectors)
-        return SpectralOperator(basis, factors.eigenvalues)
+        return SpectralOperator(self.basis(factors), factors.eigenvalues)
 
-    def empty_basis(self) -> Basis:
-        return Basis()
+    def empty_basis(self) -> KroneckerBasis:
+        return KroneckerBasis(None, None)
 
-    def basis(self, factors: EKFACFactors) -> Basis:
-        return Basis(factors.output_vectors, factors.input_vectors)
+    def basis(self, factors: EKFACFactors) -> KroneckerBasis:
+        return KroneckerBasis(factors.output_vectors, factors.input_vectors)
 
-    def in_basis(self, factors: EKFACFactors, basis: Basis) -> EKFACFactors:
-        return EKFACFactors(
-            input_factor=factors.input_factor,
-            output_factor=factors.output_factor,
+    def in_basis(self, factors: EKFACFactors, basis: KroneckerBasis) -> EKFACFactors:
+        return dataclasses.replace(
+            factors,
             input_vectors=basis.input_vectors,
             output_vectors=basis.output_vectors,
-            eigenvalues=factors.eigenvalues,
-            l2=factors.l2,
         )
 
-    def expressed(self, factors: EKFACFactors, basis: Basis) -> EKFACFactors:
+    def expressed(self, factors: EKFACFactors, basis: KroneckerBasis) -> EKFACFactors:
         values = factors.eigenvalues
         # The diagonal of Q S Q^T in another basis is (U o U) S, with U its change.
         values = matmul(_change(factors.output_vectors, basis.output_vectors), values)
         if factors.input_vectors is not None:
             change = _change(factors.input_vectors, basis.input_vectors)
             values = matmul(values, change.T)
-        new = eqx.tree_at(lambda f: f.eigenvalues, factors, values)
-        return self.in_basis(new, basis)
+        return self.in_basis(dataclasses.replace(factors, eigenvalues=values), basis)
 
     def refreshed(self, factors: EKFACFactors, eigenbasis: Callable) -> EKFACFactors:
         first = jnp.all(factors.output_vectors == 0)  # There was no basis yet.
@@ -154,10 +143,10 @@ class EKFAC(AbstractBlock):
             factors.output_factor, factors.output_vectors
         )
         values_in, vectors_in = eigenbasis(factors.input_factor, factors.input_vectors)
-        new = self.expressed(factors, Basis(vectors_out, vectors_in))
+        new = self.expressed(factors, KroneckerBasis(vectors_out, vectors_in))
         kronecker = jnp.outer(values_out, values_in)
         values = jnp.where(first, kronecker, new.eigenvalues)
-        return eqx.tree_at(lambda f: f.eigenvalues, new, values)
+        return dataclasses.replace(new, eigenvalues=values)
 
 
 def _rotated(a: Array, vectors: Any, stack: int) -> Array:
@@ -169,5 +158,5 @@ def _rotated(a: Array, vectors: Any, stack: int) -> Array:
     return matmul(flat, vectors.astype(a.dtype)).reshape(a.shape)
 
 
-def _change(old: Float[Array, "d d"], new: Float[Array, "d d"]) -> Float[Array, "d d"]:
+def _change(old: Float[Array, "d d"], new: Any) -> Float[Array, "d d"]:
     return matmul(new.T, old) ** 2

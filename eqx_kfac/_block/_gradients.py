@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._form import AbstractForm, Rows
-from .._misc import accumulator, check_count, moment, zeros_beside, zeros_of
-from ._base import AbstractBlock, Statistics
+from .._misc import accumulator, check_count, moment, zeros_of
+from ._base import AbstractBlock, sizes_and_zeros, Statistics
 
 
 class Columns(eqx.Module):
@@ -37,15 +37,10 @@ def columns_of(
 ) -> tuple[Columns, tuple[int, int], Callable] | None:
     """The columns of a layer that are trained, if any, the shape of its canonical matrix,
     and how to make its slots."""
-    leaves = [p for p in form.parameters(layer) if p is not None]
-    if not leaves:
+    found = sizes_and_zeros(form, layer)
+    if found is None:
         return None
-    stack, d_out, d_in, bias, _ = form.sizes(layer)
-    dtype, sharded = accumulator(leaves[0].dtype), len(stack) - form.groups
-
-    def zeros(*shape):
-        return zeros_beside(leaves[0], stack + shape, dtype, sharded)
-
+    (_, d_out, d_in, bias, _), zeros = found
     columns = Columns(zeros() if d_in > 0 else None, zeros() if bias else None)
     return columns, (d_out, d_in + bias), zeros
 
@@ -99,13 +94,17 @@ class AbstractGradientBlock(AbstractBlock):
 
     def has_positions(self, g: Array, stack: int) -> bool:
         """Whether several rows belong to one example."""
-        return math.prod(g.shape[stack + self.batch_axes : -1]) > 1
+        return has_positions(g, stack, self.batch_axes)
 
     def gradients(
         self, g: Array, x: Array, stack: int
     ) -> Float[Array, "*stack examples d_out d_in"]:
         """Those of single examples, written out."""
         return example_gradients(g, x, stack, self.batch_axes)
+
+
+def has_positions(g: Array, stack: int, batch_axes: int) -> bool:
+    return math.prod(g.shape[stack + batch_axes : -1]) > 1
 
 
 def squares(
@@ -117,10 +116,10 @@ def squares(
 ) -> Float[Array, "*stack d_out d_in"]:
     r"""$\sum_n (\sum_s g_{ns} x_{ns}^\top)^{\circ 2}$."""
     g, x = g.astype(like.dtype), x.astype(like.dtype)
-    if math.prod(g.shape[stack + batch_axes : -1]) == 1:
-        return moment(g**2, x**2, stack, like)
-    gradients = example_gradients(g, x, stack, batch_axes)
-    return jnp.sum(gradients**2, axis=stack)
+    if has_positions(g, stack, batch_axes):
+        gradients = example_gradients(g, x, stack, batch_axes)
+        return jnp.sum(gradients**2, axis=stack)
+    return moment(g**2, x**2, stack, like)
 
 
 def example_gradients(

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .._form import AbstractForm, Rows, Vectors
-from .._misc import accumulator, trailing, zeros_beside, zeros_of
+from .._misc import trailing, zeros_of
 from .._operator import diagonal, KroneckerOperator
-from ._base import AbstractBlock, AbstractFactors, Statistics
+from ._base import AbstractBlock, AbstractFactors, sizes_and_zeros, Statistics
 from ._sharing import AbstractSharing, Expand
 
 
@@ -105,15 +105,10 @@ class Kronecker(AbstractBlock):
         return Statistics(inputs=InputMoments(), outputs=OutputMoments())
 
     def slots(self, form: AbstractForm, layer: Any) -> Statistics:
-        leaves = [p for p in form.parameters(layer) if p is not None]
-        if not leaves:
+        found = sizes_and_zeros(form, layer)
+        if found is None:
             return self.empty()
-        stack, d_out, d_in, bias, diagonal = form.sizes(layer)
-        dtype = accumulator(leaves[0].dtype)
-
-        def zeros(*shape):
-            return zeros_beside(leaves[0], stack + shape, dtype, len(stack) - form.groups)
-
+        (_, d_out, d_in, bias, diagonal), zeros = found
         diagonal = diagonal or self.diagonal_input
         square_in = (d_in,) if diagonal else (d_in, d_in)
         square_out = (d_out,) if self.diagonal_output else (d_out, d_out)

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._form import AbstractForm, Rows
-from .._misc import accumulator, moment, trailing, zeros_beside
+from .._misc import moment, trailing
 from .._operator import SeriesOperator
-from ._base import AbstractBlock, AbstractFactors, Statistics
+from ._base import AbstractBlock, AbstractFactors, sizes_and_zeros, Statistics
 
 
 class SeriesMoments(eqx.Module):
@@ -78,20 +78,15 @@ class Series(AbstractBlock):
         return Statistics(inputs=SeriesMoments(), outputs=SeriesMoments())
 
     def slots(self, form: AbstractForm, layer: Any) -> Statistics:
-        leaves = [p for p in form.parameters(layer) if p is not None]
-        if not leaves:
+        found = sizes_and_zeros(form, layer)
+        if found is None:
             return self.empty()
-        stack, d_out, d_in, bias, diagonal = form.sizes(layer)
+        (_, d_out, d_in, bias, diagonal), zeros = found
         if diagonal or form.groups or d_in == 0:
             raise ValueError(
                 "The block `kfac.Series` is for layers whose input is one vector, and "
                 "whose weight is trained."
             )
-        dtype = accumulator(leaves[0].dtype)
-
-        def zeros(*shape):
-            return zeros_beside(leaves[0], stack + shape, dtype, len(stack))
-
         d = d_in + bias
         inputs = SeriesMoments(zeros(), zeros(), zeros(d, d), zeros(d, d))
         outputs = SeriesMoments(second=zeros(d_out, d_out), cross=zeros(d_out, d_out))

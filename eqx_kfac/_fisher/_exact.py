@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Inexact, PyTree
 from .._custom_types import Model
 from .._loss import AbstractLoss
 from .._misc import check_count, names
-from .._tag import tagged_layers
+from .._tagged import tagged_layers
 from ._base import AbstractFisher
 
 

@@ -1,9 +1,10 @@
-from collections.abc import Sequence
-from typing import Any
+import abc
+from typing import ClassVar
 
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
+from jaxtyping import Array, PyTree
 
 from .._custom_types import Key
 from .._loss import AbstractLoss
@@ -11,7 +12,48 @@ from .._misc import check_count
 from ._base import AbstractFisher
 
 
-class MonteCarlo(AbstractFisher):
+class _Samples(AbstractFisher):
+    """Random cotangents."""
+
+    num_samples: int = eqx.field(static=True, default=1)
+    batch_size: int = eqx.field(static=True, default=1)
+    drawing: ClassVar[str]  # What it does, for a message.
+
+    def __init__(self, num_samples: int = 1, *, batch_size: int = 1):
+        """**Arguments:**
+
+        - `num_samples`: how many targets, or vectors of signs, to draw for every loss
+            term.
+        - `batch_size`: how many samples are pulled back at once: faster where a backward
+            pass does not fill the machine, for as many times the memory. The result is
+            the same, to rounding.
+        """
+        check_count("num_samples", num_samples, 1)
+        self.num_samples = num_samples
+        check_count("batch_size", batch_size, 1)
+        self.batch_size = batch_size
+
+    @abc.abstractmethod
+    def sample(self, loss: AbstractLoss, key: Key) -> PyTree[Array]:
+        """A random cotangent of one loss."""
+
+    def number(self, losses):
+        return self.num_samples
+
+    def cotangents(self, losses, index, key):
+        if key is None:
+            raise ValueError(
+                f"`kfac.{self.name}` {self.drawing}, so it needs randomness: pass "
+                "`key=...`, a fresh one every step. (Or use `fisher=kfac.Exact()` or "
+                "`fisher=kfac.Empirical()`, which need none.)"
+            )
+        keys = jax.random.split(jax.random.fold_in(key, index), len(losses))
+        samples = [self.sample(loss, k) for loss, k in zip(losses, keys, strict=True)]
+        # The mean over samples.
+        return jtu.tree_map(lambda s: s * self.num_samples**-0.5, samples)
+
+
+class MonteCarlo(_Samples):
     r"""Scores at targets sampled from the model: an unbiased estimate of the Fisher, one
     extra backward pass a sample. The default.
 
@@ -24,36 +66,13 @@ class MonteCarlo(AbstractFisher):
         Approximate Curvature*, ICML 2015, section 5.
     """
 
-    num_samples: int = eqx.field(static=True)
-    batch_size: int = eqx.field(static=True)
+    drawing = "samples targets from the model"
 
-    def __init__(self, num_samples: int = 1, *, batch_size: int = 1):
-        """**Arguments:**
-
-        - `num_samples`: how many targets to sample for every loss term.
-        - `batch_size`: how many samples are pulled back at once: faster where a backward
-            pass does not fill the machine, for as many times the memory. The result is
-            the same, to rounding.
-        """
-        check_count("num_samples", num_samples, 1)
-        self.num_samples = num_samples
-        check_count("batch_size", batch_size, 1)
-        self.batch_size = batch_size
-
-    def number(self, losses):
-        return self.num_samples
-
-    def cotangents(self, losses, index, key):
-        keys = _keys(self, "samples targets from the model", key, index, losses)
-        scores = [
-            loss.score(jax.lax.stop_gradient(loss.sample(k)))
-            for loss, k in zip(losses, keys, strict=True)
-        ]
-        # The mean over samples.
-        return jtu.tree_map(lambda s: s * self.num_samples**-0.5, scores)
+    def sample(self, loss, key):
+        return loss.score(jax.lax.stop_gradient(loss.sample(key)))
 
 
-class CurvatureProp(AbstractFisher):
+class CurvatureProp(_Samples):
     r"""A square root of the output Fisher times random signs: an unbiased estimate of the
     Fisher, one extra backward pass a sample.
 
@@ -67,47 +86,8 @@ class CurvatureProp(AbstractFisher):
         Back-propagating Curvature*, ICML 2012.
     """
 
-    num_samples: int = eqx.field(static=True)
-    batch_size: int = eqx.field(static=True)
+    drawing = "draws random signs"
 
-    def __init__(self, num_samples: int = 1, *, batch_size: int = 1):
-        """**Arguments:**
-
-        - `num_samples`: how many vectors of signs to draw for every loss term.
-        - `batch_size`: how many are pulled back at once; see [`eqx_kfac.MonteCarlo`][].
-        """
-        check_count("num_samples", num_samples, 1)
-        self.num_samples = num_samples
-        check_count("batch_size", batch_size, 1)
-        self.batch_size = batch_size
-
-    def number(self, losses):
-        return self.num_samples
-
-    def cotangents(self, losses, index, key):
-        keys = _keys(self, "draws random signs", key, index, losses)
-        signs = [
-            jax.random.rademacher(k, loss.root_shape, loss.term_weights.dtype)
-            for loss, k in zip(losses, keys, strict=True)
-        ]
-        return [
-            loss.fisher_root(v * self.num_samples**-0.5)
-            for loss, v in zip(losses, signs, strict=True)
-        ]
-
-
-def _keys(
-    fisher: AbstractFisher,
-    why: str,
-    key: Key | None,
-    index: Any,
-    losses: Sequence[AbstractLoss],
-) -> Any:
-    """A key for every loss, for cotangent `index`."""
-    if key is None:
-        raise ValueError(
-            f"`kfac.{fisher.name}` {why}, so it needs randomness: pass `key=...`, a "
-            "fresh one every step. (Or use `fisher=kfac.Exact()` or "
-            "`fisher=kfac.Empirical()`, which need none.)"
-        )
-    return jax.random.split(jax.random.fold_in(key, index), len(losses))
+    def sample(self, loss, key):
+        shape, dtype = loss.root_shape, loss.term_weights.dtype
+        return loss.fisher_root(jax.random.rademacher(key, shape, dtype))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int
 
-from .._misc import accumulator, explicit_sharding, moment, trailing, zeros_of
+from .._misc import accumulator, explicit_sharding, moment, over_stack, trailing, zeros_of
 
 
 _PATCHES = 2**18  # How many numbers of patches are written out at once.
@@ -99,9 +99,7 @@ class OneHot(AbstractInputs):
         def count(index, w):
             return jnp.zeros(self.size, like.dtype).at[index].add(w)
 
-        for _ in range(stack):
-            count = jax.vmap(count)
-        return count(self.index, w)
+        return over_stack(count, stack)(self.index, w)
 
     def second(self, weights: Any, stack: int, like: Any) -> Inexact[Array, "..."]:
         if len(like.shape) == stack + 2:

@@ -1,5 +1,5 @@
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -199,13 +199,18 @@ class AbstractLoss(AbstractObjective):
     def fisher_product(self, v: PyTree) -> PyTree:
         r"""$S S^\top v$: every term's Fisher with respect to `outputs` times a
         vector."""
+        return self.fisher_root(self.transposed(self.fisher_root, v))
+
+    def transposed(self, root: Callable, v: PyTree) -> Float[Array, "*leading r"]:
+        r"""$S^\top v$, with `root` (`fisher_root` or `hessian_root`) the product with
+        $S$."""
         leaf, *_ = leaves = jtu.tree_leaves(self.outputs)
         dtype = accumulator(*[a.dtype for a in leaves])
         # The transpose of what is different on every device stays on that device.
         zeros = zeros_beside(leaf, self.root_shape, dtype, len(self.leading))
-        like, transpose = jax.vjp(self.fisher_root, zeros)
-        (root,) = transpose(jtu.tree_map(_like, v, like))
-        return self.fisher_root(root)
+        like, transpose = jax.vjp(root, zeros)
+        (out,) = transpose(jtu.tree_map(_like, v, like))
+        return out
 
     def hessian_root(self, v: Float[Array, "*leading r"]) -> PyTree:
         r"""$S v$ with $S S^\top$ the Hessian of each term with respect to `outputs`, for
@@ -276,8 +281,11 @@ def check_weights(name: str, weights: Any, leading: tuple[int, ...]) -> Array | 
     return weights
 
 
-def check_targets(name: str, targets: Array, shape: tuple[int, ...]) -> Array:
+def check_targets(name: str, targets: Any, shape: tuple[int, ...]) -> Array | None:
     """Targets of exactly `shape`, or an error."""
+    if targets is None:
+        return None
+    targets = jnp.asarray(targets)
     if targets.shape != shape:
         raise ValueError(
             f"{name}: targets must have shape {shape} to match the model's outputs, "

@@ -5,7 +5,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
 from .._misc import masked, tree_dot
-from .._tag import empty_tags
+from .._tagged import empty_tags
 from ._base import AbstractObjective
 
 

@@ -52,9 +52,7 @@ class NormalNLL(AbstractLoss):
         axes = varying_axes((self.means, self.log_variances))
         self.means = cast_varying(self.means, axes)
         self.log_variances = cast_varying(self.log_variances, axes)
-        if targets is not None:
-            targets = check_targets(name, jnp.asarray(targets), shape)
-        self.targets = targets
+        self.targets = check_targets(name, targets, shape)
         self.weights = check_weights(name, weights, shape[:-1])
 
     @property

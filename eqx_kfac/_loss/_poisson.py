@@ -37,9 +37,7 @@ class PoissonNLL(AbstractLoss):
         name = "PoissonNLL"
         self.log_rates = check_outputs(name, "log_rates", log_rates)
         shape = self.log_rates.shape
-        if targets is not None:
-            targets = check_targets(name, jnp.asarray(targets), shape)
-        self.targets = targets
+        self.targets = check_targets(name, targets, shape)
         self.weights = check_weights(name, weights, shape[:-1])
 
     @property

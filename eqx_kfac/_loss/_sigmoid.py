@@ -34,10 +34,9 @@ class SigmoidCrossEntropy(AbstractLoss):
         """
         name = "SigmoidCrossEntropy"
         self.logits = check_outputs(name, "logits", logits)
-        if targets is not None:
-            targets = check_targets(name, jnp.asarray(targets), self.logits.shape)
-        self.targets = targets
-        self.weights = check_weights(name, weights, self.logits.shape[:-1])
+        shape = self.logits.shape
+        self.targets = check_targets(name, targets, shape)
+        self.weights = check_weights(name, weights, shape[:-1])
 
     @property
     def outputs(self):

@@ -33,9 +33,7 @@ class SquaredError(AbstractLoss):
         name = "SquaredError"
         self.predictions = check_outputs(name, "predictions", predictions)
         shape = self.predictions.shape
-        if targets is not None:
-            targets = check_targets(name, jnp.asarray(targets), shape)
-        self.targets = targets
+        self.targets = check_targets(name, targets, shape)
         self.weights = check_weights(name, weights, shape[:-1])
 
     @property

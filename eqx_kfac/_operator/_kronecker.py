@@ -1,7 +1,7 @@
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, ArrayLike, Float, Shaped
+from jaxtyping import Array, ArrayLike, Float
 
 from ._factor import dense, diagonal, eigh, Factor, left, power, right
 from ._spectral import (
@@ -12,9 +12,10 @@ from ._spectral import (
     squared_norm,
     trace,
 )
+from ._symmetric import AbstractSymmetricOperator
 
 
-class KroneckerOperator(lx.AbstractLinearOperator):
+class KroneckerOperator(AbstractSymmetricOperator):
     r"""The symmetric positive semidefinite operator $G \otimes A$ on matrices
     $V \in \mathbb{R}^{d_\text{out} \times d_\text{in}}$:
 
@@ -48,15 +49,19 @@ class KroneckerOperator(lx.AbstractLinearOperator):
     def as_matrix(self) -> Float[Array, "size size"]:
         return jnp.kron(dense(self.output_factor), dense(self.input_factor))
 
-    def transpose(self) -> "KroneckerOperator":
-        return self
-
     def in_structure(self) -> jax.ShapeDtypeStruct:
         shape = (self.output_factor.shape[0], self.input_factor.shape[0])
         return jax.ShapeDtypeStruct(shape, self.input_factor.dtype)
 
-    def out_structure(self) -> jax.ShapeDtypeStruct:
-        return self.in_structure()
+    @property
+    def positive_semidefinite(self) -> bool:
+        return True
+
+    def diagonal(self) -> Float[Array, " size"]:
+        """The products of the factors' own entries."""
+        return jnp.outer(
+            diagonal(self.output_factor), diagonal(self.input_factor)
+        ).ravel()
 
     def eigenvalues(self) -> Float[Array, "d_out d_in"]:
         """All eigenvalues: the products of the factors' own, both ascending, and clipped
@@ -124,12 +129,6 @@ trace.register(KroneckerOperator, KroneckerOperator.trace)
 squared_norm.register(KroneckerOperator, lambda op: op.frobenius_norm() ** 2)
 
 
-@lx.is_symmetric.register(KroneckerOperator)
-@lx.is_positive_semidefinite.register(KroneckerOperator)
-def _(operator: KroneckerOperator) -> bool:
-    return True
-
-
 @lx.is_diagonal.register(KroneckerOperator)
 @lx.is_tridiagonal.register(KroneckerOperator)
 @lx.is_lower_triangular.register(KroneckerOperator)
@@ -139,25 +138,6 @@ def _(operator: KroneckerOperator) -> bool:
     return both or operator.in_size() == 1
 
 
-@lx.has_unit_diagonal.register(KroneckerOperator)
-@lx.is_negative_semidefinite.register(KroneckerOperator)
-def _(operator: KroneckerOperator) -> bool:
-    return False
-
-
-@lx.linearise.register(KroneckerOperator)
-@lx.conj.register(KroneckerOperator)
+@lx.materialise.register(KroneckerOperator)
 def _(operator: KroneckerOperator) -> KroneckerOperator:
     return operator
-
-
-@lx.materialise.register(KroneckerOperator)
-def _(operator: KroneckerOperator) -> lx.AbstractLinearOperator:
-    return operator
-
-
-@lx.diagonal.register(KroneckerOperator)
-def _(operator: KroneckerOperator) -> Shaped[Array, " size"]:
-    return jnp.outer(
-        diagonal(operator.output_factor), diagonal(operator.input_factor)
-    ).ravel()

@@ -5,9 +5,10 @@ import lineax as lx
 from jaxtyping import Array, Float
 
 from ._factor import matmul, power
+from ._symmetric import AbstractSymmetricOperator
 
 
-class SeriesOperator(lx.AbstractLinearOperator):
+class SeriesOperator(AbstractSymmetricOperator):
     r"""The covariance of a sum over $T$ time steps of matrices that form a chain:
 
     $$C = \frac1T \sum_{s, t = 1}^{T} F_{s - t}, \qquad F_{-d} = F_d^\top, \qquad
@@ -47,15 +48,13 @@ class SeriesOperator(lx.AbstractLinearOperator):
     def mv(self, vector: Float[Array, "d_out d_in"]) -> Float[Array, "d_out d_in"]:
         return matmul(self.as_matrix(), vector.reshape(-1)).reshape(vector.shape)
 
-    def transpose(self) -> "SeriesOperator":
-        return self
-
     def in_structure(self) -> jax.ShapeDtypeStruct:
         shape = (self.output_factor.shape[0], self.input_factor.shape[0])
         return jax.ShapeDtypeStruct(shape, self.input_factor.dtype)
 
-    def out_structure(self) -> jax.ShapeDtypeStruct:
-        return self.in_structure()
+    @property
+    def positive_semidefinite(self) -> bool:
+        return True
 
 
 def whitened(
@@ -77,21 +76,11 @@ def chain_gain(x: Float[Array, "..."], length: Float[Array, ""]) -> Float[Array,
     return sums / (length * (1 - x) ** 2)
 
 
-for _property in (lx.is_symmetric, lx.is_positive_semidefinite):
-    _property.register(SeriesOperator)(lambda operator: True)
 for _property in (
     lx.is_diagonal,
     lx.is_tridiagonal,
     lx.is_lower_triangular,
     lx.is_upper_triangular,
-    lx.has_unit_diagonal,
-    lx.is_negative_semidefinite,
 ):
     _property.register(SeriesOperator)(lambda operator: False)
-for _same in (lx.linearise, lx.conj, lx.materialise):
-    _same.register(SeriesOperator)(lambda operator: operator)
-
-
-@lx.diagonal.register(SeriesOperator)
-def _(operator: SeriesOperator) -> Float[Array, " size"]:
-    return jnp.diag(operator.as_matrix())
+lx.materialise.register(SeriesOperator)(lambda operator: operator)

@@ -19,10 +19,11 @@ from ._symmetric import AbstractSymmetricOperator
 
 
 class KroneckerBasis(eqx.Module):
-    r"""The orthogonal matrix $Q_G \otimes Q_A$; `None` for an identity."""
+    r"""The orthogonal matrix $Q_G \otimes Q_A$; `None` for an identity. Stacked ones
+    have leading axes."""
 
-    output_vectors: Float[Array, "d_out d_out"] | None
-    input_vectors: Float[Array, "d_in d_in"] | None
+    output_vectors: Float[Array, "*stack d_out d_out"] | None
+    input_vectors: Float[Array, "*stack d_in d_in"] | None
 
     def coordinates(self, vector: Float[Array, "d_out d_in"]) -> Array:
         """$Q_G^T V Q_A$."""

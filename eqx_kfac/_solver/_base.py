@@ -12,7 +12,20 @@ from ._series import apply_series, factorise_series, SeriesState
 _State = TypeVar("_State")
 
 
-class AbstractDampedSolver(lx.AbstractLinearSolver[_State]):
+class AbstractSymmetricSolver(lx.AbstractLinearSolver[_State]):
+    """A solver for real, symmetric operators of full rank."""
+
+    def transpose(self, state: Any, options: dict[str, Any]) -> Any:
+        return state, options  # Symmetric.
+
+    def conj(self, state: Any, options: dict[str, Any]) -> Any:
+        return state, options  # Real.
+
+    def assume_full_rank(self) -> bool:
+        return True
+
+
+class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
     r"""A lineax solver for $(C + \lambda I)^{-1} v$, on a
     [`eqx_kfac.KroneckerOperator`][] $C = G \otimes A$. Its state is the cached
     factorisation. (A diagonal operator, an [`eqx_kfac.SpectralOperator`][] and an
@@ -83,15 +96,6 @@ class AbstractDampedSolver(lx.AbstractLinearSolver[_State]):
         else:
             solution = self.apply(state, vector, damping)
         return solution, lx.RESULTS.successful, {}
-
-    def transpose(self, state: Any, options: dict[str, Any]) -> Any:
-        return state, options  # Symmetric.
-
-    def conj(self, state: Any, options: dict[str, Any]) -> Any:
-        return state, options  # Real.
-
-    def assume_full_rank(self) -> bool:
-        return True
 
 
 def _damping(options: dict[str, Any], like: Array) -> Float[Array, ""]:

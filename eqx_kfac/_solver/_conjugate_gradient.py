@@ -8,9 +8,10 @@ import lineax as lx
 from jaxtyping import Array, PyTree
 
 from .._misc import tree_dot, tree_where
+from ._base import AbstractSymmetricSolver
 
 
-class ConjugateGradient(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
+class ConjugateGradient(AbstractSymmetricSolver[lx.AbstractLinearOperator]):
     r"""Preconditioned conjugate gradients for $(C + \lambda I) x = b$, with a positive
     semidefinite operator $C$ on PyTrees, such as [`eqx_kfac.GaussNewton`][]. A lineax
     solver like `lx.CG`, but its criterion for stopping makes sense for parameters of
@@ -121,15 +122,6 @@ class ConjugateGradient(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
         short = (gamma > enough) & ~broken & (jnp.asarray(self.rtol) > 0)
         result = lx.RESULTS.where(short, lx.RESULTS.max_steps_reached, result)
         return x, result, {"num_steps": steps, "max_steps": max_steps}
-
-    def transpose(self, state: Any, options: dict[str, Any]) -> Any:
-        return state, options  # Symmetric.
-
-    def conj(self, state: Any, options: dict[str, Any]) -> Any:
-        return state, options  # Real.
-
-    def assume_full_rank(self) -> bool:
-        return True
 
 
 def _add(a: PyTree, scale: Any, b: PyTree) -> PyTree:

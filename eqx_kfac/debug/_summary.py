@@ -4,17 +4,17 @@ import dataclasses
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import lineax as lx
 import numpy as np
 
 from .._custom_types import Model
-from .._operator import KroneckerOperator
+from .._misc import over_stack
+from .._operator import eigenvalues, trace
 from .._precondition import factorise, init_curvature, partition_tagged
 from .._solver import AbstractDampedSolver, Cholesky
-from .._tag import is_trainable, map_tags, Tag
+from .._tag import Tag
+from .._tagged import flatten_tags
 from ._table import block_shown, sizes_shown, table
 
 
@@ -101,24 +101,24 @@ def summary(
         print(kfac.summary(model, state.curvature))
         ```
     """
-    found, _ = jtu.tree_flatten_with_path(map_tags(_line, model))
+    lines, _ = flatten_tags(_line, model)
     shapes = eqx.filter_eval_shape(init_curvature, model)
     inverse = eqx.filter_eval_shape(factorise, shapes, model, solver, jnp.ones(()))
     held = [_numbers(model, tree) for tree in (shapes, inverse)]
-    health = [(None, None)] * len(found)
+    health = [(None, None)] * len(lines)
     if curvature is not None:
-        health = [h.value for h in jtu.tree_leaves(map_tags(_health, model, curvature))]
+        health = [found for _, found in flatten_tags(_health, model, curvature)[0]]
     layers = [
         dataclasses.replace(
-            line.value,
-            path=jtu.keystr(path),
+            line,
+            path=path,
             factors=factors,
             inverse=inverse,
             trace=trace,
             condition=condition,
         )
         for (path, line), factors, inverse, (trace, condition) in zip(
-            found, *held, health, strict=True
+            lines, *held, health, strict=True
         )
     ]
     _, rest = partition_tagged(model)
@@ -126,52 +126,32 @@ def summary(
     return Summary(tuple(layers), {jtu.keystr(p): leaf.shape for p, leaf in leaves})
 
 
-class _Leaf:
-    """Something that is not a tree."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-
-def _line(tag: Tag, layer: Any) -> _Leaf | None:
-    if not is_trainable(tag, layer):
-        return None
+def _line(tag: Tag, layer: Any) -> LayerSummary:
     stack, d_out, d_in, bias, _ = tag.form.sizes(layer)
     parameters = int(np.prod(stack)) * d_out * (d_in + bias)
     kinds = type(layer).__name__, type(tag.form).__name__, block_shown(tag.block)
-    return _Leaf(LayerSummary("", *kinds, stack, d_out, d_in, bias, parameters, 0, 0))
+    return LayerSummary("", *kinds, stack, d_out, d_in, bias, parameters, 0, 0)
 
 
 def _numbers(model: Model, tree: Model) -> list[int]:
     """How many numbers every tag's part of `tree` holds."""
 
     def count(tag, layer, part):
-        if not is_trainable(tag, layer):
-            return None
         return sum(int(np.prod(leaf.shape)) for leaf in jtu.tree_leaves(part))
 
-    return jtu.tree_leaves(map_tags(count, model, tree))
+    return [number for _, number in flatten_tags(count, model, tree)[0]]
 
 
-def _health(tag: Tag, layer: Any, factors: Any) -> _Leaf | None:
+def _health(tag: Tag, layer: Any, factors: Any) -> tuple[float, float]:
     """Trace and condition number."""
-    if factors is None:
-        return None
 
     def extremes(factors):
         operator = tag.block.operator(factors)
-        if isinstance(operator, KroneckerOperator):
-            values = operator.eigenvalues()
-        elif lx.is_diagonal(operator):
-            values = lx.diagonal(operator)
-        else:
-            values = jnp.linalg.eigvalsh(operator.as_matrix())
-        return jnp.sum(lx.diagonal(operator)), jnp.max(values), jnp.min(values)
+        values = eigenvalues(operator)
+        return trace(operator), jnp.max(values), jnp.min(values)
 
-    for _ in range(factors.l2.ndim):
-        extremes = jax.vmap(extremes)
-    trace, largest, smallest = map(np.asarray, extremes(factors))
-    floor = np.maximum(smallest, 0)
+    of_stack = over_stack(extremes, factors.l2.ndim)(factors)
+    traces, largest, smallest = map(np.asarray, of_stack)
     with np.errstate(divide="ignore", invalid="ignore"):
-        condition = np.max(np.where(floor > 0, largest / floor, np.inf))
-    return _Leaf((float(np.sum(trace)), float(condition)))
+        condition = np.max(np.where(smallest > 0, largest / smallest, np.inf))
+    return float(np.sum(traces)), float(condition)

@@ -15,8 +15,9 @@ from .._custom_types import Key, Model
 from .._estimate import curvature
 from .._fisher import AbstractFisher, Empirical, Exact
 from .._linearise import run
-from .._misc import trailing
-from .._tag import check_tagged, is_trainable, map_tags, Tag, update_layers
+from .._misc import over_stack, trailing
+from .._tag import is_trainable, Tag
+from .._tagged import check_tagged, flatten_tags, map_tags, update_layers
 from ._table import block_shown, sizes_shown, table
 
 
@@ -134,8 +135,8 @@ def verify(
         ```
     """
     check_tagged(model)
-    found, treedef = jtu.tree_flatten_with_path(map_tags(_tag_and_layer, model))
-    places = [(jtu.keystr(path), *pair.pair) for path, pair in found]
+    found, _ = flatten_tags(lambda tag, layer: (tag, layer), model)
+    places = [(path, *pair) for path, pair in found]
     for path, tag, layer in places:
         size = _size(tag, layer)
         if size > limit:
@@ -159,15 +160,6 @@ def verify(
     return Verification(tuple(checks))
 
 
-class _Pair:
-    def __init__(self, tag: Tag, layer: Any):
-        self.pair = tag, layer
-
-
-def _tag_and_layer(tag: Tag, layer: Any) -> _Pair | None:
-    return _Pair(tag, layer) if is_trainable(tag, layer) else None
-
-
 def _size(tag: Tag, layer: Any) -> int:
     sizes = tag.form.sizes(layer)
     return sizes.d_out * (sizes.d_in + sizes.bias)
@@ -180,9 +172,7 @@ def _operators(model: Model, factors: Model) -> Model:
         if factors is None:
             return None
         as_matrix = lambda factors: tag.block.operator(factors).as_matrix()
-        for _ in range(factors.l2.ndim):
-            as_matrix = jax.vmap(as_matrix)
-        return as_matrix(factors)
+        return over_stack(as_matrix, factors.l2.ndim)(factors)
 
     return map_tags(dense, model, factors)
 

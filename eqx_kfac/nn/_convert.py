@@ -6,7 +6,8 @@ import jax.tree_util as jtu
 
 from .._block import AbstractBlock, Kronecker
 from .._misc import names
-from .._tag import is_tagged, Tag
+from .._tag import Tag
+from .._tagged import is_tagged
 from ._base import AbstractTagged, with_fields_of
 from ._composite import MLP, MultiheadAttention
 from ._conv import (

@@ -4,7 +4,8 @@ from jaxtyping import Array, Inexact
 
 from .._block import Kronecker
 from .._form import Dense
-from .._tag import LayerError, Tag
+from .._tag import Tag
+from .._tagged import LayerError
 from ._base import TaggedOutputs
 
 

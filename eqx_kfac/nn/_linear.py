@@ -4,7 +4,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-from .._tag import LayerError
+from .._tagged import LayerError
 from ._base import TaggedOutputs
 
 
