@@ -10,6 +10,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from ._custom_types import Model
+from ._factorise import init_inverse, refactorise
 from ._misc import all_finite
 from ._optimizer import KFAC
 from ._precondition import (
@@ -19,10 +20,8 @@ from ._precondition import (
     in_bases_of,
     init_curvature,
     init_fallback,
-    init_inverse,
     partition_tagged,
     precondition,
-    refactorise,
     refreshed,
     update_fallback,
 )

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 from ._batch import Batch, LinearisedBatch
 from ._custom_types import Key, Model
 from ._damping import LevenbergMarquardt
+from ._factorise import init_inverse, refactorise
 from ._fisher import AbstractFisher, MonteCarlo
 from ._misc import (
     all_finite,
@@ -31,11 +32,9 @@ from ._precondition import (
     in_bases_of,
     init_curvature,
     init_fallback,
-    init_inverse,
     is_finite,
     partition_tagged,
     precondition,
-    refactorise,
     refreshed,
     update_fallback,
 )

@@ -12,10 +12,11 @@ from jaxtyping import Array, Bool, Float
 
 from ._block import AbstractFactors
 from ._custom_types import Model
+from ._factorise import damping_of
 from ._misc import all_finite, names, over_stack, tree_where
-from ._solver import AbstractDampedSolver, Eigh, is_factorised
+from ._solver import AbstractDampedSolver, Eigh
 from ._tag import is_trainable
-from ._tagged import blank, check_tagged, map_tags, tagged_layers, update_layers
+from ._tagged import check_tagged, map_tags, tagged_layers, update_layers
 
 
 def partition_tagged(model: Model) -> tuple[Model, Model]:
@@ -61,12 +62,6 @@ def init_curvature(model: Model) -> Model:
         return tag.block.factors(slots, jnp.ones(()), l2)
 
     return map_tags(factors, model)
-
-
-def init_inverse(curvature: Model, model: Model, solver: AbstractDampedSolver) -> Model:
-    """Zeros in the place of every layer's factorisation."""
-    shapes = eqx.filter_eval_shape(factorise, curvature, model, solver, jnp.zeros(()))
-    return jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 
 def average(
@@ -141,54 +136,6 @@ def in_bases_of(
     return map_tags(layer_factors, model, curvature, new)
 
 
-def factorise(
-    curvature: Model,
-    model: Model,
-    solver: AbstractDampedSolver,
-    damping: Any,
-    previous: Model | None = None,
-) -> Model:
-    """The solver's state for every layer; `None` where the operator is factorised as it
-    is. Solvers that iterate start at the `previous` one."""
-
-    def layer_state(tag, layer, factors, previous):
-        if factors is None:
-            return None
-
-        def init(factors, previous):
-            operator = tag.block.operator(factors)
-            if is_factorised(operator):
-                return None
-            options = {"damping": _damping(damping, factors), "previous": previous}
-            return solver.init(operator, options)
-
-        return over_stack(init, factors.l2.ndim)(factors, previous)
-
-    if previous is None:
-        previous = blank(model)
-    return map_tags(layer_state, model, curvature, previous)
-
-
-def refactorise(
-    inverse: Model,
-    curvature: Model,
-    model: Model,
-    solver: AbstractDampedSolver,
-    damping: Any,
-) -> tuple[Model, Bool[Array, ""]]:
-    """The factorisation of `curvature`, and whether it is finite; if it is not, the
-    previous one."""
-    new = factorise(curvature, model, solver, damping, inverse)
-
-    def bounds(tag, layer, factors, state):
-        if state is None:
-            return None
-        return over_stack(solver.bounds, factors.l2.ndim)(state)
-
-    finite = all_finite(map_tags(bounds, model, curvature, new))
-    return tree_where(finite, new, inverse), finite
-
-
 def precondition(
     grads: Model,
     curvature: Model,
@@ -205,7 +152,7 @@ def precondition(
         def solve(matrix, factors, state):
             # What `lx.linear_solve` computes, without its derivatives, which nothing here
             # needs, and without its checks, which do not know explicit meshes.
-            options = {"damping": _damping(damping, factors)}
+            options = {"damping": damping_of(factors, damping)}
             operator = tag.block.operator(factors)
             if state is None:
                 state = solver.init(operator, options)
@@ -218,11 +165,6 @@ def precondition(
         return tag.form.from_matrix(solution, new)
 
     return update_layers(layer_direction, grads, curvature, inverse)
-
-
-def _damping(damping: Any, factors: AbstractFactors) -> Array:
-    """An L2 term is damping that the objective itself asks for."""
-    return jnp.asarray(damping, factors.l2.dtype) + factors.l2
 
 
 def init_fallback(model: Model, fallback: optax.GradientTransformation | None) -> Any:

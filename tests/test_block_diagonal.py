@@ -12,7 +12,8 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import eqx_kfac as kfac
-from eqx_kfac._precondition import factorise, partition_tagged, precondition
+from eqx_kfac._factorise import factorise
+from eqx_kfac._precondition import partition_tagged, precondition
 from eqx_kfac._tagged import is_tagged
 
 from . import reference

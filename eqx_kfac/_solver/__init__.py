@@ -1,6 +1,7 @@
 from ._base import (
     AbstractDampedSolver as AbstractDampedSolver,
     is_factorised as is_factorised,
+    Pair as Pair,
 )
 from ._cholesky import Cholesky as Cholesky
 from ._conjugate_gradient import ConjugateGradient as ConjugateGradient

@@ -1,7 +1,8 @@
 import abc
-from typing import Any, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, Float
 
@@ -10,6 +11,13 @@ from ._series import apply_series, factorise_series, SeriesState
 
 
 _State = TypeVar("_State")
+
+
+class Pair(NamedTuple):
+    """The two factors of a Kronecker product."""
+
+    output_factor: Factor
+    input_factor: Factor
 
 
 class AbstractSymmetricSolver(lx.AbstractLinearSolver[_State]):
@@ -38,15 +46,20 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
     ```
     """
 
+    # The state: a tuple of what is kept of the output factor, and of the input factor.
+    state_type: ClassVar[Any]
+    # Whether several factors are better decomposed at the same time (by `vmap`).
+    together: ClassVar[bool] = True
+
+    def damped(
+        self, output_factor: Factor, input_factor: Factor, damping: Float[Array, ""]
+    ) -> "Pair":
+        """The factors that are decomposed."""
+        return Pair(output_factor, input_factor)
+
     @abc.abstractmethod
-    def factorise(
-        self,
-        output_factor: Factor,
-        input_factor: Factor,
-        damping: Float[Array, ""],
-        previous: Any,
-    ) -> Any:
-        r"""The state for $G \otimes A$. `previous` is that of similar factors, perhaps,
+    def decompose(self, factor: Factor, previous: Any) -> tuple[Any, ...]:
+        """What is kept of a factor. `previous` is that of one that may be similar,
         `None`, or all zeros."""
 
     @abc.abstractmethod
@@ -66,12 +79,14 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
         """Numbers that are finite only if the whole state is."""
         return state
 
-    def init(self, operator: lx.AbstractLinearOperator, options: dict[str, Any]) -> Any:
-        """Factorises the operator."""
+    def prepare(
+        self, operator: lx.AbstractLinearOperator, damping: Float[Array, ""]
+    ) -> Any:
+        """The `Pair` of factors to decompose, or the state, where there is no such."""
         if is_factorised(operator):
             return operator
         if isinstance(operator, SeriesOperator):
-            return factorise_series(operator, _damping(options, operator.input_factor))
+            return factorise_series(operator, damping)
         if not isinstance(operator, KroneckerOperator):
             name = type(self).__name__
             raise ValueError(
@@ -79,9 +94,26 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
                 f"diagonal operator, but got {type(operator).__name__}. Use a solver of "
                 "lineax for other operators."
             )
-        damping = _damping(options, operator.input_factor)
-        factors = operator.output_factor, operator.input_factor
-        return self.factorise(*factors, damping, options.get("previous"))
+        return self.damped(operator.output_factor, operator.input_factor, damping)
+
+    def split(self, state: Any) -> tuple[Any, Any]:
+        """What a state has of either factor."""
+        half = len(state) // 2
+        return state[:half], state[half:]
+
+    def join(self, output: tuple[Any, ...], input: tuple[Any, ...]) -> Any:
+        """The inverse of `split`."""
+        return self.state_type(*output, *input)
+
+    def init(self, operator: lx.AbstractLinearOperator, options: dict[str, Any]) -> Any:
+        """Factorises the operator."""
+        leaf = jtu.tree_leaves(operator)[0]
+        prepared = self.prepare(operator, _damping(options, leaf))
+        if not isinstance(prepared, Pair):
+            return prepared
+        previous = options.get("previous")
+        before = (None, None) if previous is None else self.split(previous)
+        return self.join(*map(self.decompose, prepared, before))
 
     def compute(
         self, state: Any, vector: Float[Array, "..."], options: dict[str, Any]

@@ -1,4 +1,4 @@
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -20,19 +20,10 @@ class EighState(NamedTuple):
 class AbstractEigenSolver(AbstractDampedSolver[EighState]):
     """Exact damping, in eigenbases of both factors."""
 
-    def factorise(
-        self,
-        output_factor: Factor,
-        input_factor: Factor,
-        damping: Float[Array, ""],
-        previous: EighState | None,
-    ) -> EighState:
-        vectors_out = None if previous is None else previous.output_vectors
-        vectors_in = None if previous is None else previous.input_vectors
-        return EighState(
-            *self.eigenbasis(output_factor, vectors_out),
-            *self.eigenbasis(input_factor, vectors_in),
-        )
+    state_type = EighState
+
+    def decompose(self, factor: Factor, previous: Any) -> tuple[Any, Any]:
+        return self.eigenbasis(factor, None if previous is None else previous[1])
 
     def apply(
         self,

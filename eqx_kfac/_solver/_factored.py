@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Array, Float
 
 from .._operator import Factor, left, right
-from ._base import AbstractDampedSolver
+from ._base import AbstractDampedSolver, Pair
 from ._damped import damped_factors
 
 
@@ -18,21 +18,20 @@ class InverseState(NamedTuple):
 class AbstractFactoredSolver(AbstractDampedSolver[InverseState]):
     """Factored Tikhonov damping: each damped factor is inverted by itself."""
 
+    state_type = InverseState
+
     @abc.abstractmethod
     def invert(self, factor: Factor, previous: Factor | None) -> Factor:
         """The inverse of a positive definite factor. `previous` is that of one that may
         be similar, `None`, or all zeros."""
 
-    def factorise(
-        self,
-        output_factor: Factor,
-        input_factor: Factor,
-        damping: Float[Array, ""],
-        previous: InverseState | None,
-    ) -> InverseState:
-        damped = damped_factors(output_factor, input_factor, damping)
-        before: Any = (None, None) if previous is None else previous
-        return InverseState(*map(self.invert, damped, before))
+    def damped(
+        self, output_factor: Factor, input_factor: Factor, damping: Float[Array, ""]
+    ) -> Pair:
+        return Pair(*damped_factors(output_factor, input_factor, damping))
+
+    def decompose(self, factor: Factor, previous: Any) -> tuple[Factor]:
+        return (self.invert(factor, None if previous is None else previous[0]),)
 
     def apply(
         self,

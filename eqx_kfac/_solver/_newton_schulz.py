@@ -27,6 +27,7 @@ class NewtonSchulz(AbstractFactoredSolver):
 
     tolerance: float = eqx.field(static=True)
     max_iterations: int = eqx.field(static=True)
+    together = False  # Each for as long as it takes.
 
     def __init__(self, tolerance: float = 1e-6, max_iterations: int = 60):
         r"""**Arguments:**

@@ -29,6 +29,7 @@ class SubspaceIteration(AbstractEigenSolver):
     """
 
     iterations: int = eqx.field(static=True)
+    together = False  # Decomposed in one of two ways each.
 
     def __init__(self, iterations: int = 1):
         """**Arguments:**

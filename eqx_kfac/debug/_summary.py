@@ -9,9 +9,10 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._custom_types import Model
+from .._factorise import factorise
 from .._misc import over_stack
 from .._operator import eigenvalues, trace
-from .._precondition import factorise, init_curvature, partition_tagged
+from .._precondition import init_curvature, partition_tagged
 from .._solver import AbstractDampedSolver, Cholesky
 from .._tag import Tag
 from .._tagged import flatten_tags
