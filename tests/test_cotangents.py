@@ -32,21 +32,12 @@ LOSSES = {
 }
 
 
-class Net(eqx.Module):
-    first: eqx.nn.Linear
-    second: eqx.nn.Linear
-
-    def __init__(self, key, outputs=4):
-        keys = jax.random.split(key)
-        self.first = eqx.nn.Linear(3, 4, key=keys[0])
-        self.second = eqx.nn.Linear(4, outputs, key=keys[1])
-
-    def __call__(self, x):
-        return self.second(jnp.tanh(self.first(x)))
+def net(key, outputs=4):
+    return eqx.nn.MLP(3, outputs, 4, 1, jnp.tanh, key=key)
 
 
 def layers(model):
-    return [model.first, model.second]
+    return list(model.layers)
 
 
 @eqx.filter_jit
@@ -70,7 +61,7 @@ def problem(getkey, loss, outputs=4):
     def loss_fn(model, weights=None):
         return loss(jax.vmap(model)(x), weights)
 
-    return loss_fn, kfac.convert(Net(getkey(), outputs))
+    return loss_fn, kfac.convert(net(getkey(), outputs))
 
 
 #
@@ -122,21 +113,21 @@ def test_one_output_has_no_noise(name, getkey):
 def test_diagonal_at_independent_outputs_has_no_noise(getkey):
     # Of the last layer, every sample has the diagonal right.
     loss_fn, model = problem(getkey, LOSSES["poisson"])
-    exact = collect(loss_fn, kfac.Exact(), model).second.output_factor
+    exact = collect(loss_fn, kfac.Exact(), model).layers[1].output_factor
     signs = collect(loss_fn, kfac.CurvatureProp(), model, key=getkey())
-    G = signs.second.output_factor
+    G = signs.layers[1].output_factor
     assert reference.error(jnp.diag(G), jnp.diag(exact)) < TOLERANCE
     assert reference.error(G, exact) > 1e-3
 
 
 def test_signs_and_samples_of_a_sum_of_losses(getkey):
     # Independent for each of them: copies would be twice one.
-    x, model = jax.random.normal(getkey(), (6, 3)), kfac.convert(Net(getkey()))
+    x, model = jax.random.normal(getkey(), (6, 3)), kfac.convert(net(getkey()))
     one = lambda model: kfac.SquaredError(jax.vmap(model)(x))
     two = lambda model: one(model) + one(model)
     key = getkey()
     a, b = (collect(f, kfac.CurvatureProp(), model, key=key) for f in (one, two))
-    error = reference.error(b.second.output_factor, 2 * a.second.output_factor)
+    error = reference.error(b.layers[1].output_factor, 2 * a.layers[1].output_factor)
     assert error > 1e-3
 
 
@@ -205,7 +196,7 @@ def test_batches_of_cotangents_through_time(getkey):
 def test_batches_of_cotangents_in_a_stack(getkey):
     # An ensemble: the axis of cotangents is none of its own.
     keys, x = jax.random.split(getkey(), 2), jax.random.normal(getkey(), (4, 3))
-    ensemble = kfac.convert(eqx.filter_vmap(Net)(keys))
+    ensemble = kfac.convert(eqx.filter_vmap(net)(keys))
 
     def loss_fn(models):
         z = eqx.filter_vmap(lambda m: jax.vmap(m)(x))(models)
@@ -219,7 +210,7 @@ def test_batches_of_cotangents_in_a_stack(getkey):
 def test_sharded(kind, getkey):
     # Estimates, and the quadratic model's products with the output Fisher.
     x, key = jax.random.normal(getkey(), (4, 3)), getkey()
-    model, quadratic = kfac.convert(Net(getkey())), kfac.QuadraticModel()
+    model, quadratic = kfac.convert(net(getkey())), kfac.QuadraticModel()
     params, static = eqx.partition(model, eqx.is_inexact_array)
 
     def loss_fn(model, x):
@@ -291,7 +282,7 @@ def test_program_does_not_grow_with_samples(fisher, batch_size, getkey):
 
 
 def test_gradients_from_anywhere(getkey):
-    model, x = Net(getkey(), 1), jax.random.normal(getkey(), (7, 3))
+    model, x = net(getkey(), 1), jax.random.normal(getkey(), (7, 3))
     energies, damping = jax.random.normal(getkey(), (7,)), 0.1
     tagged = kfac.convert(model)
 
@@ -318,7 +309,7 @@ def test_gradients_from_anywhere(getkey):
         e = np.asarray(energies)
         gradient = 2 * (np.mean(e[:, None] * J, axis=0) - e.mean() * J.mean(axis=0))
         F = reference.kron(factors)
-        if layer is updates.second:
+        if layer is updates.layers[1]:
             assert reference.error(F, J.T @ J / 7) < TOLERANCE
             F = J.T @ J / 7
         expected = -0.5 * np.linalg.solve(F + damping * np.eye(len(F)), gradient)

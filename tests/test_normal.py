@@ -222,21 +222,12 @@ def test_samples_of_a_normal(getkey):
 #
 
 
-class Net(eqx.Module):
-    first: eqx.nn.Linear
-    second: eqx.nn.Linear
-
-    def __init__(self, outputs, key):
-        keys = jax.random.split(key)
-        self.first = eqx.nn.Linear(3, 4, key=keys[0])
-        self.second = eqx.nn.Linear(4, outputs, key=keys[1])
-
-    def __call__(self, x):
-        return self.second(jnp.tanh(self.first(x)))
+def net(key, outputs=4):
+    return eqx.nn.MLP(3, outputs, 4, 1, jnp.tanh, key=key)
 
 
 def layers(model):
-    return [model.first, model.second]
+    return list(model.layers)
 
 
 def dense_blocks(model, x, matrices):
@@ -252,7 +243,7 @@ def dense_blocks(model, x, matrices):
 )
 def test_curvature_of_one_example(name, ggn, getkey):
     case = CASES[name]
-    model, x = Net(case[1], getkey()), jax.random.normal(getkey(), (1, 3))
+    model, x = net(getkey(), case[1]), jax.random.normal(getkey(), (1, 3))
     targets = case[2](getkey(), (1,))
 
     def loss_fn(model):
@@ -272,7 +263,7 @@ def test_curvature_of_one_example(name, ggn, getkey):
 @LOSSES
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 def test_diagonal_of_a_batch(case, weighted, getkey):
-    model, x = Net(case[1], getkey()), jax.random.normal(getkey(), (6, 3))
+    model, x = net(getkey(), case[1]), jax.random.normal(getkey(), (6, 3))
     targets = case[2](getkey(), (6,))
     w = jnp.array([1.0, 2.0, 0.0, 0.5, 1.0, 3.0]) if weighted else None
 
@@ -291,7 +282,7 @@ def test_diagonal_of_a_batch(case, weighted, getkey):
 @LOSSES
 def test_training(case, getkey):
     # With the exact model, and through `step`: everything that a loss is asked for.
-    model, x = kfac.convert(Net(case[1], getkey())), jax.random.normal(getkey(), (32, 3))
+    model, x = kfac.convert(net(getkey(), case[1])), jax.random.normal(getkey(), (32, 3))
     targets = case[2](getkey(), (32,))
 
     def loss_fn(model, x, targets):

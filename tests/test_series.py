@@ -276,6 +276,18 @@ def test_without_correlation_steps_are_independent(kind):
 
 
 @kinds
+def test_where_nothing_passed_there_is_no_curvature(kind):
+    """Of fewer rows than inputs, the factors are singular."""
+    operator, _ = make_operator(kind, 4)
+    frame, _ = np.linalg.qr(jax.random.normal(jax.random.key(4), (5, 3)))
+    where = lambda o: (o.input_factor, o.input_cross)
+    factors = [jnp.asarray(frame @ m @ frame.T) for m in where(operator)]
+    wide = eqx.tree_at(where, operator, factors).as_matrix()
+    lift = np.kron(np.eye(2), frame)
+    assert reference.error(wide, lift @ operator.as_matrix() @ lift.T) < TOLERANCE
+
+
+@kinds
 def test_damping_enters_the_factors(kind):
     """As if they were damped, and the transition of one step to the next with them."""
     operator, _ = make_operator(kind, 6)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float
 
-from ._factor import matmul, power
+from ._factor import eigh, matmul
 from ._symmetric import AbstractSymmetricOperator
 
 
@@ -61,9 +61,15 @@ def whitened(
     factor: Float[Array, "d d"], cross: Float[Array, "d d"]
 ) -> tuple[Float[Array, "d d"], Float[Array, "d d"]]:
     r"""$M_0^{-1/2} M_1 M_0^{-1/2}$, in which one step follows from the one before, and
-    $M_0^{1/2}$."""
-    inverse_root = power(factor, -0.5)
-    return matmul(inverse_root, matmul(cross, inverse_root)), power(factor, 0.5)
+    $M_0^{1/2}$. Nothing follows in directions in which $M_0$ is zero: fewer rows than
+    coordinates have such."""
+    values, vectors = eigh(factor)
+    size = factor.shape[0]
+    there = values > size * jnp.finfo(values.dtype).eps * jnp.max(values)
+    inverse = jnp.where(there, 1 / jnp.sqrt(jnp.where(there, values, 1)), 0)
+    inverse_root = matmul(vectors * inverse[None, :], vectors.T)
+    root = matmul(vectors * jnp.sqrt(values)[None, :], vectors.T)
+    return matmul(inverse_root, matmul(cross, inverse_root)), root
 
 
 def chain_gain(x: Float[Array, "..."], length: Float[Array, ""]) -> Float[Array, "..."]:
