@@ -137,8 +137,8 @@ def refactorise(
     new = factorise(curvature, model, solver, damping, inverse)
 
     def bounds(tag, layer, factors, state):
-        if state is None:
-            return None
+        if not isinstance(state, solver.state_type):
+            return state
         return over_stack(solver.bounds, factors.l2.ndim)(state)
 
     finite = all_finite(map_tags(bounds, model, curvature, new))

@@ -8,6 +8,9 @@ import jax.numpy as jnp
 from jax.lax.linalg import cholesky, triangular_solve
 from jaxtyping import Array, Float
 
+from . import _decompositions as decompositions
+from ._decompositions import one_by_one
+
 
 Factor = Float[Array, "..."]  # One or two axes, of the same length.
 
@@ -52,7 +55,7 @@ def identity(factor: Factor) -> Factor:
 
 def inverse(factor: Factor) -> Factor:
     """The inverse of a positive definite factor."""
-    return 1 / factor if factor.ndim == 1 else _inverse(factor)[0]
+    return 1 / factor if factor.ndim == 1 else _inverse_of_one(factor)
 
 
 def _inverse(factor: Float[Array, "d d"], root: bool = False) -> tuple[Array, Any]:
@@ -80,6 +83,9 @@ def _inverse(factor: Float[Array, "d d"], root: bool = False) -> tuple[Array, An
     return inverse, jnp.block([[x, jnp.zeros_like(below.T)], [-matmul(y, below), y]])
 
 
+_inverse_of_one = one_by_one(lambda matrix: _inverse(matrix)[0])
+
+
 def _product(a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
     """A contraction over one axis of each, with no transposition before it."""
     dims = (((axis_a,), (axis_b,)), ((), ()))
@@ -92,7 +98,7 @@ def eigh(factor: Factor) -> tuple[Float[Array, " d"], Any]:
     place."""
     if factor.ndim == 1:
         return jnp.maximum(factor, 0), None
-    values, vectors = jnp.linalg.eigh(factor)
+    values, vectors = decompositions.eigh_dense(factor)
     return jnp.maximum(values, 0), vectors
 
 

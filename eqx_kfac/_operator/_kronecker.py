@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float
 
+from . import _decompositions as decompositions
 from ._factor import dense, diagonal, eigh, Factor, left, power, right
 from ._spectral import (
     eigenvalues,
@@ -70,7 +71,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
         def values(factor):
             if factor.ndim == 1:
                 return jnp.maximum(jnp.sort(factor), 0)
-            return jnp.maximum(jnp.linalg.eigvalsh(factor), 0)
+            return jnp.maximum(decompositions.eigvalsh(factor), 0)
 
         return jnp.outer(values(self.output_factor), values(self.input_factor))
 

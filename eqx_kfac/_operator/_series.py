@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float
 
+from . import _decompositions as decompositions
 from ._factor import eigh, matmul
 from ._symmetric import AbstractSymmetricOperator
 
@@ -35,14 +36,14 @@ class SeriesOperator(AbstractSymmetricOperator):
         psi_in, root_in = whitened(self.input_factor, self.input_cross)
         if self.kind == "symmetric":
             psi_out, psi_in = (psi_out + psi_out.T) / 2, (psi_in + psi_in.T) / 2
-            values_out, q_out = jnp.linalg.eigh(psi_out)
-            values_in, q_in = jnp.linalg.eigh(psi_in)
+            values_out, q_out = decompositions.eigh_dense(psi_out)
+            values_in, q_in = decompositions.eigh_dense(psi_in)
             gains = chain_gain(jnp.outer(values_out, values_in), self.length)
             basis = jnp.kron(matmul(root_out, q_out), matmul(root_in, q_in))
             return matmul(basis * gains.reshape(-1)[None, :], basis.T)
         psi, root = jnp.kron(psi_out, psi_in), jnp.kron(root_out, root_in)
         eye = jnp.eye(psi.shape[0], dtype=psi.dtype)
-        forward = jnp.linalg.inv(eye - psi)
+        forward = decompositions.inv(eye - psi)
         return matmul(root, matmul(forward + forward.T - eye, root))
 
     def mv(self, vector: Float[Array, "d_out d_in"]) -> Float[Array, "d_out d_in"]:

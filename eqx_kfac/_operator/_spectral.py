@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float
 
+from . import _decompositions as decompositions
 from ._factor import matmul
 from ._symmetric import AbstractSymmetricOperator
 
@@ -86,7 +87,7 @@ class SpectralOperator(AbstractSymmetricOperator):
 def spectral(operator: lx.AbstractLinearOperator) -> SpectralOperator:
     """The eigenvectors and eigenvalues of a positive semidefinite operator on matrices.
     Eigenvalues are clipped at zero: rounding alone can make one negative."""
-    values, vectors = jnp.linalg.eigh(operator.as_matrix())
+    values, vectors = decompositions.eigh_dense(operator.as_matrix())
     values = jnp.maximum(values, 0).reshape(operator.in_structure().shape)
     return SpectralOperator(DenseBasis(vectors), values)
 
@@ -105,7 +106,7 @@ def _(operator: lx.DiagonalLinearOperator) -> SpectralOperator:
 @ft.singledispatch
 def eigenvalues(operator: lx.AbstractLinearOperator) -> Float[Array, "d_out d_in"]:
     """All eigenvalues, clipped at zero, in some order."""
-    values = jnp.linalg.eigvalsh(operator.as_matrix())
+    values = decompositions.eigvalsh(operator.as_matrix())
     return jnp.maximum(values, 0).reshape(operator.in_structure().shape)
 
 

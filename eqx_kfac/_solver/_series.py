@@ -3,7 +3,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._operator import chain_gain, matmul, power, SeriesOperator
+from .._operator import chain_gain, eigh_dense, matmul, power, SeriesOperator
 from ._damped import damped_factors
 
 
@@ -25,12 +25,12 @@ def factorise_series(operator: SeriesOperator, damping: Float[Array, ""]) -> Ser
     crosses = operator.output_cross, operator.input_cross
     psi = [matmul(r, matmul(c, r)) for r, c in zip(roots, crosses, strict=True)]
     if operator.kind == "symmetric":
-        values, bases = zip(*(jnp.linalg.eigh((p + p.T) / 2) for p in psi))
+        values, bases = zip(*(eigh_dense((p + p.T) / 2) for p in psi))
         left, right = (matmul(q.T, r) for q, r in zip(bases, roots, strict=True))
         return SeriesState(
             left, right, chain_gain(jnp.outer(*values), operator.length), None
         )
-    squares, bases = zip(*(jnp.linalg.eigh(matmul(p, p.T)) for p in psi))
+    squares, bases = zip(*(eigh_dense(matmul(p, p.T)) for p in psi))
     left, right = (matmul(q.T, r) for q, r in zip(bases, roots, strict=True))
     # In the bases of Psi Psi^T, which is diagonal there.
     psi = [matmul(q.T, matmul(p, q)) for q, p in zip(bases, psi, strict=True)]

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._misc import check_count
-from .._operator import eigh, Factor, matmul
+from .._operator import eigh, Factor, matmul, qr
 from ._eigh import AbstractEigenSolver
 
 
@@ -47,7 +47,7 @@ class SubspaceIteration(AbstractEigenSolver):
 
         def iterate(vectors):
             for _ in range(self.iterations):
-                vectors, _ = jnp.linalg.qr(matmul(factor, vectors))
+                vectors, _ = qr(matmul(factor, vectors))
             values = jnp.sum(vectors * matmul(factor, vectors), axis=0)
             return jnp.maximum(values, 0), vectors
 

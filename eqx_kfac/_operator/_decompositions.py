@@ -1,0 +1,48 @@
+"""Decompositions of one matrix, to be mapped over several."""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array
+
+from .._misc import explicit_sharding
+
+
+def one_by_one(fn: Callable[[Array], Any]) -> Callable[[Array], Any]:
+    """`fn(matrix)`; on CPU, `vmap` takes one matrix after the other. Batched calls of
+    LAPACK wait for threads there (JAX 0.10 to 0.12), and two of them at the same time,
+    each holding one, wait for ever."""
+    fn = jax.jit(fn)
+
+    @custom_vmap
+    def alone(matrix):
+        return fn(matrix)
+
+    @alone.def_vmap
+    def _(_, __, matrices):
+        if explicit_sharding(jax.typeof(matrices)) is not None:  # Not along one axis.
+            out = jax.vmap(fn)(matrices)
+        else:
+            out = jax.lax.map(alone, matrices)
+        return out, jtu.tree_map(lambda _: True, out)
+
+    @jax.custom_jvp  # For `custom_vmap` has no reverse mode.
+    def on_any_platform(matrix):
+        return jax.lax.platform_dependent(matrix, cpu=alone, default=fn)
+
+    @on_any_platform.defjvp
+    def _(primals, tangents):
+        return jax.jvp(fn, primals, tangents)
+
+    return ft.wraps(fn)(on_any_platform)
+
+
+eigh_dense = one_by_one(lambda matrix: tuple(jnp.linalg.eigh(matrix)))
+eigvalsh = one_by_one(jnp.linalg.eigvalsh)
+qr = one_by_one(lambda matrix: tuple(jnp.linalg.qr(matrix)))
+inv = one_by_one(jnp.linalg.inv)
