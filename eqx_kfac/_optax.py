@@ -107,7 +107,7 @@ def scale_by_kfac(
         due = state.step, state.weight, inverse_period
         if has_bases(updates):
             averaged = when_due(
-                *due, lambda: refreshed(averaged, updates, solver), averaged
+                *due, lambda: refreshed(averaged, updates, solver)[0], averaged
             )
         inverse = when_due(
             *due,

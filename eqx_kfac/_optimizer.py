@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 from ._batch import Batch, LinearisedBatch
 from ._custom_types import Key, Model
 from ._damping import LevenbergMarquardt
-from ._factorise import init_inverse, refactorise
+from ._factorise import init_inverse, refactorise, Turns, when_in_turn
 from ._fisher import AbstractFisher, MonteCarlo
 from ._misc import (
     all_finite,
@@ -104,6 +104,7 @@ class KFAC(eqx.Module):
     curvature_period: int = eqx.field(static=True)
     curvature_examples: int | None = eqx.field(static=True)
     inverse_period: int = eqx.field(static=True)
+    in_turn: bool = eqx.field(static=True)
     ema: Any
     burn_in: int = eqx.field(static=True)
     fallback: optax.GradientTransformation | None
@@ -125,6 +126,7 @@ class KFAC(eqx.Module):
         curvature_period: int = 1,
         curvature_examples: int | None = None,
         inverse_period: int = 5,
+        in_turn: bool = False,
         ema: Any = 0.95,
         burn_in: int = 0,
         fallback: optax.GradientTransformation | None = None,
@@ -156,6 +158,9 @@ class KFAC(eqx.Module):
         - `curvature_period`: curvature is estimated every so many steps.
         - `curvature_examples`: from the first so many examples of the batch, or from all.
         - `inverse_period`: it is factorised every so many steps.
+        - `in_turn`: not all layers at the same step, but some at every step, so that
+            every layer has its turn once in `inverse_period` steps: as much work, evenly
+            spread.
         - `ema`: $\rho \in [0, 1]$, the decay of the moving average of the curvature. 1 is
             the mean over all steps; 0 keeps only the latest estimate.
         - `burn_in`: how many more estimates of the curvature are averaged on the first
@@ -215,6 +220,7 @@ class KFAC(eqx.Module):
         self.curvature_period = curvature_period
         self.curvature_examples = curvature_examples
         self.inverse_period = inverse_period
+        self.in_turn = in_turn
         self.ema = ema
         self.burn_in = burn_in
         self.fallback = fallback
@@ -415,22 +421,16 @@ class KFAC(eqx.Module):
         """Factorise (if due), precondition, choose the length, look (if due), decide."""
         curvature, weight, finite = averaged
         fine, first = _fine(value, grads), state.weight == 0
-
-        def when_inverse_is_due(compute, otherwise):
-            again = state.refactorise
-            due = state.step, state.weight, self.inverse_period
-            return when_due(*due, compute, otherwise, finite, again)
-
+        number = self.inverse_period if self.in_turn else 1
+        turns = Turns(grads, number)
+        due = turns, state, self.inverse_period, finite
         if has_bases(grads):
-            curvature = when_inverse_is_due(
-                lambda: refreshed(curvature, grads, self.solver), curvature
-            )
+            refresh = lambda curvature: refreshed(curvature, grads, self.solver)
+            curvature, _ = when_in_turn(*due, refresh, curvature)
         trial = _Trial(self, model, state, curvature, value, grads, linearised)
         damping = trial.calibrated(first, finite)
-        inverse, factorised = when_inverse_is_due(
-            lambda: trial.factorise(damping),
-            (state.inverse, state.weight >= 0),  # True
-        )
+        invert = lambda *trees: trial.factorise(damping, *trees)
+        inverse, factorised = when_in_turn(*due, invert, state.inverse, curvature)
         proposal = trial.propose(damping, inverse)
         others, fallback = update_fallback(grads, state.fallback, model, self.fallback)
         updates = eqx.combine(proposal.velocity, others)
@@ -527,11 +527,13 @@ class _Trial(eqx.Module):
         damping = self.optimizer.damping
         return damping if isinstance(damping, LevenbergMarquardt) else None
 
-    def factorise(self, damping: Float[Array, ""]) -> tuple[Model, Bool[Array, ""]]:
+    def factorise(
+        self, damping: Float[Array, ""], inverse: Model, curvature: Model
+    ) -> tuple[Model, Bool[Array, ""]]:
         """The inverse; the previous one, and false, if that is not finite."""
         return refactorise(
-            self.state.inverse,
-            self.curvature,
+            inverse,
+            curvature,
             self.model,
             self.optimizer.solver,
             damping * self.state.damping_ratio,
@@ -631,7 +633,7 @@ class _Trial(eqx.Module):
 
         def repeat(carry):
             damping, last, number, _ = carry
-            inverse, _ = self.factorise(damping)
+            inverse, _ = self.factorise(damping, self.state.inverse, self.curvature)
             proposal = self.propose(damping, inverse)
             _, others = partition_tagged(jtu.tree_map(jnp.zeros_like, self.grads))
             predicted = self._predicted(damping, proposal, others)

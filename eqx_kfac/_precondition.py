@@ -113,10 +113,13 @@ def refresh(
     return map_tags(layer_factors, model, curvature)
 
 
-def refreshed(curvature: Model, model: Model, solver: AbstractDampedSolver) -> Model:
-    """As `refresh`; what was there, if that is not finite."""
+def refreshed(
+    curvature: Model, model: Model, solver: AbstractDampedSolver
+) -> tuple[Model, Bool[Array, ""]]:
+    """As `refresh`, and whether it is finite; what was there, if it is not."""
     new = refresh(curvature, model, solver)
-    return tree_where(all_finite(new), new, curvature)
+    finite = all_finite(new)
+    return tree_where(finite, new, curvature), finite
 
 
 def in_bases_of(

@@ -1,0 +1,252 @@
+"""Which factors are decomposed together, which one by one, and when."""
+
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+
+import eqx_kfac as kfac
+from eqx_kfac._factorise import factorise, Turns
+from eqx_kfac._operator import inverse
+from eqx_kfac._tagged import map_tags
+
+
+class Net(eqx.Module):
+    """Layers of equal shapes, side by side and stacked."""
+
+    first: kfac.Linear
+    hidden: list[kfac.Linear]
+    stacked: kfac.Linear
+    last: kfac.Linear
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0), 6)
+        self.first = kfac.Linear(5, 4, key=keys[0])
+        self.hidden = [kfac.Linear(4, 4, key=k) for k in keys[1:3]]
+        make = lambda key: kfac.Linear(4, 4, key=key)
+        self.stacked = eqx.filter_vmap(make)(jax.random.split(keys[3], 3))
+        self.last = kfac.Linear(4, 2, use_bias=False, key=keys[4])
+
+    def __call__(self, x):
+        x = jnp.tanh(self.first(x))
+        for layer in self.hidden:
+            x = jnp.tanh(layer(x))
+        arrays, static = eqx.partition(self.stacked, eqx.is_array)
+
+        def step(x, arrays):
+            return jnp.tanh(eqx.combine(arrays, static)(x)), None
+
+        return self.last(jax.lax.scan(step, x, arrays)[0])
+
+
+def loss_fn(model, x, y):
+    return kfac.SquaredError(jax.vmap(model)(x), y)
+
+
+@pytest.fixture(scope="module")
+def problem():
+    keys = jax.random.split(jax.random.key(1), 2)
+    x, y = jax.random.normal(keys[0], (16, 5)), jax.random.normal(keys[1], (16, 2))
+    model = Net()
+    curve = eqx.filter_jit(kfac.curvature(loss_fn, kfac.Exact()))
+    return model, (x, y), curve(model, x, y)
+
+
+SOLVERS = [
+    kfac.Cholesky(),
+    kfac.Eigh(),
+    kfac.NewtonSchulz(tolerance=1e-14),
+    kfac.SubspaceIteration(),
+]
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
+def test_as_if_each_were_alone(problem, solver):
+    """The states, warm ones included, are those of every layer by itself."""
+    model, _, curvature = problem
+    cold = eqx.filter_jit(factorise)(curvature, model, solver, 0.1)
+    warm = eqx.filter_jit(factorise)(curvature, model, solver, 0.1, cold)
+
+    def alone(tag, layer, factors, cold):
+        def init(factors, previous):
+            options = dict(damping=jnp.array(0.1), previous=previous)
+            return solver.init(tag.block.operator(factors), options)
+
+        for _ in range(factors.l2.ndim):
+            init = jax.vmap(init, (0, None if cold is None else 0))
+        return eqx.filter_jit(init)(factors, cold)
+
+    for got, previous in ((cold, map_tags(lambda *_: None, model)), (warm, cold)):
+        want = map_tags(alone, model, curvature, previous)
+        for a, b in zip(jtu.tree_leaves(got), jtu.tree_leaves(want), strict=True):
+            np.testing.assert_allclose(jnp.abs(a), jnp.abs(b), rtol=1e-10, atol=1e-12)
+
+
+def test_equal_shapes_are_decomposed_together(problem):
+    """The model has factors of 6, 5, 4 and 2 rows: four decompositions, however many
+    layers."""
+    model, _, curvature = problem
+
+    def lowered(solver):
+        run = lambda c: factorise(c, model, solver, jnp.array(0.1))
+        text = jax.jit(run).lower(curvature).compile().as_text()
+        return re.findall(r'custom_call_target="lapack_dpotrf', text)
+
+    assert len(lowered(kfac.Cholesky())) == 4
+
+
+def test_lapack_is_not_called_for_batches(problem):
+    """On CPU, batched calls may wait for each other for ever."""
+
+    def ranks(fn, *args):
+        text = jax.jit(fn).lower(*args).compile().as_text()
+        calls = re.findall(r"= (.*?) custom-call\(.*lapack_", text)
+        shapes = [s for call in calls for s in re.findall(r"f64\[([\d,]+)\]", call)]
+        return {shape.count(",") + 1 for shape in shapes}
+
+    model, _, curvature = problem
+    for solver in SOLVERS:
+        if isinstance(solver, kfac.NewtonSchulz):  # Does not call it at all.
+            continue
+        run = lambda c, s=solver: factorise(c, model, s, jnp.array(0.1))
+        assert max(ranks(run, curvature)) <= 2
+        several = jtu.tree_map(lambda a: jnp.stack([a, a]), curvature)
+        assert max(ranks(jax.vmap(run), several)) <= 2
+    matrices = jnp.stack([jnp.eye(4)] * 3)
+    assert max(ranks(jax.vmap(inverse), matrices)) == 2
+    assert max(ranks(jax.vmap(jnp.linalg.cholesky), matrices)) == 3  # As JAX has it.
+
+
+def test_many_large_factors_under_vmap():
+    """What hangs if LAPACK is called for batches (and several of these at a time)."""
+    sizes = [130, 131, 132, 133]
+    factors = [jnp.stack([jnp.eye(n)] * 4) for n in sizes]
+    run = jax.jit(lambda factors: [jax.vmap(inverse)(f) for f in factors])
+    for _ in range(5):
+        for n, out in zip(sizes, jax.block_until_ready(run(factors)), strict=True):
+            np.testing.assert_allclose(out[0], np.eye(n), atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [3, 255, 256, 300, 520, 700])
+def test_inverse_of_any_size(size):
+    """Across the sizes at which it is computed by halves, of a matrix with a condition
+    number of a million."""
+    r = np.random.default_rng(size)
+    q, _ = np.linalg.qr(r.normal(size=(size, size)))
+    matrix = (q * np.logspace(0, -6, size)) @ q.T
+    got = jax.jit(inverse)(jnp.asarray((matrix + matrix.T) / 2))
+    exact = (q * np.logspace(0, 6, size)) @ q.T
+    assert np.linalg.norm(got - exact, 2) / np.linalg.norm(exact, 2) < 1e-9
+
+
+def test_reverse_mode_through_decompositions():
+    """Decompositions one by one are as differentiable as those of JAX."""
+    root = jax.random.normal(jax.random.key(3), (2, 4, 6))
+    factors = root @ jnp.swapaxes(root, 1, 2)
+
+    def logdet(factors):
+        operator = kfac.KroneckerOperator(*factors)
+        return operator.logdet(0.1)
+
+    def plain(factors):
+        return jnp.linalg.slogdet(jnp.kron(*factors) + 0.1 * jnp.eye(16))[1]
+
+    got, want = jax.grad(logdet)(factors), jax.grad(plain)(factors)
+    sym = lambda a: a + jnp.swapaxes(a, 1, 2)
+    np.testing.assert_allclose(sym(got), sym(want), rtol=1e-9)
+    several = jnp.stack([factors, 2 * factors])
+    np.testing.assert_allclose(jax.vmap(jax.grad(logdet))(several)[0], got, rtol=1e-9)
+
+
+def changed(old, new):
+    def differs(tag, layer, a, b):
+        pairs = zip(jtu.tree_leaves(a), jtu.tree_leaves(b), strict=True)
+        return any(bool(jnp.any(x != y)) for x, y in pairs)
+
+    tree = map_tags(differs, Net(), old, new)
+    return jtu.tree_leaves(tree)
+
+
+@pytest.mark.parametrize("solver", [kfac.Cholesky(), kfac.Eigh()], ids=["chol", "eigh"])
+def test_in_turn(problem, solver):
+    """At the first step all layers are factorised, then every layer once in a period;
+    each time as if all were."""
+    model, args, _ = problem
+    choices = dict(solver=solver, fisher=kfac.Exact(), norm_constraint=1e-3)
+    optimizer = kfac.KFAC(0.1, inverse_period=3, in_turn=True, **choices)
+    step = eqx.filter_jit(lambda m, s: optimizer.step(loss_fn, m, s, *args))
+    state, seen = optimizer.init(model), []
+    for number in range(7):
+        model, new, info = step(model, state)
+        seen.append(changed(state.inverse, new.inverse))
+        damping = float(optimizer.damping)
+        fresh = eqx.filter_jit(factorise)(new.curvature, model, solver, damping)
+        for is_new, a, b in zip(
+            seen[-1],
+            jtu.tree_leaves(new.inverse, is_leaf=lambda n: hasattr(n, "_fields")),
+            jtu.tree_leaves(fresh, is_leaf=lambda n: hasattr(n, "_fields")),
+            strict=True,
+        ):
+            close = [np.allclose(x, y, rtol=1e-9, atol=1e-12) for x, y in zip(a, b)]
+            assert all(close) == is_new
+        assert not info.rejected
+        state = new
+    assert all(seen[0])
+    for start in range(1, 5):
+        period = np.sum(seen[start : start + 3], axis=0)
+        assert np.all(period == 1)
+    assert max(sum(s) for s in seen[1:]) < 5
+
+
+def test_in_turn_is_the_same_at_period_one(problem):
+    model, args, _ = problem
+    results = []
+    for in_turn in (False, True):
+        optimizer = kfac.KFAC(0.1, inverse_period=1, in_turn=in_turn, fisher=kfac.Exact())
+        step = eqx.filter_jit(lambda m, s, o=optimizer: o.step(loss_fn, m, s, *args))
+        new, state = model, optimizer.init(model)
+        for _ in range(3):
+            new, state, _ = step(new, state)
+        results.append(eqx.filter(new, eqx.is_array))
+    assert eqx.tree_equal(*results)
+
+
+def test_turns_are_of_about_equal_work():
+    sizes = [(64, 64), (64, 64), (32, 64), (16, 16), (64, 2), (2, 2)]
+    model = [kfac.Linear(i, o, key=jax.random.key(0)) for i, o in sizes]
+    turns = Turns(model, 3)
+    totals = np.zeros(3)
+    for (i, o), turn in zip(sizes, jtu.tree_leaves(turns.turns), strict=True):
+        totals[turn] += (i + 1) ** 3 + o**3
+    assert totals.max() < 1.4 * totals.mean()
+    parts = [turns.only(turn, turns.turns) for turn in range(3)]
+    assert jtu.tree_leaves(turns.join(parts)) == jtu.tree_leaves(turns.turns)
+
+
+def test_in_turn_with_bases(problem):
+    """Eigenbases of EKFAC blocks are refreshed in turn, too."""
+    _, args, _ = problem
+    model = kfac.convert(kfac.revert(Net()), blocks=kfac.EKFAC())
+    optimizer = kfac.KFAC(
+        0.1, norm_constraint=1e-3, inverse_period=2, in_turn=True, fisher=kfac.Exact()
+    )
+    step = eqx.filter_jit(lambda m, s: optimizer.step(loss_fn, m, s, *args))
+    state = optimizer.init(model)
+
+    def bases(state):
+        keep = lambda tag, layer, f: (f.output_vectors, f.input_vectors)
+        return map_tags(keep, model, state.curvature)
+
+    seen = []
+    for _ in range(5):
+        model, new, info = step(model, state)
+        seen.append(changed(bases(state), bases(new)))
+        assert not info.rejected
+        state = new
+    assert all(seen[0])
+    assert np.all(np.sum(seen[1:3], axis=0) == 1)
+    assert np.all(np.sum(seen[3:5], axis=0) == 1)
