@@ -1,6 +1,6 @@
 import abc
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 from jaxtyping import Array, Float, PyTree
@@ -9,9 +9,10 @@ from .._form import AbstractForm, Rows, Sizes
 from .._misc import accumulator, zeros_beside
 
 
-class Statistics(eqx.Module):
+class Statistics(NamedTuple):
     """What a block collects, as sums over rows. Also the type of a tag's *slots*: then
-    the leaves are `None`, or zeros while curvature is being collected."""
+    the leaves are `None`, or zeros while curvature is being collected. (Tuples all the
+    way: a tag is in every tree that Python flattens at every step.)"""
 
     inputs: PyTree  # Depends on the layer's inputs only: the same for every pullback.
     outputs: PyTree  # Depends on the gradients at the outputs: adds up over pullbacks.

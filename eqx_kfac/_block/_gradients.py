@@ -3,7 +3,7 @@
 import abc
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -15,7 +15,7 @@ from .._misc import accumulator, check_count, moment, zeros_of
 from ._base import AbstractBlock, sizes_and_zeros, Statistics
 
 
-class Columns(eqx.Module):
+class Columns(NamedTuple):
     """Which columns of the canonical matrix are trained, those of the weight or that of
     the bias: zeros (for slots hold arrays), or `None`."""
 

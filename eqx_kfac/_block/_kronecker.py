@@ -1,5 +1,5 @@
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from ._base import AbstractBlock, AbstractFactors, sizes_and_zeros, Statistics
 from ._sharing import AbstractSharing, Expand
 
 
-class InputMoments(eqx.Module):
+class InputMoments(NamedTuple):
     r"""$\sum w$, $\sum w x$ and $\sum w x x^\top$ over a layer's rows. The bias column
     $\bar x = [x; 1]$ costs no copy: its moments are the first two. The last one is over
     the rows of a layer that uses the transposed weight."""
@@ -24,7 +24,7 @@ class InputMoments(eqx.Module):
     transposed: Any = None
 
 
-class OutputMoments(eqx.Module):
+class OutputMoments(NamedTuple):
     r"""$\sum g g^\top$ over a layer's rows, and over those of a layer that uses the
     transposed weight."""
 

@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from .._operator import SeriesOperator
 from ._base import AbstractBlock, AbstractFactors, sizes_and_zeros, Statistics
 
 
-class SeriesMoments(eqx.Module):
+class SeriesMoments(NamedTuple):
     """Second moments of rows, and of rows with those of the step before (inputs) or
     after (outputs)."""
 
