@@ -364,7 +364,16 @@ def _mean_over_layer(tag: Tag, diagonal: Any) -> Any:
     """The mean over each layer's parameters of a diagonal."""
     if not is_trainable(tag, diagonal):
         return None
-    return jnp.mean(tag.form.to_matrix(diagonal), axis=(-2, -1))
+    # One parameter after the other: XLA sees that they are constant, and writes nothing.
+    number = len(tag.form.names)
+    matrices = [
+        tag.form.to_matrix(tag.form.only(diagonal, own))
+        for i, p in enumerate(tag.form.parameters(diagonal))
+        if p is not None
+        for own in [tuple(p if i == j else None for j in range(number))]
+    ]
+    size = sum(math.prod(m.shape[-2:]) for m in matrices)
+    return sum(jnp.sum(m, axis=(-2, -1)) for m in matrices) / size
 
 
 def _sum(fn: Callable, number: int, at_once: int, zeros: PyTree) -> PyTree:
