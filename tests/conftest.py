@@ -1,5 +1,4 @@
 import importlib.metadata
-import inspect
 import os
 
 
@@ -22,24 +21,12 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
-import jaxtyping
 import pytest
 
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-
-def jaxtyped(*, typechecker, original=jaxtyping.jaxtyped):
-    """What checks the types of the library, but for functions without annotations: there
-    are many within other functions, and each call would compile its checks anew."""
-    check = original(typechecker=typechecker)
-    has_none = lambda fn: inspect.isfunction(fn) and not fn.__annotations__
-    return lambda fn: fn if has_none(fn) else check(fn)
-
-
-jaxtyping.jaxtyped = jaxtyped
 
 
 @pytest.fixture
