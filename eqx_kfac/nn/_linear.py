@@ -43,7 +43,16 @@ class Linear(TaggedOutputs, eqx.nn.Linear):
                 f"input of type {jnp.result_type(x)}. Curvature needs floating-point "
                 "inputs: convert them first, e.g. with `x.astype(jnp.float32)`.",
             )
-        return super().__call__(x, key=key)
+        if not self.tag.collecting:
+            return super().__call__(x, key=key)
+        return self.tag(self._forward(x), x)
+
+    def _forward(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """What the parent computes, as $x W^T$ instead of $W x$: under `vmap`, examples
+        then come first in derivatives, too, and XLA has nothing to transpose."""
+        y = jnp.atleast_1d(x) @ self.weight.T
+        y = y if self.bias is None else y + self.bias
+        return jnp.squeeze(y) if self.out_features == "scalar" else y
 
 
 def _is_inexact(x: Any) -> bool:

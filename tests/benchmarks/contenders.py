@@ -80,10 +80,12 @@ def from_contrib(problem: Problem) -> list[Contender]:
     return found
 
 
-def optimizer(adaptive: bool, **choices: Any) -> kfac.KFAC:
-    choices = dict(inverse_period=PERIOD) | choices
+def optimizer(adaptive: bool, examples: int | None = None, **choices: Any) -> kfac.KFAC:
+    """With all curvature from the first `examples` of a batch."""
+    usual = dict(inverse_period=PERIOD, in_turn=True, curvature_examples=examples)
+    choices = usual | choices
     if adaptive:
-        quadratic = kfac.QuadraticModel()
+        quadratic = kfac.QuadraticModel(examples)
         damping = kfac.LevenbergMarquardt(DAMPING, interval=PERIOD, minimum=1e-5)
         return kfac.KFAC(quadratic, quadratic, damping, **choices)
     return kfac.KFAC(RATE, MOMENTUM, DAMPING, norm_constraint=NORM, **choices)
@@ -163,6 +165,7 @@ def parts(problem: Problem) -> list[Contender]:
             False, inverse_period=NEVER, curvature_period=NEVER
         ),
         "part: inversion at every step": optimizer(False, inverse_period=1),
+        "part: all layers inverted at once": optimizer(False, in_turn=False),
         "part: adaptive, no inversion": optimizer(True, inverse_period=NEVER),
     }
     return [statistics, *(ours(n, problem, chosen) for n, chosen in choices.items())]
