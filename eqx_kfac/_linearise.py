@@ -364,13 +364,13 @@ def _mean_over_layer(tag: Tag, diagonal: Any) -> Any:
     """The mean over each layer's parameters of a diagonal."""
     if not is_trainable(tag, diagonal):
         return None
-    # One parameter after the other: XLA sees that they are constant, and writes nothing.
-    number = len(tag.form.names)
+    # The bias (the last one) by itself: XLA sees what is constant, and writes nothing.
+    *weights, bias = tag.form.parameters(diagonal)
+    parts = (*weights, None), (*[None] * len(weights), bias)
     matrices = [
-        tag.form.to_matrix(tag.form.only(diagonal, own))
-        for i, p in enumerate(tag.form.parameters(diagonal))
-        if p is not None
-        for own in [tuple(p if i == j else None for j in range(number))]
+        tag.form.to_matrix(tag.form.only(diagonal, part))
+        for part in parts
+        if any(p is not None for p in part)
     ]
     size = sum(math.prod(m.shape[-2:]) for m in matrices)
     return sum(jnp.sum(m, axis=(-2, -1)) for m in matrices) / size

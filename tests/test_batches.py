@@ -415,7 +415,7 @@ def test_first_examples_may_be_all():
 
 
 def temporary_bytes(micro_batches):
-    mlp = eqx.nn.MLP(8, 8, 8, 3, activation=jnp.tanh, key=jr.key(0))
+    mlp = eqx.nn.MLP(8, 8, 32, 3, activation=jnp.tanh, key=jr.key(0))
     params, static = eqx.partition(kfac.convert(mlp), eqx.is_array)
     optimizer = kfac.KFAC(0.1, fisher=kfac.Empirical())
     x = jnp.zeros((8192, 8))
