@@ -148,13 +148,13 @@ def refactorise(
 
 
 class Turns:
-    """Layers that are factorised at different steps, in `number` turns of about equal
-    work."""
+    """Layers that are factorised at different steps, in at most `number` turns of about
+    equal work."""
 
     def __init__(self, model: Model, number: int):
-        self.model = model
-        self.number = number
         work, treedef = flatten_tags(_operations, model)
+        self.model = model
+        self.number = number = max(1, min(number, len(work)))
         turns, totals = [0] * len(work), [0.0] * number
         for i in sorted(range(len(work)), key=lambda i: work[i][1], reverse=True):
             turns[i] = int(np.argmin(totals))
@@ -197,7 +197,7 @@ def when_in_turn(
     for turn in range(turns.number):
         own = [turns.only(turn, tree) for tree in trees]
         kept = own[0], state.weight >= 0  # True.
-        due = state.step - turn, state.weight, period
+        due = state.step - turn * (period // turns.number), state.weight, period
         go = ft.partial(compute, *own)
         results.append(when_due(*due, go, kept, finite, state.refactorise))
     flags = [flag for _, flag in results]

@@ -215,6 +215,22 @@ def test_in_turn_is_the_same_at_period_one(problem):
     assert eqx.tree_equal(*results)
 
 
+def test_more_steps_than_layers(problem):
+    """Turns are spread over the period; there are no more of them than layers."""
+    model, args, _ = problem
+    assert Turns(model, 10**9).number == 5
+    choices = dict(fisher=kfac.Exact(), norm_constraint=1e-3)
+    optimizer = kfac.KFAC(0.1, inverse_period=15, in_turn=True, **choices)
+    step = eqx.filter_jit(lambda m, s: optimizer.step(loss_fn, m, s, *args))
+    state, when = optimizer.init(model), []
+    for number in range(31):
+        model, new, _ = step(model, state)
+        if any(changed(state.inverse, new.inverse)):
+            when.append(number)
+        state = new
+    assert when == list(range(0, 31, 3))
+
+
 def test_turns_are_of_about_equal_work():
     sizes = [(64, 64), (64, 64), (32, 64), (16, 16), (64, 2), (2, 2)]
     model = [kfac.Linear(i, o, key=jax.random.key(0)) for i, o in sizes]
