@@ -82,7 +82,7 @@ def from_contrib(problem: Problem) -> list[Contender]:
 
 def optimizer(adaptive: bool, examples: int | None = None, **choices: Any) -> kfac.KFAC:
     """With all curvature from the first `examples` of a batch."""
-    usual = dict(inverse_period=PERIOD, in_turn=True, curvature_examples=examples)
+    usual = dict(inverse_period=PERIOD, curvature_examples=examples)
     choices = usual | choices
     if adaptive:
         quadratic = kfac.QuadraticModel(examples)
@@ -165,7 +165,6 @@ def parts(problem: Problem) -> list[Contender]:
             False, inverse_period=NEVER, curvature_period=NEVER
         ),
         "part: inversion at every step": optimizer(False, inverse_period=1),
-        "part: all layers inverted at once": optimizer(False, in_turn=False),
         "part: adaptive, no inversion": optimizer(True, inverse_period=NEVER),
     }
     return [statistics, *(ours(n, problem, chosen) for n, chosen in choices.items())]

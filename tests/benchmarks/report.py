@@ -84,8 +84,9 @@ def targets(cases: list[dict]) -> list[tuple[str, float, float | None]]:
                 ratio = _ratio(scan, theirs(kind, "mean"))
                 add(f"{kind}, a step in lax.scan, over kfac-jax", 0.5, ratio)
             if not case["case"].startswith("MLP"):
-                ratio = _ratio(ours(kind, "slowest"), ours(kind, "median"))
-                add(f"{kind}, slowest step over median", 1.5, ratio)
+                turn = f"{kind}, in turn"
+                ratio = _ratio(ours(turn, "slowest"), ours(turn, "median"))
+                add(f"{turn}, slowest step over median", 1.5, ratio)
         least = case["floors"]["floor, no inversion"]
         if case["case"] == "autoencoder" and case["batch"] >= 500:
             add(

@@ -6,8 +6,7 @@ least that K-FAC's matrix products take, kfac-jax (if it can be imported), and o
     python tests/benchmarks/speed.py --toy               # seconds: does everything run?
 
 All contenders of a case run in turn in one process, with the same batch, hyper-parameters
-and periods (curvature at every step; every layer inverted once in 5 steps, by this
-library in turn). The *floor* is the sum of the
+and periods (curvature at every step, inverses every 5th). The *floor* is the sum of the
 matrix products a step must do, each timed alone, in the same rounds: those of the
 gradient; one more backward pass and two moments per layer for the statistics; two
 products per layer with the inverses; for the adaptive step, two tangents of the network;
@@ -61,6 +60,12 @@ def measure(
         contenders.ours(f"K-FAC, {kind(a)}", problem, contenders.optimizer(a))
         for a in (False, True)
     ]
+    ours += [
+        contenders.ours(
+            f"K-FAC, {kind(a)}, in turn", problem, contenders.optimizer(a, in_turn=True)
+        )
+        for a in (False, True)
+    ]
     if problem.examples >= 500:
         part = problem.examples // 4
         ours += [
@@ -76,8 +81,8 @@ def measure(
     others = [adam, *contenders.from_contrib(problem)]
     gradient = contenders.gradient(problem)
     all_ = [*ours, *[p for p in peers if p is not None], gradient, *others]
-    if parts:
-        all_ += contenders.parts(problem)
+    pieces = contenders.parts(problem)
+    all_ += [p for p in pieces if parts or p.name == "part: no inversion"]
     if scan:
         steps = 20 * PERIOD
         all_ += [contenders.ours_in_scan(problem, a, steps) for a in (False, True)]
