@@ -1,6 +1,6 @@
 """What every K-FAC optimizer does to the tagged layers of a model: average their
-curvature, factorise it, precondition gradients with it. Pure functions over trees that
-are shaped like the model."""
+curvature, precondition gradients with it. (`_factorise.py` factorises it.) Pure functions
+over trees that are shaped like the model."""
 
 from typing import Any
 

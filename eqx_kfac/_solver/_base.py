@@ -53,7 +53,7 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
 
     def damped(
         self, output_factor: Factor, input_factor: Factor, damping: Float[Array, ""]
-    ) -> "Pair":
+    ) -> Pair:
         """The factors that are decomposed."""
         return Pair(output_factor, input_factor)
 
