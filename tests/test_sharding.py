@@ -454,7 +454,9 @@ def separate_members(run="collect", weighted=False):
 
 
 def one_member_per_device(run, params, *args):
-    """`run(params, *args)` on every device, for its part of both."""
+    """`run(params, *args)` on every device, for its part of both. (Fetched: looking at
+    one member of a sharded array is a program with a collective for every array, and
+    many of them on their way at once can wait for each other for ever.)"""
 
     @jax.jit
     @ft.partial(
@@ -464,7 +466,7 @@ def one_member_per_device(run, params, *args):
         params, args = member((params, args), 0)
         return jtu.tree_map(lambda x: x[None], arrays(run(params, *args)))
 
-    return local(params, args)
+    return jax.device_get(local(params, args))
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -551,6 +553,6 @@ def test_members_and_examples_on_two_axes(weighted):
         return jtu.tree_map(lambda x: x[None], arrays(out))
 
     want = [unsharded("collect", weighted, seed=seed) for seed in range(2)]
-    got = local(params, args)
+    got = jax.device_get(local(params, args))
     assert_same(got, stack(want))
     assert_differs(member(got, 0), member(got, 1))
