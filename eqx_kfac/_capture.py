@@ -193,7 +193,7 @@ class _Place:
 
 
 def _raw(model: Model) -> list[Statistics]:
-    return [raw for _, raw in flatten_tags(lambda tag, _: tag.raw, model)[0]]
+    return [raw for _, raw in flatten_tags(lambda tag, _: tag.held.raw, model)[0]]
 
 
 def _counted(linearisation: Linearisation) -> list[Array]:

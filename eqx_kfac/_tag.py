@@ -9,6 +9,7 @@ JAX can differentiate, it can collect curvature from.
 This file and `_rows.py` are the only ones that touch JAX's extension points.
 """
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,10 +21,31 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Inexact, Shaped
 
-from ._block import AbstractBlock, is_statistics, Series, Statistics
+from ._block import AbstractBlock, Series, Statistics
 from ._form import AbstractForm, Parameters
 from ._misc import accumulator, cast_varying, common_prefix, varying_axes
 from ._rows import Raw
+
+
+class Held(NamedTuple):
+    """What a tag holds while curvature is being collected. Otherwise all is `None`."""
+
+    slots: Statistics
+    weights: Array | None
+    basis: Any
+    # Of a tag at parameters: a mark for each one that is trained. (Within the loss
+    # function, the others are there again.)
+    trained: tuple[Array | None, ...]
+    raw: Statistics  # Slots for the rows themselves, instead of the block's sums.
+
+
+@ft.lru_cache
+def _nothing(form: AbstractForm, block: AbstractBlock) -> tuple[tuple, Any]:
+    """What a tag holds at first, in a row; and the structure of a `Held`."""
+    trained = (None,) * len(form.names) if isinstance(form, Parameters) else ()
+    held = Held(block.empty(), None, block.empty_basis(), trained, Raw().empty())
+    leaves, treedef = jtu.tree_flatten(held, is_leaf=lambda x: x is None)
+    return tuple(leaves), treedef
 
 
 class Tag(eqx.Module):
@@ -36,15 +58,11 @@ class Tag(eqx.Module):
 
     form: AbstractForm = eqx.field(static=True)
     block: AbstractBlock = eqx.field(static=True)
-    slots: Statistics
-    weights: Array | None
-    basis: Any
-    also: "Tag | None"
     swapped: bool = eqx.field(static=True)
-    # Of a tag at parameters, while collecting: a mark for each one that is trained.
-    # (Within the loss function, the others are there again.)
-    trained: tuple[Array | None, ...]
-    raw: Statistics  # Slots for the rows themselves, instead of the block's sums.
+    # A `Held`, in a row: Python goes through every tag of a model, and of every tree that
+    # is shaped like it, at every step.
+    row: tuple
+    also: "Tag | None"
 
     def __init__(
         self, form: AbstractForm, block: AbstractBlock, *, swapped: bool = False
@@ -58,13 +76,19 @@ class Tag(eqx.Module):
         """
         self.form = form
         self.block = block
-        self.slots = block.empty()
-        self.weights = None
-        self.basis = block.empty_basis()
-        self.also = None
         self.swapped = swapped
-        self.trained = (None,) * len(form.names)
-        self.raw = Raw().empty()
+        self.row, _ = _nothing(form, block)
+        self.also = None
+
+    @property
+    def held(self) -> Held:
+        """What it holds."""
+        return _nothing(self.form, self.block)[1].unflatten(self.row)
+
+    @property
+    def slots(self) -> Statistics:
+        """Where the statistics arrive."""
+        return self.held.slots
 
     def __call__(
         self, y: Inexact[Array, "*y"], x: Shaped[Array, "*x"]
@@ -78,7 +102,7 @@ class Tag(eqx.Module):
 
         `y`. Differentiating it with respect to filled slots gives the statistics.
         """
-        if jtu.tree_leaves(self.slots) and isinstance(self.block, Series):
+        if isinstance(self.block, Series) and jtu.tree_leaves(self.slots):
             raise ValueError(
                 "The block `kfac.Series` has to know which time step follows which: run "
                 "the cell with `kfac.scan_cell(cell, hidden, inputs)`, or call "
@@ -89,13 +113,13 @@ class Tag(eqx.Module):
         return self._bind(y, x)
 
     def _bind(self, y: Array, x: Array) -> Array:
-        block = self.block
-        slots, treedef = jtu.tree_flatten(self.slots)
+        if not self.collecting:
+            return y
+        block, held = self.block, self.held
+        slots, treedef = jtu.tree_flatten(held.slots)
         if not slots:
             block = Raw()
-            slots, treedef = jtu.tree_flatten(self.raw)
-        if not slots:
-            return y
+            slots, treedef = jtu.tree_flatten(held.raw)
         for slot in slots:
             if slot.dtype != accumulator(slot.dtype):
                 raise TypeError(
@@ -103,7 +127,7 @@ class Tag(eqx.Module):
                     "whole model was cast, the slots of its tags included. Cast the "
                     "parameters only, with `kfac.cast(model, dtype)`."
                 )
-        shared, shared_treedef = jtu.tree_flatten((self.weights, self.basis))
+        shared, shared_treedef = jtu.tree_flatten((held.weights, held.basis))
         y, x, slots = cast_varying((y, x, slots), varying_axes((y, x, slots)))
         layout = _Layout(self.form, block, self.swapped, treedef, shared_treedef)
         return tag_p.bind(y, x, *shared, *slots, layout=layout, stack=0, examples=0)
@@ -160,7 +184,7 @@ class Tag(eqx.Module):
         if not self.collecting or not is_trainable(self, layer):
             return layer
         (example, *_) = [a for a in jtu.tree_leaves(x) if isinstance(a, jax.Array)]
-        leaves = zip(self.form.parameters(layer), self.trained, strict=True)
+        leaves = zip(self.form.parameters(layer), self.held.trained, strict=True)
         trained = tuple(None if mark is None else leaf for leaf, mark in leaves)
         part = self.form.only(layer, trained)
         column = self(self.form.to_matrix(part)[..., 0], example.reshape(-1)[0])
@@ -170,7 +194,7 @@ class Tag(eqx.Module):
     @property
     def collecting(self) -> bool:
         """Whether the slots are filled."""
-        return bool(jtu.tree_leaves((self.slots, self.raw)))
+        return bool(jtu.tree_leaves(self.row))
 
     def fill(self, layer: Any, weights: Array | None, factors: Any = None) -> "Tag":
         """This tag, ready to collect. `weights` are example weights, or `None`. `factors`
@@ -185,41 +209,33 @@ class Tag(eqx.Module):
             stack = self.form.sizes(layer).stack
             stack = stack[: len(stack) - self.form.groups]
             weights = jnp.broadcast_to(weights, stack + weights.shape)
-        basis = self.basis if factors is None else self.block.basis(factors)
-        return self._with(slots, weights, basis)._marked(layer)
+        held = self.held._replace(slots=slots, weights=weights)
+        if factors is not None:
+            held = held._replace(basis=self.block.basis(factors))
+        return self._holding(held._replace(trained=self._marks(layer)))
 
     def fill_raw(self, layer: Any, raw: Statistics) -> "Tag":
-        """This tag, ready to hand out its rows."""
-        return self._with_raw(raw)._marked(layer)
-
-    def _with_raw(self, raw: Statistics) -> "Tag":
-        return eqx.tree_at(lambda t: t.raw, self, raw, is_leaf=is_statistics)
-
-    def _marked(self, layer: Any) -> "Tag":
-        marks = tuple(
-            None if p is None else jnp.ones(p.shape[: p.ndim - rank], bool)
-            for p, rank in self._ranked(layer)
-        )
-        is_marks = lambda node: node is self.trained
-        return eqx.tree_at(lambda t: t.trained, self, marks, is_leaf=is_marks)
-
-    def _ranked(self, layer: Any) -> list[tuple[Any, int]]:
-        """The parameters that a tag is at, and their ranks."""
-        if not isinstance(self.form, Parameters):
-            return [(None, 0)] * len(self.form.names)
-        return list(zip(self.form.parameters(layer), self.form.ranks, strict=True))
+        """This tag, ready to hand out its rows, if there are slots for them."""
+        if not jtu.tree_leaves(raw):
+            return self
+        return self._holding(self.held._replace(raw=raw, trained=self._marks(layer)))
 
     def with_slots(self, other: "Tag") -> "Tag":
         """This tag, to add to the statistics of another one."""
-        new = self._with(other.slots, other.weights, other.basis)
-        return new._with_raw(other.raw)
+        return self._holding(other.held._replace(trained=self.held.trained))
 
-    def _with(self, slots: Statistics, weights: Array | None, basis: Any) -> "Tag":
-        return eqx.tree_at(
-            lambda t: (t.slots, t.weights, t.basis),
-            self,
-            (slots, weights, basis),
-            is_leaf=lambda x: x is None or is_statistics(x) or x is self.basis,
+    def _holding(self, held: Held) -> "Tag":
+        row = tuple(_nothing(self.form, self.block)[1].flatten_up_to(held))
+        return eqx.tree_at(lambda t: t.row, self, row, is_leaf=lambda x: x is self.row)
+
+    def _marks(self, layer: Any) -> tuple[Array | None, ...]:
+        """For the parameters that it is at, one for every member of a stack."""
+        if not isinstance(self.form, Parameters):
+            return ()
+        leaves = zip(self.form.parameters(layer), self.form.ranks, strict=True)
+        return tuple(
+            None if p is None else jnp.ones(p.shape[: p.ndim - rank], bool)
+            for p, rank in leaves
         )
 
     def empty(self) -> "Tag":
