@@ -16,6 +16,8 @@ import pytest
 import eqx_kfac as kfac
 from eqx_kfac._tagged import fill_tags
 
+from .test_tag import equations_of
+
 
 BATCH, D_IN, HIDDEN, D_OUT = 6, 4, 5, 3
 WEIGHTS = jnp.array([1.0, 2.0, 0.0, 0.5, 0.0, 3.0])
@@ -672,6 +674,19 @@ def test_scan_over_stacked_layers(weighted):
     factors = got[2].hidden
     assert factors.input_factor.shape == (DEPTH, D_IN + 1, D_IN + 1)
     assert_differs(jtu.tree_map(lambda x: x[::-1], factors), want[2].hidden)
+
+
+def test_scan_over_stacked_layers_keeps_no_weight_twice():
+    """Derivatives need the weights; those that are scanned over are there already."""
+    collect = kfac.value_grad_and_curvature(plain_loss, kfac.Empirical())
+    scans = [e for e in equations_of(collect, Stack(), *data(BATCH)) if is_forward(e)]
+    kept = [v.aval.shape for eqn in scans for v in eqn.outvars]
+    assert (DEPTH, BATCH, D_IN) in kept
+    assert (DEPTH, D_IN, D_IN) not in kept
+
+
+def is_forward(eqn):
+    return eqn.primitive.name == "scan" and not eqn.params["reverse"]
 
 
 @ft.cache

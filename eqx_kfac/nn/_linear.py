@@ -49,8 +49,9 @@ class Linear(TaggedOutputs, eqx.nn.Linear):
 
     def _forward(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         """What the parent computes, as $x W^T$ instead of $W x$: under `vmap`, examples
-        then come first in derivatives, too, and XLA has nothing to transpose."""
-        y = jnp.atleast_1d(x) @ self.weight.T
+        then come first in derivatives, too, and XLA has nothing to transpose. (Nor does a
+        scan over layers keep a transposed copy of each weight for its derivative.)"""
+        y = jnp.tensordot(jnp.atleast_1d(x), self.weight, axes=(0, 1))
         y = y if self.bias is None else y + self.bias
         return jnp.squeeze(y) if self.out_features == "scalar" else y
 
