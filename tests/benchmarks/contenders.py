@@ -1,6 +1,7 @@
 """Who races in `speed.py`: each makes its state, and a step that is called as a user
 calls it. All have the same hyper-parameters, periods and batch, wherever they apply."""
 
+import functools as ft
 import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -111,6 +112,32 @@ def ours(name: str, problem: Problem, chosen: kfac.KFAC) -> Contender:
         lambda carry, number: run((problem.args, keys[number % PERIOD]), carry),
         state=lambda carry: carry[1],
         lower=lambda: make().lower((problem.args, keys[0]), init()),
+    )
+
+
+def ours_flattened(problem: Problem, adaptive: bool) -> Contender:
+    """Only leaves go in and out: no Module is taken apart and put together at a step."""
+    chosen = optimizer(adaptive)
+    arrays, static = eqx.partition(
+        (problem.model, chosen.init(problem.model)), eqx.is_array
+    )
+    treedef = jax.tree.structure(arrays)
+
+    def joined(leaves):
+        return eqx.combine(jax.tree.unflatten(treedef, leaves), static)
+
+    @ft.partial(jax.jit, donate_argnums=0)
+    def run(leaves, args, key):
+        model, state = joined(leaves)
+        model, state, _ = chosen.step(problem.loss_fn, model, state, *args, key=key)
+        return jax.tree.leaves(eqx.filter((model, state), eqx.is_array))
+
+    keys = list(jax.random.split(jax.random.key(0), PERIOD))
+    return Contender(
+        f"K-FAC, {kind(adaptive)}, flattened",
+        lambda: copied(jax.tree.leaves(arrays)),
+        lambda carry, number: run(carry, problem.args, keys[number % PERIOD]),
+        state=lambda carry: joined(carry)[1],
     )
 
 

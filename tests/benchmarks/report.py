@@ -79,6 +79,10 @@ def targets(cases: list[dict]) -> list[tuple[str, float, float | None]]:
                 ratio = _ratio(part, theirs(kind, "mean"))
                 most = 0.7 if case["batch"] >= 2000 else 0.6
                 add(f"{kind}, curvature of a quarter, over kfac-jax", most, ratio)
+            flat = _result(case, f"K-FAC, {kind}, flattened")
+            if flat is not None:
+                ratio = _ratio(flat, theirs(kind, "mean"))
+                add(f"{kind}, a step alone, flattened, over kfac-jax", 1.0, ratio)
             scan = _result(case, f"K-FAC, {kind}, in scan")
             if scan is not None:
                 ratio = _ratio(scan, theirs(kind, "mean"))

@@ -53,7 +53,7 @@ def floors(problem: Problem, rates: floor.Rates) -> dict[str, float]:
 
 
 def measure(
-    problem: Problem, seconds: float, scan: bool = False, parts: bool = True
+    problem: Problem, seconds: float, tiny: bool = False, parts: bool = True
 ) -> dict[str, Any]:
     print(f"{problem.name}, batch {problem.examples}", flush=True)
     ours = [
@@ -83,8 +83,9 @@ def measure(
     all_ = [*ours, *[p for p in peers if p is not None], gradient, *others]
     pieces = contenders.parts(problem)
     all_ += [p for p in pieces if parts or p.name == "part: no inversion"]
-    if scan:
+    if tiny:
         steps = 20 * PERIOD
+        all_ += [contenders.ours_flattened(problem, a) for a in (False, True)]
         all_ += [contenders.ours_in_scan(problem, a, steps) for a in (False, True)]
     some = [p for products in floor.products(problem).values() for p in products]
     rates = floor.Rates(some)
@@ -152,7 +153,7 @@ CASES = {
         dict(problem=problems.autoencoder(b, toy)) for b in ((16,) if toy else SIZES)
     ],
     "mlp": lambda toy: [
-        dict(problem=problems.mlp(8, 8, 1) if toy else problems.mlp(), scan=True)
+        dict(problem=problems.mlp(8, 8, 1) if toy else problems.mlp(), tiny=True)
     ],
     "stacked": lambda toy: [
         dict(problem=problems.stacked(d, 8, 8) if toy else problems.stacked(d))
