@@ -1,6 +1,5 @@
 """The state of an optimizer with its symmetric matrices in half of the memory."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -63,12 +62,12 @@ def _map_symmetric(fn: Callable, tree: Any) -> Any:
     def convert(node):
         if not _is_state(node):
             return node
-        layers, factorised = node.curvature, node.inverse
-        return dataclasses.replace(
-            node,
-            curvature=jtu.tree_map(of_layer, layers, layers, is_leaf=_is_factors),
-            inverse=jtu.tree_map(of_layer, layers, factorised, is_leaf=_is_factors),
-        )
+        trees = lambda node: [node.curvature, node.inverse]
+        new = [
+            jtu.tree_map(of_layer, node.curvature, tree, is_leaf=_is_factors)
+            for tree in trees(node)
+        ]
+        return eqx.tree_at(trees, node, new)
 
     def of_layer(factors, node):
         return _map_fields(fn, node, factors.l2.ndim)
