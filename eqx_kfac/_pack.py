@@ -67,7 +67,7 @@ def _map_symmetric(fn: Callable, tree: Any) -> Any:
             jtu.tree_map(of_layer, node.curvature, tree, is_leaf=_is_factors)
             for tree in trees(node)
         ]
-        return eqx.tree_at(trees, node, new)
+        return eqx.tree_at(trees, node, new, is_leaf=lambda x: x is None)
 
     def of_layer(factors, node):
         return _map_fields(fn, node, factors.l2.ndim)
