@@ -65,11 +65,14 @@ from ._model_operator import (
 )
 from ._operator import (
     KroneckerOperator as KroneckerOperator,
+    Packed as Packed,
     SeriesOperator as SeriesOperator,
     SpectralOperator as SpectralOperator,
+    unpacked as unpacked,
 )
 from ._optax import kfac as kfac, scale_by_kfac as scale_by_kfac
 from ._optimizer import KFAC as KFAC
+from ._pack import packed as packed
 from ._quadratic import QuadraticModel as QuadraticModel
 from ._solver import (
     Cholesky as Cholesky,

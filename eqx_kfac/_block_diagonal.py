@@ -23,6 +23,7 @@ from ._operator import (
     squared_norm,
     Structure,
     trace,
+    unpacked,
     widest,
 )
 from ._precondition import partition_tagged
@@ -77,7 +78,7 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
             operator = over_stack(tag.block.operator, factors.l2.ndim)(factors)
             return _Block(operator, factors.l2)
 
-        self.blocks = map_tags(block, model, curvature)
+        self.blocks = map_tags(block, model, unpacked(curvature))
         self.structure = Structure(partition_tagged(model)[0])
 
     def mv(self, vector: PyTree) -> PyTree:

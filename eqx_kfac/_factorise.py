@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool
 from ._block import AbstractFactors
 from ._custom_types import Model
 from ._misc import all_finite, explicit_sharding, over_stack, tree_where
+from ._operator import packed_like, unpacked
 from ._schedule import when_due
 from ._solver import AbstractDampedSolver, is_factorised, Pair
 from ._tagged import blank, flatten_tags, map_tags
@@ -136,7 +137,8 @@ def refactorise(
 ) -> tuple[Model, Bool[Array, ""]]:
     """The factorisation of `curvature`, and whether it is finite; if it is not, the
     previous one."""
-    new = factorise(curvature, model, solver, damping, inverse)
+    whole = unpacked((curvature, inverse))
+    new = factorise(whole[0], model, solver, damping, whole[1])
 
     def bounds(tag, layer, factors, state):
         if not isinstance(state, solver.state_type):
@@ -144,7 +146,7 @@ def refactorise(
         return over_stack(solver.bounds, factors.l2.ndim)(state)
 
     finite = all_finite(map_tags(bounds, model, curvature, new))
-    return tree_where(finite, new, inverse), finite
+    return tree_where(finite, packed_like(new, inverse), inverse), finite
 
 
 class Turns:

@@ -13,6 +13,7 @@ from ._custom_types import Model
 from ._factorise import init_inverse, refactorise
 from ._misc import all_finite
 from ._optimizer import KFAC
+from ._pack import init_packed
 from ._precondition import (
     average,
     check_covered,
@@ -47,6 +48,7 @@ def scale_by_kfac(
     *,
     solver: AbstractDampedSolver = Cholesky(),
     inverse_period: int = 5,
+    packed: bool = False,
     ema: Any = 0.95,
     fallback: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -84,13 +86,14 @@ def scale_by_kfac(
         params = _unmask(params)
         check_covered(params, fallback)
         curvature = init_curvature(params)
-        return ScaleByKFACState(
+        state = ScaleByKFACState(
             step=jnp.zeros((), jnp.int32),
             curvature=curvature,
             inverse=init_inverse(curvature, params, solver),
             weight=jnp.zeros((), float),
             fallback=init_fallback(params, fallback),
         )
+        return init_packed(state) if packed else state
 
     def update(updates, state, params=None, *, curvature=None, **extra) -> Any:
         del extra
@@ -135,6 +138,7 @@ def kfac(
     solver: AbstractDampedSolver = Cholesky(),
     norm_constraint: Any = None,
     inverse_period: int = 5,
+    packed: bool = False,
     ema: Any = 0.95,
     fallback: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -162,6 +166,7 @@ def kfac(
         solver=solver,
         norm_constraint=norm_constraint,
         inverse_period=inverse_period,
+        packed=packed,
         ema=ema,
         fallback=fallback,
     )

@@ -25,6 +25,7 @@ from ._misc import (
     tree_where,
     varying_axes,
 )
+from ._pack import check_packed, init_packed
 from ._precondition import (
     average,
     check_covered,
@@ -105,6 +106,7 @@ class KFAC(eqx.Module):
     curvature_examples: int | None = eqx.field(static=True)
     inverse_period: int = eqx.field(static=True)
     in_turn: bool = eqx.field(static=True)
+    packed: bool = eqx.field(static=True)
     ema: Any
     burn_in: int = eqx.field(static=True)
     fallback: optax.GradientTransformation | None
@@ -127,6 +129,7 @@ class KFAC(eqx.Module):
         curvature_examples: int | None = None,
         inverse_period: int = 5,
         in_turn: bool = False,
+        packed: bool = False,
         ema: Any = 0.95,
         burn_in: int = 0,
         fallback: optax.GradientTransformation | None = None,
@@ -161,6 +164,9 @@ class KFAC(eqx.Module):
         - `in_turn`: not all layers at the same step, but some at every step, so that
             every layer has its turn once in `inverse_period` steps: as much work, evenly
             spread.
+        - `packed`: of every symmetric matrix in the state (factors, explicit inverses),
+            keep one triangle: about half of the bytes, the same steps. To look at them:
+            [`eqx_kfac.unpacked`][].
         - `ema`: $\rho \in [0, 1]$, the decay of the moving average of the curvature. 1 is
             the mean over all steps; 0 keeps only the latest estimate.
         - `burn_in`: how many more estimates of the curvature are averaged on the first
@@ -221,6 +227,7 @@ class KFAC(eqx.Module):
         self.curvature_examples = curvature_examples
         self.inverse_period = inverse_period
         self.in_turn = in_turn
+        self.packed = packed
         self.ema = ema
         self.burn_in = burn_in
         self.fallback = fallback
@@ -252,6 +259,7 @@ class KFAC(eqx.Module):
             faults=init_faults(),
             **{name: at(self._initial(name), step) for name in NUMBERS},
         )
+        state = init_packed(state) if self.packed else state
         # Within `shard_map`, every device may have a model of its own.
         return cast_varying(state, varying_axes(model))
 
@@ -366,7 +374,9 @@ class KFAC(eqx.Module):
             return value if eqx.is_array(value) else at(value, state.step)
 
         state = dataclasses.replace(state, **{name: now(name) for name in NUMBERS})
-        check_same_shapes(state, eqx.filter_eval_shape(self.init, model))
+        expected = eqx.filter_eval_shape(self.init, model)
+        check_packed(state, expected)
+        check_same_shapes(state, expected)
         return state
 
     def _collect(

@@ -14,6 +14,7 @@ from ._block import AbstractFactors
 from ._custom_types import Model
 from ._factorise import damping_of
 from ._misc import all_finite, names, over_stack, tree_where
+from ._operator import packed_like, unpacked
 from ._solver import AbstractDampedSolver, Eigh
 from ._tag import is_trainable
 from ._tagged import check_tagged, map_tags, tagged_layers, update_layers
@@ -74,6 +75,7 @@ def average(
     r"""One step of an exponential moving average that is never biased towards its start:
     $w \leftarrow \rho w + 1$, $V \leftarrow V + (X - V) / w$; none if not to `take`."""
     new_weight = ema * weight + 1
+    new = packed_like(new, curvature)
 
     def blend(old, new):
         return old + (new - old) / new_weight.astype(old.dtype)
@@ -106,7 +108,8 @@ def refresh(
             return factors
 
         def refreshed(factors):
-            return tag.block.refreshed(factors, solver.eigenbasis)
+            new = tag.block.refreshed(unpacked(factors), solver.eigenbasis)
+            return packed_like(new, factors)
 
         return over_stack(refreshed, factors.l2.ndim)(factors)
 
@@ -156,6 +159,7 @@ def precondition(
             # What `lx.linear_solve` computes, without its derivatives, which nothing here
             # needs, and without its checks, which do not know explicit meshes.
             options = {"damping": damping_of(factors, damping)}
+            factors, state = unpacked((factors, state))
             operator = tag.block.operator(factors)
             if state is None:
                 state = solver.init(operator, options)

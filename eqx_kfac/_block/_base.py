@@ -38,9 +38,12 @@ def sizes_and_zeros(form: AbstractForm, layer: Any) -> tuple[Sizes, Callable] | 
 
 
 class AbstractFactors(eqx.Module):
-    """The curvature of one layer, as its block keeps it."""
+    """The curvature of one layer, as its block keeps it. `symmetric` names the fields
+    that hold symmetric matrices, or their diagonals: of a matrix, an optimizer with
+    `packed=True` keeps one triangle."""
 
     l2: eqx.AbstractVar[Float[Array, "*stack"]]
+    symmetric: ClassVar[tuple[str, ...]] = ()
 
     def bounds(self) -> PyTree[Array]:
         """Numbers (of one layer: no stack axes) that are finite only if all are."""

@@ -27,6 +27,7 @@ class EKFACFactors(AbstractFactors):
     output_vectors: Float[Array, "*stack d_out d_out"]
     eigenvalues: Float[Array, "*stack d_out d_in"]
     l2: Float[Array, "*stack"]
+    symmetric = ("input_factor", "output_factor")
 
 
 class EKFAC(AbstractBlock):

@@ -16,6 +16,7 @@ class FullFactors(AbstractFactors):
 
     matrix: Float[Array, "*stack size size"]
     l2: Float[Array, "*stack"]
+    symmetric = ("matrix",)
 
 
 class Full(AbstractGradientBlock):

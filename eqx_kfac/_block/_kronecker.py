@@ -41,6 +41,7 @@ class KroneckerFactors(AbstractFactors):
     input_factor: Float[Array, "..."]
     output_factor: Float[Array, "..."]
     l2: Float[Array, "*stack"]
+    symmetric = ("input_factor", "output_factor")
 
     def bounds(self) -> PyTree[Array]:
         # |sum a b|^2 <= sum a^2 sum b^2

@@ -31,6 +31,7 @@ class SeriesFactors(AbstractFactors):
     output_cross: Float[Array, "*stack d_out d_out"]
     length: Float[Array, "*stack"]
     l2: Float[Array, "*stack"]
+    symmetric = ("input_factor", "output_factor")
 
 
 class Series(AbstractBlock):

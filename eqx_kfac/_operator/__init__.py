@@ -14,6 +14,13 @@ from ._factor import (
     right as right,
 )
 from ._kronecker import KroneckerOperator as KroneckerOperator
+from ._packed import (
+    is_packed as is_packed,
+    pack as pack,
+    Packed as Packed,
+    packed_like as packed_like,
+    unpacked as unpacked,
+)
 from ._series import chain_gain as chain_gain, SeriesOperator as SeriesOperator
 from ._spectral import (
     eigenvalues as eigenvalues,

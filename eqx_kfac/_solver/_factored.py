@@ -13,6 +13,7 @@ class InverseState(NamedTuple):
 
     output_inverse: Float[Array, "..."]
     input_inverse: Float[Array, "..."]
+    symmetric = ("output_inverse", "input_inverse")
 
 
 class AbstractFactoredSolver(AbstractDampedSolver[InverseState]):

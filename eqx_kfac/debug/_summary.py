@@ -11,7 +11,7 @@ import numpy as np
 from .._custom_types import Model
 from .._factorise import factorise
 from .._misc import over_stack
-from .._operator import eigenvalues, trace
+from .._operator import eigenvalues, trace, unpacked
 from .._precondition import init_curvature, partition_tagged
 from .._solver import AbstractDampedSolver, Cholesky
 from .._tag import Tag
@@ -108,7 +108,9 @@ def summary(
     held = [_numbers(model, tree) for tree in (shapes, inverse)]
     health = [(None, None)] * len(lines)
     if curvature is not None:
-        health = [found for _, found in flatten_tags(_health, model, curvature)[0]]
+        health = [
+            found for _, found in flatten_tags(_health, model, unpacked(curvature))[0]
+        ]
     layers = [
         dataclasses.replace(
             line,

@@ -1,0 +1,104 @@
+"""Symmetric matrices in half of the memory."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, PyTree, Shaped
+
+
+class Packed(eqx.Module):
+    r"""Symmetric matrices in half of the memory: $n (n + 1) / 2$ numbers each. With $M$
+    split after its first $r = \lceil n / 2 \rceil$ rows and columns,
+
+    $$M = \begin{pmatrix} A & B \\ B^\top & C \end{pmatrix},$$
+
+    the `rectangle` has the lower triangle of $A$ and the upper one of $C$ side by side,
+    and $B$ behind them. Its shape tells $n$. All of it are copies: what is symmetric bit
+    for bit comes back bit for bit. Stacked layers have leading axes.
+
+    ??? cite "Reference"
+
+        F. Gustavson, J. Waśniewski, J. Dongarra, J. Langou, *Rectangular Full Packed
+        Format for Cholesky's Algorithm*, ACM TOMS 37(2), 2010.
+    """
+
+    rectangle: Shaped[Array, "*stack rows columns"]
+
+    @property
+    def size(self) -> int:
+        """$n$"""
+        rows, columns = self.rectangle.shape[-2:]
+        return rows + columns // 2
+
+    def matrix(self) -> Shaped[Array, "*stack n n"]:
+        """The matrices."""
+        a, rows = self.rectangle, self.rectangle.shape[-2]
+        rest = self.size - rows
+        lower, upper = a[..., :rows], a[..., :rest, 1 : rest + 1]
+        beside = a[..., rest + 1 :]
+        first = _where(jnp.tri(rows, dtype=bool), lower, lower.mT)
+        last = _where(jnp.tri(rest, dtype=bool), upper.mT, upper)
+        # Selected, not concatenated: one pass over the memory, and none in between.
+        is_first = jnp.arange(self.size)[None, :] < rows
+        above = _where(is_first, _pad(first, 0, 0, rest), _pad(beside, 0, rows, 0))
+        below = _where(is_first, _pad(beside.mT, 0, 0, rest), _pad(last, 0, rows, 0))
+        return jnp.concatenate([above, below], axis=-2)
+
+
+def pack(matrix: Shaped[Array, "*stack n n"]) -> Packed:
+    """Symmetric matrices, packed. (Of others, part of each triangle is lost.)"""
+    size = matrix.shape[-1]
+    rest = size // 2
+    rows = size - rest
+    first = _pad(matrix[..., :rows, :rows], 0, 0, rest + 1 - rows)
+    last = _pad(matrix[..., rows:, rows:], rows - rest, 1, 0)
+    triangles = _where(jnp.tri(rows, rest + 1, dtype=bool), first, last)
+    return Packed(jnp.concatenate([triangles, matrix[..., :rows, rows:]], axis=-1))
+
+
+def is_packed(node: Any) -> bool:
+    return isinstance(node, Packed)
+
+
+def unpacked(tree: PyTree) -> PyTree:
+    """Any tree, such as the state of an optimizer with `packed=True`, or part of one,
+    with whole matrices in the place of packed ones.
+
+    **Returns:** a tree that is otherwise the same. Of the whole state of an optimizer, it
+    is the one that belongs to the same optimizer without `packed=True`; see
+    [`eqx_kfac.packed`][] for the inverse.
+
+    !!! Example
+
+        ```python
+        optimizer = kfac.KFAC(1e-2, packed=True)
+        state = optimizer.init(model)
+        kfac.unpacked(state).curvature.layers[0].input_factor
+        state.curvature.layers[0].input_factor.matrix()  # The same.
+        ```
+    """
+
+    def leaf(node):
+        return node.matrix() if is_packed(node) else node
+
+    return jtu.tree_map(leaf, tree, is_leaf=is_packed)
+
+
+def packed_like(tree: PyTree, like: PyTree) -> PyTree:
+    """`tree`, packed where `like` is."""
+
+    def leaf(like, node):
+        return pack(node) if is_packed(like) else node
+
+    return jtu.tree_map(leaf, like, unpacked(tree), is_leaf=is_packed)
+
+
+def _pad(a: Array, below: int, left: int, right: int) -> Array:
+    return jnp.pad(a, [(0, 0)] * (a.ndim - 2) + [(0, below), (left, right)])
+
+
+def _where(mask: Array, a: Array, b: Array) -> Array:
+    stack = (1,) * (a.ndim - 2)
+    return jnp.where(mask.reshape(stack + mask.shape), a, b)

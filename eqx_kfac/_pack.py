@@ -1,0 +1,96 @@
+"""The state of an optimizer with its symmetric matrices in half of the memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.tree_util as jtu
+
+from ._block import AbstractFactors
+from ._misc import zeros_of
+from ._operator import is_packed, pack
+
+
+def packed(state: Any) -> Any:
+    """The state of an optimizer, as the same one with `packed=True` has it: to go on from
+    a checkpoint that was written without.
+
+    **Arguments:**
+
+    - `state`: that of [`eqx_kfac.KFAC`][], or of an optax optimizer.
+
+    **Returns:** the state, with one triangle of every symmetric matrix that it has; see
+    [`eqx_kfac.unpacked`][] for the inverse.
+
+    !!! Example
+
+        ```python
+        state = kfac.KFAC(1e-2).init(model)
+        state = kfac.packed(state)
+        model, state, info = kfac.KFAC(1e-2, packed=True).step(
+            loss_fn, model, state, x, y, key=key
+        )
+        ```
+    """
+    return _map_symmetric(pack, state)
+
+
+def init_packed(state: Any) -> Any:
+    """As `packed`, where all symmetric matrices still are zero."""
+    return _map_symmetric(lambda m: zeros_of(eqx.filter_eval_shape(pack, m)), state)
+
+
+def check_packed(state: Any, expected: Any) -> None:
+    """Raises if one of both is packed, and the other is not."""
+
+    def any_packed(tree):
+        return any(map(is_packed, jtu.tree_leaves(tree, is_leaf=is_packed)))
+
+    have, want = any_packed(state), any_packed(expected)
+    if have != want:
+        without = "" if want else "out"
+        raise ValueError(
+            f"The state is {'' if have else 'not '}packed, but belongs to an optimizer "
+            f"with{without} `packed=True`. Convert it once: `state = "
+            f"kfac.{'packed' if want else 'unpacked'}(state)`."
+        )
+
+
+def _map_symmetric(fn: Callable, tree: Any) -> Any:
+    """`fn` of all symmetric matrices in the states that are found in a tree."""
+
+    def convert(node):
+        if not _is_state(node):
+            return node
+        trees = lambda node: [node.curvature, node.inverse]
+        new = [
+            jtu.tree_map(of_layer, node.curvature, tree, is_leaf=_is_factors)
+            for tree in trees(node)
+        ]
+        return eqx.tree_at(trees, node, new, is_leaf=lambda x: x is None)
+
+    def of_layer(factors, node):
+        return _map_fields(fn, node, factors.l2.ndim)
+
+    return jtu.tree_map(convert, tree, is_leaf=_is_state)
+
+
+def _map_fields(fn: Callable, node: Any, stack: int) -> Any:
+    """`fn` of those fields of a layer's factors, or of their factorisation, that are
+    symmetric matrices (not diagonals of such): their types say which."""
+
+    def is_matrix(name):
+        return getattr(getattr(node, name), "ndim", 0) == stack + 2
+
+    names = list(filter(is_matrix, getattr(node, "symmetric", ())))
+    fields = lambda node: [getattr(node, name) for name in names]
+    return eqx.tree_at(fields, node, list(map(fn, fields(node)))) if names else node
+
+
+def _is_factors(node: Any) -> bool:
+    return isinstance(node, AbstractFactors)
+
+
+def _is_state(node: Any) -> bool:
+    """Whether this is what one of the optimizers here remembers."""
+    return hasattr(node, "curvature") and hasattr(node, "inverse")

@@ -1,0 +1,519 @@
+"""Symmetric matrices in half of the memory: the same numbers, and the same steps."""
+
+import functools as ft
+import io
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import eqx_kfac as kfac
+from eqx_kfac._operator import is_packed, pack
+
+
+def arrays(tree):
+    return eqx.filter(tree, eqx.is_array)
+
+
+def leaves(tree):
+    return [np.asarray(x) for x in jtu.tree_leaves(arrays(tree))]
+
+
+def assert_same(got, want, tolerance=0.0):
+    """Numbers, shapes and structure: bit for bit, or to within a relative error."""
+    assert jtu.tree_structure(arrays(got)) == jtu.tree_structure(arrays(want))
+    for g, w in zip(leaves(got), leaves(want), strict=True):
+        assert g.dtype == w.dtype and g.shape == w.shape
+        if tolerance == 0:
+            np.testing.assert_array_equal(g, w)
+        else:
+            g, w = g.astype(float), w.astype(float)
+            assert np.linalg.norm(g - w) <= tolerance * max(np.linalg.norm(w), 1e-300)
+
+
+def number_of_bytes(tree):
+    return sum(x.size * x.dtype.itemsize for x in jtu.tree_leaves(tree))
+
+
+def packed_nodes(tree):
+    return [n for n in jtu.tree_leaves(tree, is_leaf=is_packed) if is_packed(n)]
+
+
+#
+# One matrix
+#
+
+
+def symmetric_matrix(size, stack=(), dtype=np.float32):
+    a = np.random.default_rng(size).normal(size=(*stack, size, size))
+    return jnp.asarray((10 * (a + np.swapaxes(a, -1, -2))).astype(dtype))
+
+
+@jax.jit
+def back_and_forth(matrix):
+    return kfac.unpacked(pack(matrix))
+
+
+@pytest.mark.parametrize("stack", [(), (3, 2)])
+def test_there_and_back(stack):
+    matrices = [symmetric_matrix(size, stack) for size in range(10)]
+    packed = jax.jit(lambda matrices: list(map(pack, matrices)))(matrices)
+    for size, one in enumerate(packed):
+        assert one.size == size
+        assert one.rectangle.size == np.prod(stack, dtype=int) * size * (size + 1) // 2
+    assert_same(jax.jit(kfac.unpacked)(packed), matrices)
+
+
+@pytest.mark.parametrize("size", [4, 5])
+def test_every_entry_is_kept_once(size):
+    """Where the format has it: A below and C above a diagonal, B behind."""
+    matrix = np.asarray(symmetric_matrix(size))
+    rectangle = np.asarray(pack(jnp.asarray(matrix)).rectangle)
+    rows, rest = -(-size // 2), size // 2
+    want = np.full((rows, 2 * rest + 1), np.nan)
+    for i, j in np.ndindex(rows, rows):
+        if j <= i:
+            want[i, j] = matrix[i, j]
+    for i, j in np.ndindex(rest, rest):
+        if j >= i:
+            want[i, j + 1] = matrix[rows + i, rows + j]
+    want[:, rest + 1 :] = matrix[:rows, rows:]
+    np.testing.assert_array_equal(rectangle, want)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, jnp.bfloat16, np.int32])
+def test_any_type(dtype):
+    matrix = symmetric_matrix(5, (2,), dtype)
+    assert_same(back_and_forth(matrix), matrix)
+
+
+def test_not_finite_entries_stay_where_they_are():
+    matrix = np.array(symmetric_matrix(5))
+    matrix[1, 3] = matrix[3, 1] = np.nan
+    assert_same(back_and_forth(jnp.asarray(matrix)), matrix)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_matrix_that_is_not_symmetric_is_another_one(size):
+    matrix = jnp.arange(size * size, dtype=float).reshape(size, size)
+    back = np.asarray(back_and_forth(matrix))
+    np.testing.assert_array_equal(back, back.T)
+    assert (back != matrix).any()
+
+
+def test_vmap_is_a_stack():
+    matrix = symmetric_matrix(5, (3,))
+    assert_same(jax.vmap(pack)(matrix), pack(matrix))
+    assert_same(jax.vmap(lambda p: p.matrix())(pack(matrix)), matrix)
+
+
+def test_derivatives():
+    """Those of a function of the triangle: entries off the diagonal count twice."""
+    rectangle = pack(symmetric_matrix(4, dtype=np.float64)).rectangle
+    total = lambda r: jnp.sum(kfac.Packed(r).matrix())
+    twice = pack(2 - jnp.eye(4)).rectangle
+    assert_same(jax.jit(jax.grad(total))(rectangle), twice)
+
+
+#
+# Optimizers
+#
+
+
+class Net(eqx.Module):
+    """Layers with every kind of factors: diagonal, stacked, whole, in a basis."""
+
+    embedding: kfac.Embedding
+    hidden: list
+    stacked: kfac.Linear
+    last: kfac.Linear
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0), 8)
+        self.embedding = kfac.Embedding(5, 3, key=keys[0])
+        self.hidden = [
+            kfac.convert(eqx.nn.Linear(3, 3, key=key), blocks=block)
+            for key, block in zip(keys[1:3], [kfac.EKFAC(), kfac.Full()])
+        ]
+        make = lambda key: kfac.Linear(3, 3, key=key)
+        self.stacked = eqx.filter_vmap(make)(jax.random.split(keys[6], 3))
+        self.last = kfac.Linear(3, 2, use_bias=False, key=keys[7])
+
+    def __call__(self, token):
+        x = self.embedding(token)
+        for layer in self.hidden:
+            x = jnp.tanh(layer(x))
+        stacked, static = eqx.partition(self.stacked, eqx.is_array)
+
+        def step(x, layer):
+            return jnp.tanh(eqx.combine(layer, static)(x)), None
+
+        return self.last(jax.lax.scan(step, x, stacked)[0])
+
+
+make_net = ft.cache(Net)
+
+
+def make_mlp(seed=0, block=kfac.Kronecker()):
+    mlp = eqx.nn.MLP(3, 2, 4, 1, jnp.tanh, key=jax.random.key(seed))
+    return kfac.convert(mlp, blocks=block)
+
+
+def data():
+    rng = np.random.default_rng(1)
+    x, tokens, y = (
+        rng.normal(size=(8, 3)),
+        rng.integers(5, size=8),
+        rng.normal(size=(8, 2)),
+    )
+    return jnp.asarray(x), jnp.asarray(tokens), jnp.asarray(y)
+
+
+def loss_fn(model, x, y, weights=None):
+    return kfac.SquaredError(jax.vmap(model)(x), y, weights)
+
+
+def choose(packed, **choices):
+    choices = dict(damping=1e-2, fisher=kfac.Exact(), inverse_period=2) | choices
+    return kfac.KFAC(0.1, 0.9, packed=packed, **choices)
+
+
+def in_scan(optimizer, model, state, *args, steps=3):
+    """Steps, with a `scan` around them."""
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def body(carry, _):
+        params, state = carry
+        model = eqx.combine(params, static)
+        model, state, info = optimizer.step(loss_fn, model, state, *args)
+        return (arrays(model), state), info
+
+    carry, infos = jax.lax.scan(body, (params, state), None, length=steps)
+    return *carry, infos
+
+
+def train(model, *args, packed, steps=3, **choices):
+    optimizer = choose(packed, **choices)
+    state = optimizer.init(model)
+    return in_scan(optimizer, model, state, *args, steps=steps)
+
+
+jitted_train = eqx.filter_jit(train)
+
+
+def assert_trains_alike(run, tolerance=1e-11):
+    """`run(packed=...) -> (model, state, info)`. (The two triangles of a product of
+    matrices are not always rounded alike.)"""
+    got, want = run(packed=True), run(packed=False)
+    assert packed_nodes(got[1]) and not packed_nodes(want[1])
+    assert_same(kfac.unpacked(got), want, tolerance)
+    return got
+
+
+SOLVERS = [kfac.Cholesky(), kfac.Eigh()]
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
+def test_all_blocks(solver):
+    model, (_, tokens, y) = make_net(), data()
+    run = ft.partial(jitted_train, model, tokens, y, solver=solver)
+    # Eigenvalues are near each other.
+    _, state, _ = assert_trains_alike(run, tolerance=1e-8)
+    layers = state.curvature
+    for factor in (
+        layers.embedding.output_factor,
+        layers.hidden[0].input_factor,
+        layers.hidden[1].matrix,
+        layers.stacked.input_factor,
+    ):
+        assert is_packed(factor)
+    for other in (
+        layers.embedding.input_factor,  # Diagonal.
+        layers.hidden[0].input_vectors,
+        layers.hidden[0].eigenvalues,
+    ):
+        assert eqx.is_array(other)
+    explicit = isinstance(solver, kfac.Cholesky)
+    assert bool(packed_nodes(state.inverse)) == explicit
+
+
+CHOICES = {
+    "Newton-Schulz, adaptive": dict(
+        solver=kfac.NewtonSchulz(tolerance=1e-13),
+        damping=kfac.LevenbergMarquardt(1.0, interval=1, calibration=3),
+        max_increase=10.0,
+    ),
+    "subspace iteration, in turn, burn-in": dict(
+        solver=kfac.SubspaceIteration(), in_turn=True, burn_in=1, averaging=0.9
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices(name):
+    x, _, y = data()
+    assert_trains_alike(ft.partial(jitted_train, make_mlp(), x, y, **CHOICES[name]))
+
+
+def test_bit_for_bit():
+    """Where factors and inverses are symmetric bit for bit, so is all that follows."""
+    x, _, y = data()
+    run = ft.partial(jitted_train, make_mlp(), x, y)
+    _, state, _ = assert_trains_alike(run, tolerance=0.0)
+    for node in packed_nodes(state):
+        assert_same(node.matrix(), node.matrix().mT)
+
+
+def test_two_triangles_that_are_rounded_in_different_ways():
+    """Weights are in one of both rows that a factor is the product of; norms are, in
+    those of `TNT`."""
+    x, _, y = data()
+    model, weights = make_mlp(block=kfac.TNT()), jnp.arange(1.0, 9)
+    assert_trains_alike(ft.partial(jitted_train, model, x, y, weights))
+
+
+def test_rejected_steps_leave_it_alone():
+    x, _, y = data()
+    run = ft.partial(jitted_train, make_mlp(), x, y.at[0].set(jnp.nan))
+    _, state, infos = assert_trains_alike(run, tolerance=0.0)
+    assert infos.rejected.all()
+    assert all((node.rectangle == 0).all() for node in packed_nodes(state.curvature))
+
+
+def test_ensemble():
+    """`init` and steps under `vmap`."""
+    x, _, y = data()
+    models = eqx.filter_vmap(make_mlp)(jnp.arange(2))
+
+    @eqx.filter_jit
+    def run(packed):
+        one = ft.partial(train, packed=packed, steps=2)
+        return eqx.filter_vmap(one, in_axes=(eqx.if_array(0), None, None))(models, x, y)
+
+    model, state, _ = assert_trains_alike(run)
+    weight = model.layers[0].weight
+    assert (weight[0] != weight[1]).any()
+    assert state.curvature.layers[0].input_factor.rectangle.shape == (2, 2, 5)
+
+
+def test_inside_shard_map():
+    x, _, y = data()
+    params, static = eqx.partition(make_mlp(), eqx.is_array)
+    mesh = jax.make_mesh((4,), ("batch",), axis_types=(AxisType.Auto,))
+
+    def run(packed):
+        def local(params, *args):
+            run = ft.partial(train, packed=packed, steps=2)
+            return arrays(run(eqx.combine(params, static), *args))
+
+        specs = dict(in_specs=(P(), P("batch"), P("batch")), out_specs=P())
+        return jax.jit(jax.shard_map(local, mesh=mesh, **specs))(params, x, y)
+
+    assert_trains_alike(run)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_members_on_devices_of_their_own(kind):
+    mesh = jax.make_mesh((4,), ("members",), axis_types=(kind,))
+    sharding = NamedSharding(mesh, P("members"))
+    matrix = symmetric_matrix(5, (4,))
+    with jax.set_mesh(mesh):
+        packed = jax.jit(pack)(jax.device_put(matrix, sharding))
+        back = jax.jit(kfac.unpacked)(packed)
+        for array in (packed.rectangle, back):
+            assert array.sharding.is_equivalent_to(sharding, 3)
+    assert_same(packed, pack(matrix))
+    assert_same(back, matrix)
+
+
+def test_donation():
+    x, _, y = data()
+    optimizer = choose(True)
+
+    @eqx.filter_jit(donate="all-except-first")
+    def step(args, model, state):
+        return optimizer.step(loss_fn, model, state, *args)
+
+    state = optimizer.init(make_mlp())
+    _, new, _ = step((x, y), make_mlp(), state)
+    assert all(node.rectangle.is_deleted() for node in packed_nodes(state))
+    assert all(np.isfinite(leaf).all() for leaf in leaves(new))
+
+
+#
+# Bytes
+#
+
+
+def states(model, **choices):
+    """(Shapes.)"""
+    inits = [choose(packed, **choices).init for packed in (True, False)]
+    return [eqx.filter_eval_shape(init, model) for init in inits]
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
+def test_bytes(solver):
+    """Of every symmetric matrix n (n + 1) / 2 numbers, of all else as many as before."""
+    packed, state = states(make_net(), solver=solver)
+    saved = 0
+    for node in packed_nodes(packed):
+        *stack, _, _ = node.rectangle.shape
+        saved += np.prod(stack, dtype=int) * node.size * (node.size - 1) // 2
+    assert saved > 0
+    itemsize = packed_nodes(packed)[0].rectangle.dtype.itemsize
+    assert number_of_bytes(packed) == number_of_bytes(state) - itemsize * saved
+
+
+def test_bytes_of_a_deep_autoencoder():
+    widths = [784, 1000, 500, 250, 30, 250, 500, 1000, 784]
+
+    def make(key):
+        keys = jax.random.split(key, 8)
+        return [kfac.Linear(i, o, key=k) for i, o, k in zip(widths, widths[1:], keys)]
+
+    packed, state = states(eqx.filter_eval_shape(make, jax.random.key(0)))
+    assert number_of_bytes(packed) < 0.6 * number_of_bytes(state)
+
+
+def test_nothing_symmetric_nothing_packed():
+    model = kfac.convert(
+        eqx.nn.Linear(3, 2, key=jax.random.key(0)), blocks=kfac.Diagonal()
+    )
+    packed, state = states(model)
+    assert jtu.tree_structure(packed) == jtu.tree_structure(state)
+    x, _, y = data()
+    eqx.filter_eval_shape(choose(False).step, loss_fn, model, packed, x, y)
+
+
+#
+# Looking at it, and going on from it
+#
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Model and state after some steps, packed and not."""
+    x, _, y = data()
+    results = {}
+    for packed in (True, False):
+        model, state, _ = jitted_train(make_mlp(), x, y, packed=packed)
+        _, static = eqx.partition(make_mlp(), eqx.is_array)
+        results[packed] = eqx.combine(model, static), state
+    return results
+
+
+def test_looking_at_it(trained):
+    (model, packed), (_, state) = trained[True], trained[False]
+    factor = packed.curvature.layers[0].input_factor
+    assert "Packed(rectangle=f64[2,5])" in str(packed.curvature.layers[0])
+    assert_same(factor.matrix(), state.curvature.layers[0].input_factor)
+    assert_same(kfac.unpacked(packed.curvature), state.curvature)
+    got = kfac.summary(model, packed.curvature)
+    assert got == kfac.summary(model, state.curvature)
+    got = kfac.BlockDiagonalOperator(packed.curvature, model)
+    assert_same(got, kfac.BlockDiagonalOperator(state.curvature, model))
+
+
+def test_conversion(trained):
+    (_, packed), (_, state) = trained[True], trained[False]
+    assert_same(kfac.packed(state), packed)
+    assert_same(kfac.unpacked(packed), state)
+    assert_same(kfac.packed(packed), packed)
+    assert_same(kfac.unpacked(state), state)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_checkpoint_of_the_other_kind(trained, packed):
+    """... is refused, with a way to convert it."""
+    x, _, y = data()
+    model, state = trained[not packed]
+    file = io.BytesIO()
+    eqx.tree_serialise_leaves(file, state)
+    file.seek(0)
+    like = eqx.filter_eval_shape(choose(not packed).init, model)
+    state = eqx.tree_deserialise_leaves(file, like)
+    optimizer = choose(packed)
+    convert = kfac.packed if packed else kfac.unpacked
+    with pytest.raises(ValueError, match=rf"kfac.{convert.__name__}\(state\)"):
+        optimizer.step(loss_fn, model, state, x, y)
+    with pytest.raises(ValueError, match=rf"kfac.{convert.__name__}\(state\)"):
+        optimizer.update(model, state, model)
+    assert_same(convert(state), trained[packed][1])
+    eqx.filter_eval_shape(optimizer.step, loss_fn, model, convert(state), x, y)
+
+
+def test_curvature_from_a_packed_state(trained):
+    """`update` takes either kind of curvature."""
+    model, packed = trained[True]
+    grads = arrays(model)
+    update = eqx.filter_jit(choose(True).update)
+    got = update(grads, packed, model, curvature=packed.curvature)
+    whole = kfac.unpacked(packed.curvature)
+    assert_same(got, update(grads, packed, model, curvature=whole))
+
+
+def test_of_another_model_still_is_an_error(trained):
+    _, packed = trained[True]
+    x, _, y = data()
+    other = kfac.convert(eqx.nn.MLP(3, 2, 5, 1, key=jax.random.key(0)))
+    with pytest.raises(ValueError, match="does not belong"):
+        choose(True).step(loss_fn, other, packed, x, y)
+
+
+OPTAX = {
+    "kfac": lambda packed: kfac.kfac(0.1, packed=packed),
+    "scale_by_kfac": lambda packed: optax.chain(
+        kfac.scale_by_kfac(packed=packed), optax.scale_by_learning_rate(0.1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTAX)
+def test_optax(name):
+    x, _, y = data()
+    model = make_mlp()
+    collect = kfac.value_grad_and_curvature(loss_fn, kfac.Exact())
+
+    def run(packed):
+        optimizer = OPTAX[name](packed)
+        params, static = eqx.partition(model, eqx.is_inexact_array)
+        state = jax.jit(optimizer.init)(params)
+
+        @eqx.filter_jit
+        def step(params, state):
+            _, grads, curvature = collect(eqx.combine(params, static), x, y)
+            updates, state = optimizer.update(grads, state, params, curvature=curvature)
+            return eqx.apply_updates(params, updates), state
+
+        return step(*step(params, state))
+
+    (params, state), (want, whole) = run(True), run(False)
+    assert packed_nodes(state) and not packed_nodes(whole)
+    assert_same(params, want)
+    assert_same(kfac.unpacked(state), whole)
+    assert_same(kfac.packed(whole), state)
+
+
+def test_factors_of_ones_own():
+    """A type of factors says which of its fields are symmetric; by default, none is."""
+
+    class State(eqx.Module):
+        curvature: object
+        inverse: object
+
+    class Silent(kfac.AbstractFactors):
+        matrix: jax.Array
+        l2: jax.Array
+
+    class Outspoken(Silent):
+        symmetric = ("matrix",)
+
+    matrix, l2 = symmetric_matrix(4), jnp.zeros(())
+    state = kfac.packed(State([Silent(matrix, l2), Outspoken(matrix, l2)], [None, None]))
+    silent, outspoken = state.curvature
+    assert eqx.is_array(silent.matrix) and is_packed(outspoken.matrix)
