@@ -501,6 +501,7 @@ def test_numbers_of_the_wrong_type(name, value):
 # Where the tests' type checker would answer first.
 wrong_types = {
     "curvature_period=2.5": ("TypeError", "curvature_period"),
+    "solver=kfac.ConjugateGradient(max_steps=2.5)": ("TypeError", "max_steps", "integer"),
     "inverse_period=lambda step: 2": ("TypeError", "inverse_period"),
     "burn_in='3'": ("TypeError", "burn_in"),
     "fisher=kfac.Exact": ("TypeError", "fisher", "kfac.Exact()"),
