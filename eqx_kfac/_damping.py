@@ -1,13 +1,15 @@
 """Damping that adapts."""
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ._checks import check_number
 from ._misc import check_count
-from ._schedule import check_number
 
 
 class LevenbergMarquardt(eqx.Module):
@@ -69,20 +71,18 @@ class LevenbergMarquardt(eqx.Module):
 
         **Raises:** `ValueError` for a number out of its range.
         """
-        check_number("initial", initial, lambda v: v > 0, "positive")
+        check_number("initial", initial, "positive")
         numbers = [
-            ("decay", decay, lambda v: 0 < v < 1, "in (0, 1)"),
-            ("lower", lower, lambda v: v >= 0, "at least 0"),
-            ("upper", upper, lambda v: v >= 0, "at least 0"),
-            ("minimum", minimum, lambda v: v > 0, "positive"),
-            ("maximum", maximum, lambda v: v > 0, "positive"),
+            ("decay", decay, "in (0, 1)"),
+            ("lower", lower, "at least 0"),
+            ("upper", upper, "at least 0"),
+            ("minimum", minimum, "positive"),
+            ("maximum", maximum, "positive"),
         ]
         for number in numbers:
             check_number(*number, schedule=False)
-        for low, high in (("lower", "upper"), ("minimum", "maximum")):
-            a, b = locals()[low], locals()[high]
-            if isinstance(a, (int, float)) and isinstance(b, (int, float)) and a > b:
-                raise ValueError(f"`{low}` ({a}) must not be above `{high}` ({b}).")
+        _check_order("lower", lower, "upper", upper)
+        _check_order("minimum", minimum, "maximum", maximum)
         check_count("interval", interval, 1)
         check_count("calibration", calibration, 0)
         self.initial = initial
@@ -110,3 +110,40 @@ class LevenbergMarquardt(eqx.Module):
             failed, damping / factor, jnp.where(trusted, damping * factor, damping)
         )
         return jnp.clip(new, self.minimum, self.maximum)
+
+
+def calibrated(
+    rule: LevenbergMarquardt,
+    damping: Float[Array, ""],
+    ratio: Callable[[Float[Array, ""]], Float[Array, ""]],
+    due: Bool[Array, ""],
+) -> Float[Array, ""]:
+    """The damping after repeating the rule, given the reduction ratio as a function of
+    the damping, until it leaves the damping alone or turns round: then the larger one
+    is taken."""
+
+    def repeat(carry):
+        damping, last, number, _ = carry
+        new = rule(damping, ratio(damping))
+        change = jnp.sign(new - damping)
+        turned = change * last < 0
+        new = jnp.where(turned, jnp.maximum(new, damping), new)
+        return new, change, number + 1, turned | (change == 0)
+
+    def again(carry):
+        _, _, number, done = carry
+        return ~done & (number < rule.calibration)
+
+    def calibrate():
+        # Done from the start if it is not due: `vmap` runs both branches of a `cond`.
+        start = damping, jnp.zeros_like(damping), jnp.zeros((), jnp.int32), ~due
+        return jax.lax.while_loop(again, repeat, start)[0]
+
+    # (A loop alone would do, if XLA did not move work out of it.)
+    return jax.lax.cond(due, calibrate, lambda: damping)
+
+
+def _check_order(low: str, a: Any, high: str, b: Any) -> None:
+    numbers = isinstance(a, (int, float)) and isinstance(b, (int, float))
+    if numbers and a > b:
+        raise ValueError(f"`{low}` ({a}) must not be above `{high}` ({b}).")

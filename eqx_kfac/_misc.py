@@ -137,8 +137,10 @@ def _by_size(pairs: Sequence[tuple]) -> tuple[list[tuple], list[tuple]]:
     def is_small(x):
         return x.size < 2**14 and explicit_sharding(jax.typeof(x)) is None
 
-    small = [pair for pair in pairs if all(map(is_small, pair))]
-    return small, [pair for pair in pairs if not all(map(is_small, pair))]
+    small, large = [], []
+    for pair in pairs:
+        (small if all(map(is_small, pair)) else large).append(pair)
+    return small, large
 
 
 def _in_a_row(arrays: Sequence[Array]) -> Array:

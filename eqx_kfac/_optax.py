@@ -9,6 +9,7 @@ import jax.tree_util as jtu
 import optax
 from jaxtyping import Array, Float, Int
 
+from ._choices import check_choices, check_without_loss, NUMBERS
 from ._custom_types import Model
 from ._factorise import init_inverse, refactorise
 from ._misc import all_finite
@@ -26,9 +27,8 @@ from ._precondition import (
     refreshed,
     update_fallback,
 )
-from ._schedule import at, check_preconditioner, when_due
+from ._schedule import at, when_due
 from ._solver import AbstractDampedSolver, Cholesky
-from ._state import NUMBERS
 from ._tag import is_trainable
 from ._tagged import map_tags
 
@@ -79,8 +79,15 @@ def scale_by_kfac(
         model = eqx.apply_updates(model, updates)
         ```
     """
-
-    check_preconditioner(damping, solver, inverse_period, ema, fallback)
+    choices = dict(
+        damping=damping,
+        solver=solver,
+        inverse_period=inverse_period,
+        ema=ema,
+        fallback=fallback,
+    )
+    check_choices(choices)
+    check_without_loss(choices, "kfac.scale_by_kfac")
 
     def init(params) -> Any:
         params = _unmask(params)
@@ -170,7 +177,7 @@ def kfac(
         ema=ema,
         fallback=fallback,
     )
-    optimizer.check_without_loss("kfac.kfac")
+    check_without_loss(vars(optimizer), "kfac.kfac")
     # Arrays here come from `optax.inject_hyperparams`: they are the current values.
     chosen = {name: getattr(optimizer, name) for name in NUMBERS}
     injected = {name: value for name, value in chosen.items() if eqx.is_array(value)}

@@ -1,6 +1,7 @@
 import dataclasses
+import functools as ft
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -10,8 +11,9 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from ._batch import Batch, LinearisedBatch
+from ._choices import check_choices, check_without_loss, NUMBERS, Rules, rules_of
 from ._custom_types import Key, Model
-from ._damping import LevenbergMarquardt
+from ._damping import calibrated
 from ._factorise import init_inverse, refactorise, Turns, when_in_turn
 from ._fisher import AbstractFisher, MonteCarlo
 from ._misc import (
@@ -20,8 +22,6 @@ from ._misc import (
     check_count,
     check_same_shapes,
     masked,
-    tree_dot,
-    tree_norm,
     tree_where,
     varying_axes,
 )
@@ -35,20 +35,14 @@ from ._precondition import (
     init_fallback,
     is_finite,
     partition_tagged,
-    precondition,
     refreshed,
     update_fallback,
 )
-from ._quadratic import quadratic, QuadraticModel
-from ._schedule import (
-    at,
-    check_instance,
-    check_number,
-    check_preconditioner,
-    when_due,
-)
+from ._quadratic import QuadraticModel
+from ._schedule import at, when_due
 from ._solver import AbstractDampedSolver, Cholesky
-from ._state import count, Faults, Info, init_faults, init_iterates, KFACState, NUMBERS
+from ._state import count, Info, init_faults, init_iterates, KFACState
+from ._trial import is_fine, Proposal, Trial
 
 
 class KFAC(eqx.Module):
@@ -177,41 +171,6 @@ class KFAC(eqx.Module):
         **Raises:** `ValueError` for a number out of its range or choices that exclude
         each other, `TypeError` for something of another kind.
         """
-        if not isinstance(learning_rate, QuadraticModel):
-            check_number("learning_rate", learning_rate, lambda v: v > 0, "positive")
-        if not isinstance(momentum, QuadraticModel):
-            check_number("momentum", momentum, lambda v: 0 <= v < 1, "in [0, 1)")
-        adaptive = isinstance(damping, LevenbergMarquardt)
-        initial = damping.initial if adaptive else damping
-        check_preconditioner(initial, solver, inverse_period, ema, fallback)
-        check_instance("fisher", fisher, AbstractFisher, "kfac.MonteCarlo()")
-        check_number("damping_ratio", damping_ratio, lambda v: v > 0, "positive")
-        optional = [
-            ("norm_constraint", norm_constraint, lambda v: v > 0, "positive"),
-            ("max_increase", max_increase, lambda v: v >= 0, "at least 0"),
-            ("weight_decay", weight_decay, lambda v: v >= 0, "at least 0"),
-            ("averaging", averaging, lambda v: 0 <= v <= 1, "in [0, 1]"),
-        ]
-        for name, value, valid, range_ in optional:
-            if value is not None:
-                check_number(name, value, valid, range_)
-        check_count("curvature_period", curvature_period, 1)
-        check_count("burn_in", burn_in, 0)
-        if curvature_examples is not None:
-            check_count("curvature_examples", curvature_examples, 1)
-        if weight_decay is None and weight_decay_mask is not None:
-            raise ValueError("`weight_decay_mask` is given, but no `weight_decay`.")
-        rules = [r for r in (learning_rate, momentum) if isinstance(r, QuadraticModel)]
-        if rules and norm_constraint is not None and rules[0] is learning_rate:
-            raise ValueError(
-                "`norm_constraint` bounds the step that a given learning rate makes; a "
-                "`kfac.QuadraticModel()` finds the length itself. Leave one of them out."
-            )
-        if len(rules) == 2 and rules[0] != rules[1]:
-            raise ValueError(
-                "One quadratic model chooses learning rate and momentum together, but "
-                f"two different ones are given: {rules[0]} and {rules[1]}."
-            )
         self.learning_rate = learning_rate
         self.momentum = momentum
         self.damping = damping
@@ -231,6 +190,7 @@ class KFAC(eqx.Module):
         self.ema = ema
         self.burn_in = burn_in
         self.fallback = fallback
+        check_choices(vars(self))
 
     def init(self, model: Model) -> KFACState:
         """**Arguments:**
@@ -300,8 +260,12 @@ class KFAC(eqx.Module):
         batch = Batch(loss_fn, args, kwargs, micro_batches)
         linearised = batch.linearise(model, state.curvature)
         value, aux, grads = linearised.value_and_grads()
-        averaged = self._collect(linearised, state, _fine(value, grads), key)
-        return self._advance(model, state, averaged, value, grads, aux, linearised)
+        averaged = self._collect(linearised, state, is_fine(value, grads), key)
+        updates, state, info = self._updates(
+            model, state, averaged, value, grads, linearised
+        )
+        info = dataclasses.replace(info, aux=aux)
+        return eqx.apply_updates(model, updates), state, info
 
     def update(
         self,
@@ -328,40 +292,27 @@ class KFAC(eqx.Module):
         `kfac.QuadraticModel`, `kfac.LevenbergMarquardt`, `max_increase`; or the
         model: `averaging`.
         """
-        self.check_without_loss("update")
+        check_without_loss(vars(self), "update")
         grads = eqx.filter(grads, eqx.is_inexact_array)
         state = self._prepare(state, grads if model is None else model)
         value = jnp.zeros(()) if value is None else value
-        averaged = state.curvature, state.weight, _fine(value, grads)
+        averaged, finite = (state.curvature, state.weight), is_fine(value, grads)
         if curvature is not None:
-            old, weight, finite = averaged
-            curvature = in_bases_of(old, grads, curvature, weight == 0)
-            finite = finite & all_finite(curvature)
-            averaged = *average(old, weight, curvature, state.ema, finite), finite
-        return self._updates(model, state, averaged, value, grads, None)[:2]
+            new = in_bases_of(state.curvature, grads, curvature, state.weight == 0)
+            finite = finite & all_finite(new)
+            averaged = average(*averaged, new, state.ema, finite)
+        return self._updates(model, state, (*averaged, finite), value, grads, None)[:2]
 
-    def check_without_loss(self, where: str) -> None:
-        """Raises if some choice needs the loss function at every step."""
-        chosen = {
-            "learning_rate": isinstance(self.learning_rate, QuadraticModel),
-            "momentum": isinstance(self.momentum, QuadraticModel),
-            "damping": isinstance(self.damping, LevenbergMarquardt),
-            "max_increase": self.max_increase is not None,
-            "averaging": self.averaging is not None,
-        }
-        needs = [f"`{name}={getattr(self, name)}`" for name, yes in chosen.items() if yes]
-        if needs:
-            raise ValueError(
-                f"{', '.join(needs)} needs the loss function and the model, which "
-                f"`{where}` does not have. Use `KFAC.step`, or a number instead."
-            )
+    @property
+    def _rules(self) -> Rules:
+        return rules_of(vars(self))
 
     def _initial(self, name: str) -> Any:
         """What a hyper-parameter is to begin with."""
-        chosen = getattr(self, name)
-        if isinstance(chosen, QuadraticModel):
+        rule, chosen = getattr(self._rules, name, None), getattr(self, name)
+        if isinstance(rule, QuadraticModel):
             return jnp.zeros((), float)
-        return chosen.initial if isinstance(chosen, LevenbergMarquardt) else chosen
+        return chosen if rule is None else rule.initial
 
     def _prepare(self, state: KFACState, model: Model) -> KFACState:
         """The state with scheduled numbers at their value of this step. Raises
@@ -369,7 +320,7 @@ class KFAC(eqx.Module):
 
         def now(name):
             chosen, value = getattr(self, name), getattr(state, name)
-            if callable(chosen) and not isinstance(chosen, LevenbergMarquardt):
+            if callable(chosen) and getattr(self._rules, name, None) is None:
                 return at(chosen, state.step)
             return value if eqx.is_array(value) else at(value, state.step)
 
@@ -411,14 +362,6 @@ class KFAC(eqx.Module):
         due = state.step, state.weight, self.curvature_period
         return when_due(*due, collect, averaged)
 
-    def _advance(self, model, state, averaged, value, grads, aux, linearised):
-        """Updates the model; see `_updates`."""
-        updates, state, info = self._updates(
-            model, state, averaged, value, grads, linearised
-        )
-        info = eqx.tree_at(lambda i: i.aux, info, aux, is_leaf=lambda x: x is None)
-        return eqx.apply_updates(model, updates), state, info
-
     def _updates(
         self,
         model: Model,
@@ -430,269 +373,101 @@ class KFAC(eqx.Module):
     ) -> tuple[Model, KFACState, Info]:
         """Factorise (if due), precondition, choose the length, look (if due), decide."""
         curvature, weight, finite = averaged
-        fine, first = _fine(value, grads), state.weight == 0
-        number = self.inverse_period if self.in_turn else 1
-        turns = Turns(grads, number)
+        turns = Turns(grads, self.inverse_period if self.in_turn else 1)
         due = turns, state, self.inverse_period, finite
         if has_bases(grads):
             refresh = lambda curvature: refreshed(curvature, grads, self.solver)
             curvature, _ = when_in_turn(*due, refresh, curvature)
-        trial = _Trial(self, model, state, curvature, value, grads, linearised)
-        damping = trial.calibrated(first, finite)
-        invert = lambda *trees: trial.factorise(damping, *trees)
+        trial = Trial(
+            rules=self._rules,
+            solver=self.solver,
+            state=state,
+            model=model,
+            value=value,
+            grads=grads,
+            curvature=curvature,
+            finite=finite,
+            linearised=linearised,
+        )
+
+        def factorise(damping, inverse, curvature):
+            strength = damping * state.damping_ratio
+            return refactorise(inverse, curvature, grads, self.solver, strength)
+
+        damping = self._calibrated(trial, factorise)
+        invert = ft.partial(factorise, damping)
         inverse, factorised = when_in_turn(*due, invert, state.inverse, curvature)
-        proposal = trial.propose(damping, inverse)
         others, fallback = update_fallback(grads, state.fallback, model, self.fallback)
-        updates = eqx.combine(proposal.velocity, others)
-
-        # Cheaper than looking at every number; a norm that overflows has diverged too.
-        update_norm = tree_norm(updates)
-        finite_update = finite & all_finite(update_norm)
-        new_loss, ratio = trial.look(damping, proposal, others)
-        faults = Faults(
-            loss=~all_finite(value),
-            gradient=all_finite(value) & ~fine,
-            curvature=fine & ~finite,
-            factorisation=finite & ~factorised,
-            update=finite & ~finite_update,
-            increase=finite_update & trial.risen(new_loss),
-        )
-        rejected = faults.rejecting
-
-        updates = self._decayed(updates, model, proposal.learning_rate, state)
-        updates = jtu.tree_map(lambda u: jnp.where(rejected, 0, u), updates)
-        old = state.velocity, state.fallback, state.learning_rate, state.momentum
-        new = proposal.velocity, fallback, proposal.learning_rate, proposal.momentum
-        velocity, fallback, learning_rate, momentum = tree_where(rejected, old, new)
-        iterates = state.iterates
-        if iterates is not None and state.averaging is not None:
-            added = iterates.add(eqx.apply_updates(model, updates), state.averaging)
-            iterates = tree_where(rejected, iterates, added)
-        info = Info(
-            loss=value,
-            new_loss=new_loss,
-            aux=None,
-            learning_rate=proposal.learning_rate,
-            momentum=proposal.momentum,
-            damping=damping,
-            reduction_ratio=ratio,
-            gradient_norm=tree_norm(grads),
-            update_norm=jnp.where(rejected, 0, update_norm),
-            rejected=rejected,
-            faults=faults,
-        )
+        proposal = trial.propose(damping, inverse, others)
+        info = trial.judge(proposal, factorised)
+        updates = self._decayed(proposal, model, state)
+        updates = jtu.tree_map(lambda u: jnp.where(info.rejected, 0, u), updates)
         state = dataclasses.replace(
-            state,
+            self._after(model, state, proposal, updates, fallback, info),
             step=state.step + 1,
             curvature=curvature,
             inverse=inverse,
             weight=weight,
-            velocity=velocity,
-            fallback=fallback,
-            iterates=iterates,
-            learning_rate=learning_rate,
-            momentum=momentum,
-            damping=trial.next_damping(damping, ratio, rejected),
-            refactorise=rejected & isinstance(self.damping, LevenbergMarquardt),
-            rejected=state.rejected + rejected.astype(jnp.int32),
-            faults=count(state.faults, faults),
         )
         return updates, state, info
 
-    def _decayed(self, updates, model, learning_rate, state):
+    def _calibrated(self, trial: Trial, factorise: Callable) -> Float[Array, ""]:
+        """The damping of this step: before the first one, it may be looked for."""
+        state, rule = trial.state, self._rules.damping
+        if rule is None or rule.calibration == 0:
+            return state.damping
+
+        def ratio(damping):
+            inverse, _ = factorise(damping, state.inverse, trial.curvature)
+            return trial.ratio(damping, inverse)
+
+        return calibrated(rule, state.damping, ratio, (state.weight == 0) & trial.finite)
+
+    def _decayed(self, proposal: Proposal, model: Model, state: KFACState) -> Model:
         """The updates, with decoupled weight decay of the tagged parameters."""
         if state.weight_decay is None:
-            return updates
+            return proposal.updates
         params, _ = partition_tagged(model)
         params = masked(params, self.weight_decay_mask)
-        scale = learning_rate * state.weight_decay
+        scale = proposal.learning_rate * state.weight_decay
 
         def decay(update, p):
             return update if p is None else update - scale.astype(p.dtype) * p
 
         is_none = lambda x: x is None
-        return jtu.tree_map(decay, updates, params, is_leaf=is_none)
+        return jtu.tree_map(decay, proposal.updates, params, is_leaf=is_none)
 
-
-class _Proposal(NamedTuple):
-    velocity: Model  # The update.
-    learning_rate: Float[Array, ""]
-    momentum: Float[Array, ""]
-    predicted: Float[Array, ""] | None  # By the quadratic model; `None` without one.
-
-
-class _Trial(eqx.Module):
-    """What one step would do with a given damping."""
-
-    optimizer: KFAC
-    model: Model
-    state: KFACState
-    curvature: Model
-    value: Float[Array, ""]
-    grads: Model
-    linearised: Any  # A `LinearisedBatch`; `None` if nothing here needs the loss.
-
-    @property
-    def rule(self) -> LevenbergMarquardt | None:
-        damping = self.optimizer.damping
-        return damping if isinstance(damping, LevenbergMarquardt) else None
-
-    def factorise(
-        self, damping: Float[Array, ""], inverse: Model, curvature: Model
-    ) -> tuple[Model, Bool[Array, ""]]:
-        """The inverse; the previous one, and false, if that is not finite."""
-        return refactorise(
-            inverse,
-            curvature,
-            self.model,
-            self.optimizer.solver,
-            damping * self.state.damping_ratio,
-        )
-
-    def propose(self, damping: Float[Array, ""], inverse: Model) -> _Proposal:
-        r"""$\delta = \alpha d + \mu \delta_\text{prev}$."""
-        optimizer, state = self.optimizer, self.state
-        gradient, _ = partition_tagged(self.grads)
-        natural = precondition(
-            gradient,
-            self.curvature,
-            inverse,
-            optimizer.solver,
-            damping * state.damping_ratio,
-        )
-        direction = jtu.tree_map(jnp.negative, natural)
-        learning_rate, momentum = state.learning_rate, state.momentum
-        scale, predicted = learning_rate, None
-        if state.norm_constraint is not None:
-            norm = scale**2 * tree_dot(natural, gradient).astype(scale.dtype)
-            factor = jnp.sqrt(state.norm_constraint / jnp.maximum(norm, 1e-30))
-            scale = scale * jnp.minimum(1, factor)
-        rules = [optimizer.learning_rate, optimizer.momentum]
-        given = [None if isinstance(r, QuadraticModel) else r for r in rules]
-        if None in given:
-            fixed = [None if r is None else v for r, v in zip(given, [scale, momentum])]
-            model = self._quadratic(damping, direction, state.velocity)
-            coefficients = model.minimum(fixed)
-            predicted = model(coefficients)
-            if fixed[0] is None:
-                scale = learning_rate = coefficients[0].astype(learning_rate.dtype)
-            if fixed[1] is None:
-                momentum = coefficients[1].astype(momentum.dtype)
-        velocity = jtu.tree_map(
-            lambda d, v: momentum.astype(v.dtype) * v + scale.astype(d.dtype) * d,
-            direction,
-            state.velocity,
-        )
-        return _Proposal(velocity, learning_rate, momentum, predicted)
-
-    def look(self, damping: Float[Array, ""], proposal: _Proposal, others: Model):
-        """The loss after the step, and the reduction ratio: NaN if they are not due,
-        `None` if they never are."""
-        nothing = jnp.full_like(self.value, jnp.nan)
-
-        def when_rule_is_due(compute):
-            if self.rule is None:
-                return None
-            return jax.lax.cond(self.rule.due(self.state.step), compute, lambda: nothing)
-
-        if self.state.max_increase is not None:
-            new_loss = self._new_loss(proposal, others)
-        else:
-            new_loss = when_rule_is_due(lambda: self._new_loss(proposal, others))
-        if proposal.predicted is None:  # By now, only a rule asks for it.
-            predicted = when_rule_is_due(
-                lambda: self._predicted(damping, proposal, others)
-            )
-        else:
-            predicted = self._predicted(damping, proposal, others)
-        if new_loss is None or predicted is None:
-            return new_loss, None
-        return new_loss, self._ratio(new_loss, predicted)
-
-    def risen(self, new_loss: Float[Array, ""] | None) -> Bool[Array, ""]:
-        """Whether the loss, as far as it was looked at, forbids the step."""
-        if new_loss is None:
-            return jnp.zeros_like(self.value, bool)
-        bad = ~jnp.isfinite(new_loss)
-        most = self.state.max_increase
-        if most is not None:
-            return bad | ((new_loss - self.value).astype(most.dtype) > most)
-        return bad if self.rule is None else bad & self.rule.due(self.state.step)
-
-    def next_damping(
+    def _after(
         self,
-        damping: Float[Array, ""],
-        ratio: Float[Array, ""] | None,
-        rejected: Bool[Array, ""],
-    ) -> Float[Array, ""]:
-        """The damping of the next step."""
-        if self.rule is None or ratio is None:
-            return damping
-        due = self.rule.due(self.state.step) | rejected
-        ratio = jnp.where(rejected, jnp.nan, ratio)
-        return jnp.where(due, self.rule(damping, ratio), damping)
-
-    def calibrated(
-        self, first: Bool[Array, ""], finite: Bool[Array, ""]
-    ) -> Float[Array, ""]:
-        """The damping of this step: before the first one, the rule is repeated until it
-        leaves the damping alone, or turns round: then the larger one is taken."""
-        damping, rule = self.state.damping, self.rule
-        if rule is None or rule.calibration == 0:
-            return damping
-
-        def repeat(carry):
-            damping, last, number, _ = carry
-            inverse, _ = self.factorise(damping, self.state.inverse, self.curvature)
-            proposal = self.propose(damping, inverse)
-            _, others = partition_tagged(jtu.tree_map(jnp.zeros_like, self.grads))
-            predicted = self._predicted(damping, proposal, others)
-            ratio = self._ratio(self._new_loss(proposal, others), predicted)
-            new = rule(damping, ratio)
-            change = jnp.sign(new - damping)
-            turned = change * last < 0
-            new = jnp.where(turned, jnp.maximum(new, damping), new)
-            return new, change, number + 1, turned | (change == 0)
-
-        def again(carry):
-            _, _, number, done = carry
-            return ~done & (number < rule.calibration)
-
-        def calibrate():
-            start = damping, jnp.zeros_like(damping), jnp.zeros_like(self.state.step)
-            return jax.lax.while_loop(again, repeat, (*start, ~finite))[0]
-
-        return jax.lax.cond(first & finite, calibrate, lambda: damping)
-
-    def _quadratic(self, damping: Float[Array, ""], *directions: Model) -> Any:
-        """The quadratic model of the tagged parameters along `directions`."""
-        gradient, _ = partition_tagged(self.grads)
-        rules = [self.optimizer.learning_rate, self.optimizer.momentum]
-        examples = [r.examples for r in rules if isinstance(r, QuadraticModel)]
-        linearised = self.linearised.first(examples[0] if examples else None)
-        return quadratic(linearised.gram(*directions), gradient, directions, damping)
-
-    def _predicted(self, damping, proposal: _Proposal, others: Model):
-        """The change of the loss that the quadratic model predicts, for parameters
-        without a tag that their gradient does."""
-        predicted = proposal.predicted
-        if predicted is None:
-            model = self._quadratic(damping, proposal.velocity)
-            predicted = model(jnp.ones_like(model.vector))
-        _, gradient = partition_tagged(self.grads)
-        return predicted + tree_dot(gradient, others).astype(predicted.dtype)
-
-    def _new_loss(self, proposal: _Proposal, others: Model) -> Float[Array, ""]:
-        updates = eqx.combine(proposal.velocity, others)
-        return self.linearised.value_at(eqx.apply_updates(self.model, updates))
-
-    def _ratio(self, new_loss, predicted) -> Float[Array, ""]:
-        change = new_loss - self.value
-        ratio = change / predicted.astype(change.dtype)
-        no_descent = (predicted >= 0) & ~jnp.isnan(new_loss)
-        return jnp.where(no_descent, -jnp.inf, ratio)
-
-
-def _fine(value: Float[Array, ""], grads: Model) -> Bool[Array, ""]:
-    """Whether the loss and its gradient are finite."""
-    return all_finite((value, tree_norm(grads)))
+        model: Model,
+        state: KFACState,
+        proposal: Proposal,
+        updates: Model,
+        fallback: Any,
+        info: Info,
+    ) -> KFACState:
+        """The state after a step; if that is rejected, it remembers why."""
+        iterates = state.iterates
+        if iterates is not None and state.averaging is not None:
+            iterates = iterates.add(eqx.apply_updates(model, updates), state.averaging)
+        taken = dict(
+            velocity=proposal.velocity,
+            fallback=fallback,
+            iterates=iterates,
+            learning_rate=proposal.learning_rate,
+            momentum=proposal.momentum,
+        )
+        kept = {name: getattr(state, name) for name in taken}
+        rule, rejected, damping = self._rules.damping, info.rejected, info.damping
+        if rule is not None:
+            ratio = jnp.where(rejected, jnp.nan, info.reduction_ratio)
+            due = rule.due(state.step) | rejected
+            damping = jnp.where(due, rule(damping, ratio), damping)
+        return dataclasses.replace(
+            state,
+            damping=damping,
+            refactorise=rejected & (rule is not None),
+            rejected=state.rejected + rejected.astype(jnp.int32),
+            faults=count(state.faults, info.faults),
+            **tree_where(rejected, kept, taken),
+        )

@@ -1,5 +1,6 @@
 """What K-FAC remembers from step to step, and what it tells about each."""
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -10,20 +11,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ._custom_types import Model
 from ._misc import accumulator
-
-
-# The hyper-parameters that are numbers, or schedules of numbers.
-NUMBERS = (
-    "learning_rate",
-    "momentum",
-    "damping",
-    "damping_ratio",
-    "norm_constraint",
-    "ema",
-    "max_increase",
-    "weight_decay",
-    "averaging",
-)
 
 
 class Faults(eqx.Module):
@@ -166,7 +153,7 @@ def averaged(model: Model, state: KFACState) -> Model:
 
 def init_faults() -> Faults:
     """Nothing went wrong so far."""
-    return Faults(*(jnp.zeros((), jnp.int32) for _ in range(6)))
+    return Faults(*(jnp.zeros((), jnp.int32) for _ in dataclasses.fields(Faults)))
 
 
 def count(faults: Faults, new: Faults) -> Faults:

@@ -9,7 +9,6 @@ JAX can differentiate, it can collect curvature from.
 This file and `_rows.py` are the only ones that touch JAX's extension points.
 """
 
-import functools as ft
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -39,15 +38,6 @@ class Held(NamedTuple):
     raw: Statistics  # Slots for the rows themselves, instead of the block's sums.
 
 
-@ft.lru_cache
-def _nothing(form: AbstractForm, block: AbstractBlock) -> tuple[tuple, Any]:
-    """What a tag holds at first, in a row; and the structure of a `Held`."""
-    trained = (None,) * len(form.names) if isinstance(form, Parameters) else ()
-    held = Held(block.empty(), None, block.empty_basis(), trained, Raw().empty())
-    leaves, treedef = jtu.tree_flatten(held, is_leaf=lambda x: x is None)
-    return tuple(leaves), treedef
-
-
 class Tag(eqx.Module):
     """Ends a layer's forward pass: `return self.tag(y, x)`.
 
@@ -59,9 +49,8 @@ class Tag(eqx.Module):
     form: AbstractForm = eqx.field(static=True)
     block: AbstractBlock = eqx.field(static=True)
     swapped: bool = eqx.field(static=True)
-    # A `Held`, in a row: Python goes through every tag of a model, and of every tree that
-    # is shaped like it, at every step.
-    row: tuple
+    # One tuple: Python goes through every field of every tag at every step.
+    held: Held
     also: "Tag | None"
 
     def __init__(
@@ -77,13 +66,9 @@ class Tag(eqx.Module):
         self.form = form
         self.block = block
         self.swapped = swapped
-        self.row, _ = _nothing(form, block)
+        trained = (None,) * len(form.names) if isinstance(form, Parameters) else ()
+        self.held = Held(block.empty(), None, block.empty_basis(), trained, Raw().empty())
         self.also = None
-
-    @property
-    def held(self) -> Held:
-        """What it holds."""
-        return _nothing(self.form, self.block)[1].unflatten(self.row)
 
     @property
     def slots(self) -> Statistics:
@@ -194,7 +179,7 @@ class Tag(eqx.Module):
     @property
     def collecting(self) -> bool:
         """Whether the slots are filled."""
-        return bool(jtu.tree_leaves(self.row))
+        return bool(jtu.tree_leaves(self.held))
 
     def fill(self, layer: Any, weights: Array | None, factors: Any = None) -> "Tag":
         """This tag, ready to collect. `weights` are example weights, or `None`. `factors`
@@ -225,8 +210,8 @@ class Tag(eqx.Module):
         return self._holding(other.held._replace(trained=self.held.trained))
 
     def _holding(self, held: Held) -> "Tag":
-        row = tuple(_nothing(self.form, self.block)[1].flatten_up_to(held))
-        return eqx.tree_at(lambda t: t.row, self, row, is_leaf=lambda x: x is self.row)
+        is_held = lambda node: node is self.held
+        return eqx.tree_at(lambda tag: tag.held, self, held, is_leaf=is_held)
 
     def _marks(self, layer: Any) -> tuple[Array | None, ...]:
         """For the parameters that it is at, one for every member of a stack."""

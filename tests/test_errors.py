@@ -498,9 +498,23 @@ def test_numbers_of_the_wrong_type(name, value):
         kfac.KFAC(**(dict(learning_rate=0.1) | {name: value}))
 
 
+@pytest.mark.parametrize("name", ["learning_rate", "momentum", "damping"])
+def test_rules_in_the_place_of_others(name):
+    """The damping's rule can be called, but is no schedule."""
+    rule = kfac.QuadraticModel() if name == "damping" else kfac.LevenbergMarquardt(1.0)
+    with raises(TypeError, f"`{name}` must be a number", type(rule).__name__):
+        kfac.KFAC(**(dict(learning_rate=0.1) | {name: rule}))
+
+
+def test_a_preconditioner_has_no_rules():
+    with raises(ValueError, "`damping=Leven", "`kfac.scale_by_kfac` does not have"):
+        kfac.scale_by_kfac(kfac.LevenbergMarquardt(1.0))
+
+
 # Where the tests' type checker would answer first.
 wrong_types = {
     "curvature_period=2.5": ("TypeError", "curvature_period"),
+    "solver=kfac.ConjugateGradient(max_steps=2.5)": ("TypeError", "max_steps", "integer"),
     "inverse_period=lambda step: 2": ("TypeError", "inverse_period"),
     "burn_in='3'": ("TypeError", "burn_in"),
     "fisher=kfac.Exact": ("TypeError", "fisher", "kfac.Exact()"),

@@ -452,7 +452,7 @@ def test_errors():
     hessian = operator_of("squared", "hessian")
     with pytest.raises(ValueError, match="GaussNewton"):
         lx.linear_solve(hessian, vector, kfac.ConjugateGradient())
-    with pytest.raises(ValueError, match="max_steps"):
+    with pytest.raises(ValueError, match="`max_steps` must be at least 1"):
         kfac.ConjugateGradient(max_steps=0)
     with pytest.raises(ValueError, match="kfac.curvature"):
         kfac.BlockDiagonalOperator(kfac.convert(tanh_mlp), kfac.convert(tanh_mlp))

@@ -7,7 +7,7 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, PyTree
 
-from .._misc import tree_dot, tree_where
+from .._misc import check_count, tree_dot, tree_where
 from ._base import AbstractSymmetricSolver
 
 
@@ -59,8 +59,8 @@ class ConjugateGradient(AbstractSymmetricSolver[lx.AbstractLinearOperator]):
             parameters. The solution is then the best there is, but counts as a failure:
             pass `throw=False` to `lx.linear_solve`, unless `rtol` is 0.
         """
-        if max_steps is not None and max_steps < 1:
-            raise ValueError(f"`max_steps` must be at least 1, but is {max_steps}.")
+        if max_steps is not None:
+            check_count("max_steps", max_steps, 1)
         self.rtol = rtol
         self.max_steps = max_steps
 

@@ -175,6 +175,10 @@ def kind(adaptive: bool) -> str:
     return "adaptive" if adaptive else "fixed"
 
 
+def without_inversion(problem: Problem) -> Contender:
+    return ours("part: no inversion", problem, optimizer(False, inverse_period=NEVER))
+
+
 def parts(problem: Problem) -> list[Contender]:
     """Steps that leave something out, or do it more often, and what only collects
     statistics: the components are differences between them."""
@@ -186,14 +190,14 @@ def parts(problem: Problem) -> list[Contender]:
         lambda carry, _: collect(model, *problem.args, key=key),
     )
     choices = {
-        "part: no inversion": optimizer(False, inverse_period=NEVER),
         "part: no curvature": optimizer(
             False, inverse_period=NEVER, curvature_period=NEVER
         ),
         "part: inversion at every step": optimizer(False, inverse_period=1),
         "part: adaptive, no inversion": optimizer(True, inverse_period=NEVER),
     }
-    return [statistics, *(ours(n, problem, chosen) for n, chosen in choices.items())]
+    changed = [ours(name, problem, chosen) for name, chosen in choices.items()]
+    return [statistics, without_inversion(problem), *changed]
 
 
 def has_peer() -> bool:

@@ -81,8 +81,9 @@ def measure(
     others = [adam, *contenders.from_contrib(problem)]
     gradient = contenders.gradient(problem)
     all_ = [*ours, *[p for p in peers if p is not None], gradient, *others]
-    pieces = contenders.parts(problem)
-    all_ += [p for p in pieces if parts or p.name == "part: no inversion"]
+    all_ += (
+        contenders.parts(problem) if parts else [contenders.without_inversion(problem)]
+    )
     if tiny:
         steps = 20 * PERIOD
         all_ += [contenders.ours_flattened(problem, a) for a in (False, True)]

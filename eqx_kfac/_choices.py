@@ -1,0 +1,131 @@
+"""What may be chosen for K-FAC: numbers, schedules of numbers, rules, and parts. Choices
+are mappings from the names of arguments to what was passed for them."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ._checks import check_instance, check_number
+from ._damping import LevenbergMarquardt
+from ._fisher import AbstractFisher
+from ._misc import check_count
+from ._quadratic import QuadraticModel
+from ._solver import AbstractDampedSolver
+
+
+# Numbers, or schedules of numbers: their ranges. The state holds their current values.
+NUMBERS = {
+    "learning_rate": "positive",
+    "momentum": "in [0, 1)",
+    "damping": "at least 0",
+    "damping_ratio": "positive",
+    "norm_constraint": "positive",
+    "ema": "in [0, 1]",
+    "max_increase": "at least 0",
+    "weight_decay": "at least 0",
+    "averaging": "in [0, 1]",
+}
+# Integers: the least that they may be.
+_COUNTS = {
+    "curvature_period": 1,
+    "curvature_examples": 1,
+    "inverse_period": 1,
+    "burn_in": 0,
+}
+_PARTS = {
+    "fisher": (AbstractFisher, "kfac.MonteCarlo()"),
+    "solver": (AbstractDampedSolver, "kfac.Cholesky()"),
+}
+# Those of them that may be `None`.
+_OPTIONAL = {
+    "norm_constraint",
+    "max_increase",
+    "weight_decay",
+    "averaging",
+    "curvature_examples",
+}
+
+
+class Rules(NamedTuple):
+    """What chooses a number anew at every step, and looks at the loss to do so; `None`
+    where it is a number, or a schedule."""
+
+    learning_rate: QuadraticModel | None
+    momentum: QuadraticModel | None
+    damping: LevenbergMarquardt | None
+
+
+def rules_of(choices: Mapping[str, Any]) -> Rules:
+    """The rules among some choices."""
+
+    def rule(name, cls):
+        value = choices.get(name)
+        return value if isinstance(value, cls) else None
+
+    return Rules(
+        learning_rate=rule("learning_rate", QuadraticModel),
+        momentum=rule("momentum", QuadraticModel),
+        damping=rule("damping", LevenbergMarquardt),
+    )
+
+
+def check_choices(choices: Mapping[str, Any]) -> None:
+    """Raises for choices of the wrong kind, out of their range, or that exclude each
+    other."""
+    rules = rules_of(choices)
+    for name, value in choices.items():
+        ruled = getattr(rules, name, None) is not None
+        if not (ruled or (value is None and name in _OPTIONAL)):
+            _check_choice(name, value)
+    _check_fallback(choices.get("fallback"))
+    _check_together(choices, rules)
+
+
+def check_without_loss(choices: Mapping[str, Any], where: str) -> None:
+    """Raises for choices that need the loss function, or the model, at every step."""
+    rules = rules_of(choices)._asdict()
+    others = {name: choices.get(name) for name in ("max_increase", "averaging")}
+    needing = {k: v for k, v in (rules | others).items() if v is not None}
+    if needing:
+        listed = ", ".join(f"`{name}={value}`" for name, value in needing.items())
+        raise ValueError(
+            f"{listed} needs the loss function and the model, which "
+            f"`{where}` does not have. Use `KFAC.step`, or a number instead."
+        )
+
+
+def _check_choice(name: str, value: Any) -> None:
+    if name in NUMBERS:
+        # A rule in the wrong place can be called, but is no schedule.
+        schedule = not isinstance(value, LevenbergMarquardt)
+        check_number(name, value, NUMBERS[name], schedule)
+    elif name in _COUNTS:
+        check_count(name, value, _COUNTS[name])
+    elif name in _PARTS:
+        check_instance(name, value, *_PARTS[name])
+
+
+def _check_fallback(fallback: Any) -> None:
+    if fallback is not None and not all(
+        callable(getattr(fallback, name, None)) for name in ("init", "update")
+    ):
+        raise TypeError(
+            "`fallback` must be an optax transformation such as `optax.adam(1e-3)`, but "
+            f"is {fallback!r}."
+        )
+
+
+def _check_together(choices: Mapping[str, Any], rules: Rules) -> None:
+    mask, decay = (choices.get(n) for n in ("weight_decay_mask", "weight_decay"))
+    if mask is not None and decay is None:
+        raise ValueError("`weight_decay_mask` is given, but no `weight_decay`.")
+    length, momentum, _ = rules
+    if length is not None and choices.get("norm_constraint") is not None:
+        raise ValueError(
+            "`norm_constraint` bounds the step that a given learning rate makes; a "
+            "`kfac.QuadraticModel()` finds the length itself. Leave one of them out."
+        )
+    if length is not None and momentum is not None and length != momentum:
+        raise ValueError(
+            "One quadratic model chooses learning rate and momentum together, but "
+            f"two different ones are given: {length} and {momentum}."
+        )

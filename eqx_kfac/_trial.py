@@ -1,0 +1,199 @@
+"""What one step would do with a given damping."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Bool, Float
+
+from ._choices import Rules
+from ._custom_types import Model
+from ._misc import all_finite, tree_dot, tree_norm
+from ._precondition import partition_tagged, precondition
+from ._quadratic import Quadratic, quadratic
+from ._solver import AbstractDampedSolver
+from ._state import Faults, Info, KFACState
+
+
+class Proposal(NamedTuple):
+    """A step that may be taken, or not."""
+
+    damping: Float[Array, ""]
+    learning_rate: Float[Array, ""]  # Without the norm constraint.
+    momentum: Float[Array, ""]
+    velocity: Model  # The update of the parameters that tags cover,
+    others: Model  # and of those that the fallback looks after.
+    # For the former, by the quadratic model; `None` if it was not needed so far.
+    predicted: Float[Array, ""] | None
+
+    @property
+    def updates(self) -> Model:
+        return eqx.combine(self.velocity, self.others)
+
+
+class Trial(eqx.Module):
+    """Steps from one point, with one batch and one curvature, that differ in their
+    damping: proposes them, predicts what they do to the loss, looks, and judges."""
+
+    rules: Rules
+    solver: AbstractDampedSolver
+    state: KFACState
+    model: Model
+    value: Float[Array, ""]
+    grads: Model
+    curvature: Model
+    finite: Bool[Array, ""]  # Loss, gradient and curvature.
+    linearised: Any  # A `LinearisedBatch`; `None` if nothing here needs the loss.
+
+    def propose(
+        self, damping: Float[Array, ""], inverse: Model, others: Model
+    ) -> Proposal:
+        r"""$\delta = \alpha d + \mu \delta_\text{prev}$ with $d = -\hat F^{-1} \nabla h$,
+        given the factorisation of the damped $\hat F$."""
+        state, gradient = self.state, self._gradient
+        strength = damping * state.damping_ratio
+        natural = precondition(gradient, self.curvature, inverse, self.solver, strength)
+        direction = jtu.tree_map(jnp.negative, natural)
+        given = self._constrained_rate(natural), state.momentum
+        (scale, momentum), predicted = self._lengths(damping, direction, given)
+        velocity = jtu.tree_map(
+            lambda d, v: momentum.astype(v.dtype) * v + scale.astype(d.dtype) * d,
+            direction,
+            state.velocity,
+        )
+        learning_rate = state.learning_rate if self.rules.learning_rate is None else scale
+        return Proposal(damping, learning_rate, momentum, velocity, others, predicted)
+
+    def ratio(self, damping: Float[Array, ""], inverse: Model) -> Float[Array, ""]:
+        """The reduction ratio of a step of the tagged parameters alone."""
+        _, others = partition_tagged(jtu.tree_map(jnp.zeros_like, self.grads))
+        proposal = self.propose(damping, inverse, others)
+        return self._ratio(self._new_loss(proposal), self._predicted(proposal))
+
+    def judge(self, proposal: Proposal, factorised: Bool[Array, ""]) -> Info:
+        """What is to be said of a step, and whether it is to be taken; `factorised`: by
+        the inverse of this curvature."""
+        new_loss, ratio = self._look(proposal)
+        # Cheaper than looking at every number; a norm that overflows has diverged too.
+        update_norm = tree_norm(proposal.updates)
+        finite_update = self.finite & all_finite(update_norm)
+        # Of faults that follow from each other, the first.
+        finite_value = all_finite(self.value)
+        finite_grads = is_fine(self.value, self.grads)
+        faults = Faults(
+            loss=~finite_value,
+            gradient=finite_value & ~finite_grads,
+            curvature=finite_grads & ~self.finite,
+            factorisation=self.finite & ~factorised,
+            update=self.finite & ~finite_update,
+            increase=finite_update & self._risen(new_loss),
+        )
+        return Info(
+            loss=self.value,
+            new_loss=new_loss,
+            aux=None,
+            learning_rate=proposal.learning_rate,
+            momentum=proposal.momentum,
+            damping=proposal.damping,
+            reduction_ratio=ratio,
+            gradient_norm=tree_norm(self.grads),
+            update_norm=jnp.where(faults.rejecting, 0, update_norm),
+            rejected=faults.rejecting,
+            faults=faults,
+        )
+
+    @property
+    def _gradient(self) -> Model:
+        """That of the tagged parameters."""
+        return partition_tagged(self.grads)[0]
+
+    def _constrained_rate(self, natural: Model) -> Float[Array, ""]:
+        r"""The learning rate, or less: $\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h
+        \rangle \le c$."""
+        rate, most = self.state.learning_rate, self.state.norm_constraint
+        if most is None:
+            return rate
+        norm = rate**2 * tree_dot(natural, self._gradient).astype(rate.dtype)
+        return rate * jnp.minimum(1, jnp.sqrt(most / jnp.maximum(norm, 1e-30)))
+
+    def _lengths(
+        self, damping: Float[Array, ""], direction: Model, given: tuple
+    ) -> tuple[list, Float[Array, ""] | None]:
+        r"""$\alpha$ and $\mu$: as given, unless a rule is to choose them, and what the
+        quadratic model that did predicts."""
+        ruled = [self.rules.learning_rate is not None, self.rules.momentum is not None]
+        if not any(ruled):
+            return [*given], None
+        model = self._quadratic(damping, direction, self.state.velocity)
+        best = model.minimum([None if r else g for r, g in zip(ruled, given)])
+        lengths = [
+            best[i].astype(g.dtype) if ruled[i] else g for i, g in enumerate(given)
+        ]
+        return lengths, model(best)
+
+    def _quadratic(self, damping: Float[Array, ""], *directions: Model) -> Quadratic:
+        """The quadratic model of the tagged parameters along `directions`."""
+        rule = self.rules.learning_rate or self.rules.momentum
+        linearised = self.linearised.first(None if rule is None else rule.examples)
+        gram = linearised.gram(*directions)
+        return quadratic(gram, self._gradient, directions, damping)
+
+    def _look(
+        self, proposal: Proposal
+    ) -> tuple[Float[Array, ""] | None, Float[Array, ""] | None]:
+        """The loss after the step, and the reduction ratio: NaN if they are not due,
+        `None` if they never are."""
+
+        def wanted(always, compute):
+            rule = self.rules.damping
+            if always:
+                return compute()
+            if rule is None:
+                return None
+            nothing = jnp.full_like(self.value, jnp.nan)
+            return jax.lax.cond(rule.due(self.state.step), compute, lambda: nothing)
+
+        bounded = self.state.max_increase is not None
+        new_loss = wanted(bounded, lambda: self._new_loss(proposal))
+        known = proposal.predicted is not None
+        predicted = wanted(known, lambda: self._predicted(proposal))
+        if new_loss is None or predicted is None:
+            return new_loss, None
+        return new_loss, self._ratio(new_loss, predicted)
+
+    def _risen(self, new_loss: Float[Array, ""] | None) -> Bool[Array, ""]:
+        """Whether the loss, as far as it was looked at, forbids the step."""
+        if new_loss is None:
+            return jnp.zeros_like(self.value, bool)
+        bad = ~jnp.isfinite(new_loss)
+        most, rule = self.state.max_increase, self.rules.damping
+        if most is not None:
+            return bad | ((new_loss - self.value).astype(most.dtype) > most)
+        return bad if rule is None else bad & rule.due(self.state.step)
+
+    def _predicted(self, proposal: Proposal) -> Float[Array, ""]:
+        """The change of the loss that the quadratic model predicts, for parameters
+        without a tag that their gradient does."""
+        predicted = proposal.predicted
+        if predicted is None:
+            model = self._quadratic(proposal.damping, proposal.velocity)
+            predicted = model(jnp.ones_like(model.vector))
+        _, gradient = partition_tagged(self.grads)
+        predicted += tree_dot(gradient, proposal.others).astype(predicted.dtype)
+        return predicted.astype(self.value.dtype)
+
+    def _new_loss(self, proposal: Proposal) -> Float[Array, ""]:
+        return self.linearised.value_at(eqx.apply_updates(self.model, proposal.updates))
+
+    def _ratio(
+        self, new_loss: Float[Array, ""], predicted: Float[Array, ""]
+    ) -> Float[Array, ""]:
+        no_descent = (predicted >= 0) & ~jnp.isnan(new_loss)
+        return jnp.where(no_descent, -jnp.inf, (new_loss - self.value) / predicted)
+
+
+def is_fine(value: Float[Array, ""], grads: Model) -> Bool[Array, ""]:
+    """Whether the loss and its gradient are finite."""
+    return all_finite((value, tree_norm(grads)))
