@@ -459,8 +459,9 @@ class KFAC(eqx.Module):
         )
         kept = {name: getattr(state, name) for name in taken}
         rule, rejected, damping = self._rules.damping, info.rejected, info.damping
-        if rule is not None:
-            ratio = jnp.where(rejected, jnp.nan, info.reduction_ratio)
+        ratio = info.reduction_ratio
+        if rule is not None and ratio is not None:
+            ratio = jnp.where(rejected, jnp.nan, ratio)
             due = rule.due(state.step) | rejected
             damping = jnp.where(due, rule(damping, ratio), damping)
         return dataclasses.replace(
