@@ -201,6 +201,16 @@ def test_without_curvature(face):
     assert_same(find(after), find(opt_state))
 
 
+@pytest.mark.parametrize("face", faces)
+def test_without_parameters(face):
+    """As optax allows it."""
+    optimizer, model = faces[face](), make_model()
+    _, grads, curvature = value_grad_and_curvature(model, *make_data())
+    opt_state, update = optimizer.init(params_of(model)), traced(optimizer, 2)
+    got = update(grads, opt_state, curvature=curvature)
+    assert_same(got, update(grads, opt_state, params_of(model), curvature=curvature))
+
+
 def is_scalar(_, value):
     return eqx.is_array(value) and value.ndim == 0
 
