@@ -79,6 +79,10 @@ def targets(cases: list[dict]) -> list[tuple[str, float, float | None]]:
                 ratio = _ratio(part, theirs(kind, "mean"))
                 most = 0.7 if case["batch"] >= 2000 else 0.6
                 add(f"{kind}, curvature of a quarter, over kfac-jax", most, ratio)
+            packed = _result(case, f"K-FAC, {kind}, packed", "state_bytes")
+            if packed is not None and case["case"] == "autoencoder":
+                ratio = _ratio(packed, ours(kind, "state_bytes"))
+                add(f"{kind}, bytes of state, packed over not", 0.6, ratio)
             scan = _result(case, f"K-FAC, {kind}, in scan")
             if scan is not None:
                 ratio = _ratio(scan, theirs(kind, "mean"))
