@@ -22,6 +22,9 @@ def packed(state: Any) -> Any:
     **Returns:** the state, with one triangle of every symmetric matrix that it has; see
     [`eqx_kfac.unpacked`][] for the inverse.
 
+    **Raises:** `ValueError` for part of a state: only the whole tells which matrices are
+    symmetric.
+
     !!! Example
 
         ```python
@@ -32,6 +35,11 @@ def packed(state: Any) -> Any:
         )
         ```
     """
+    if not any(map(_is_state, jtu.tree_leaves(state, is_leaf=_is_state))):
+        raise ValueError(
+            "`kfac.packed` takes the whole state of an optimizer, as `optimizer.init` or "
+            f"`optimizer.step` returns it, but got {type(state).__name__}."
+        )
     return _map_symmetric(pack, state)
 
 

@@ -56,7 +56,7 @@ class KFACState(eqx.Module):
 
     step: Int[Array, ""]
     # Shaped like the model, with every tagged layer replaced by its averaged factors, or
-    # by their factorisation.
+    # by their factorisation. (With `packed=True`, symmetric matrices are `Packed`.)
     curvature: Model
     inverse: Model
     weight: Float[Array, ""]  # Total weight of the moving average; 0 before the first.

@@ -427,6 +427,11 @@ def test_conversion(trained):
     assert_same(kfac.unpacked(state), state)
 
 
+def test_only_whole_states_can_be_packed(trained):
+    with pytest.raises(ValueError, match="whole state"):
+        kfac.packed(trained[False][1].curvature)
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_checkpoint_of_the_other_kind(trained, packed):
     """... is refused, with a way to convert it."""

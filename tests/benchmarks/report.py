@@ -83,6 +83,10 @@ def targets(cases: list[dict]) -> list[tuple[str, float, float | None]]:
             if flat is not None:
                 ratio = _ratio(flat, theirs(kind, "mean"))
                 add(f"{kind}, a step alone, flattened, over kfac-jax", 1.0, ratio)
+            packed = _result(case, f"K-FAC, {kind}, packed", "state_bytes")
+            if packed is not None and case["case"] == "autoencoder":
+                ratio = _ratio(packed, ours(kind, "state_bytes"))
+                add(f"{kind}, bytes of state, packed over not", 0.6, ratio)
             scan = _result(case, f"K-FAC, {kind}, in scan")
             if scan is not None:
                 ratio = _ratio(scan, theirs(kind, "mean"))

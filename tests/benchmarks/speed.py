@@ -66,6 +66,8 @@ def measure(
         )
         for a in (False, True)
     ]
+    packed = contenders.optimizer(False, packed=True)
+    ours.append(contenders.ours("K-FAC, fixed, packed", problem, packed))
     if problem.examples >= 500:
         part = problem.examples // 4
         ours += [
