@@ -516,3 +516,16 @@ def test_subspace_iteration_converges():
     less, _ = kfac.SubspaceIteration(iterations=1).eigenbasis(M, jnp.eye(12))
     want = np.sort(np.linalg.eigvalsh(M))
     assert error(np.sort(more), want) < error(np.sort(less), want)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_subspace_iteration_keeps_the_basis_of_a_singular_factor(dtype):
+    """Of rank 6, of 12: what rounding leaves of the null space must not come first."""
+    x = jax.random.normal(jax.random.key(0), (6, 12), dtype)
+    M = x.T @ x / 12
+    values, vectors = kfac.Eigh().eigenbasis(M, None)
+    warm_values, warm = kfac.SubspaceIteration().eigenbasis(M, vectors)
+    np.testing.assert_allclose(warm_values, values, atol=1e-5)
+    np.testing.assert_allclose((warm * warm_values[None]) @ warm.T, M, atol=1e-5)
+    turned, _ = kfac.SubspaceIteration().eigenbasis(M, vectors[:, ::-1])
+    assert jnp.max(jnp.abs(turned - values)) > 0.1  # From the wrong order.

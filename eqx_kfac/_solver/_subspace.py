@@ -47,7 +47,9 @@ class SubspaceIteration(AbstractEigenSolver):
 
         def iterate(vectors):
             for _ in range(self.iterations):
-                vectors, _ = qr(matmul(factor, vectors))
+                # The largest first: the others are made orthogonal to them. The other
+                # way round, noise in the null space would come before everything.
+                vectors = qr(matmul(factor, vectors)[:, ::-1])[0][:, ::-1]
             values = jnp.sum(vectors * matmul(factor, vectors), axis=0)
             return jnp.maximum(values, 0), vectors
 
