@@ -72,7 +72,7 @@ from ._operator import (
 )
 from ._optax import kfac as kfac, scale_by_kfac as scale_by_kfac
 from ._optimizer import KFAC as KFAC
-from ._pack import packed as packed
+from ._packed_state import packed as packed
 from ._quadratic import QuadraticModel as QuadraticModel
 from ._solver import (
     Cholesky as Cholesky,

@@ -26,6 +26,12 @@ def check_number(name: str, value: Any, range_: str, schedule: bool = True) -> N
         raise TypeError(f"`{name}` must be {kinds}, but is {value!r}.")
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Raises unless `value` is a boolean."""
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be `True` or `False`, but is {value!r}.")
+
+
 def check_instance(name: str, value: Any, cls: type, example: str) -> None:
     """Raises unless `value` is an instance of `cls`."""
     if isinstance(value, cls):

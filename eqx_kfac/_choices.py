@@ -4,7 +4,7 @@ are mappings from the names of arguments to what was passed for them."""
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ._checks import check_instance, check_number
+from ._checks import check_flag, check_instance, check_number
 from ._damping import LevenbergMarquardt
 from ._fisher import AbstractFisher
 from ._misc import check_count
@@ -31,6 +31,7 @@ _COUNTS = {
     "inverse_period": 1,
     "burn_in": 0,
 }
+_FLAGS = {"in_turn", "packed"}
 _PARTS = {
     "fisher": (AbstractFisher, "kfac.MonteCarlo()"),
     "solver": (AbstractDampedSolver, "kfac.Cholesky()"),
@@ -100,6 +101,8 @@ def _check_choice(name: str, value: Any) -> None:
         check_number(name, value, NUMBERS[name], schedule)
     elif name in _COUNTS:
         check_count(name, value, _COUNTS[name])
+    elif name in _FLAGS:
+        check_flag(name, value)
     elif name in _PARTS:
         check_instance(name, value, *_PARTS[name])
 

@@ -14,7 +14,14 @@ from jaxtyping import Array, Bool
 
 from ._block import AbstractFactors
 from ._custom_types import Model
-from ._misc import all_finite, explicit_sharding, over_stack, tree_where
+from ._misc import (
+    all_finite,
+    decomposed_over_stack,
+    explicit_sharding,
+    over_stack,
+    tree_where,
+    zeros_of,
+)
 from ._operator import packed_like, unpacked
 from ._schedule import when_due
 from ._solver import AbstractDampedSolver, is_factorised, Pair
@@ -28,8 +35,9 @@ def damping_of(factors: AbstractFactors, damping: Any) -> Array:
 
 def init_inverse(curvature: Model, model: Model, solver: AbstractDampedSolver) -> Model:
     """Zeros in the place of every layer's factorisation."""
-    shapes = eqx.filter_eval_shape(factorise, curvature, model, solver, jnp.zeros(()))
-    return jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return zeros_of(
+        eqx.filter_eval_shape(factorise, curvature, model, solver, jnp.zeros(()))
+    )
 
 
 def factorise(
@@ -103,7 +111,7 @@ def _decompose(solver: AbstractDampedSolver, jobs: list[_Job]) -> list[Any]:
 def _decompose_alike(solver: AbstractDampedSolver, jobs: list[_Job]) -> list[Any]:
     if len(jobs) == 1:
         (factor, previous, stack) = jobs[0]
-        return [over_stack(solver.decompose, stack)(factor, previous)]
+        return [decomposed_over_stack(solver.decompose, stack)(factor, previous)]
 
     def in_a_row(job):
         def flat(a):
@@ -137,8 +145,8 @@ def refactorise(
 ) -> tuple[Model, Bool[Array, ""]]:
     """The factorisation of `curvature`, and whether it is finite; if it is not, the
     previous one."""
-    whole = unpacked((curvature, inverse))
-    new = factorise(whole[0], model, solver, damping, whole[1])
+    curvature, previous = unpacked((curvature, inverse))
+    new = factorise(curvature, model, solver, damping, previous)
 
     def bounds(tag, layer, factors, state):
         if not isinstance(state, solver.state_type):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
-from ._block import is_statistics, Statistics
+from ._block import is_statistics, no_l2, Statistics
 from ._custom_types import Key, Model
 from ._fisher import AbstractFisher
 from ._loss import AbstractLoss, AbstractObjective, L2, linear_combination, Sum
@@ -109,7 +109,7 @@ class Linearisation(eqx.Module):
             if isinstance(o, L2)
         ]
         if not diagonals:
-            return map_tags(_no_l2, self.model)
+            return map_tags(lambda tag, layer: no_l2(tag.form, layer), self.model)
         return map_tags(_mean_over_layer, self.collect(diagonals, parameters))
 
     def gram(self, directions: Sequence[Model]) -> Float[Array, "n n"]:
@@ -354,10 +354,6 @@ def _example_weights(losses: list[AbstractLoss]) -> Array | None:
     ]
     dtype = accumulator(*[w.dtype for w in means])
     return jnp.mean(jnp.stack([w.astype(dtype) for w in means]), axis=0)
-
-
-def _no_l2(tag: Tag, layer: Any) -> Any:
-    return jnp.zeros(tag.form.sizes(layer).stack) if is_trainable(tag, layer) else None
 
 
 def _mean_over_layer(tag: Tag, diagonal: Any) -> Any:

@@ -86,6 +86,23 @@ def over_stack(fn: Callable, axes: int) -> Callable:
     return fn
 
 
+def decomposed_over_stack(fn: Callable, axes: int) -> Callable:
+    """As `over_stack`, for what JAX cannot split over the devices of an explicit mesh by
+    itself: there, `fn` (which must not close over arrays) only sees a device's own."""
+    mapped = over_stack(fn, axes)
+
+    def apply(*args):
+        kinds = map(jax.typeof, jtu.tree_leaves(args))
+        sharding = next(filter(None, map(explicit_sharding, kinds)), None)
+        if axes == 0 or sharding is None or any(sharding.spec[axes:]):
+            return mapped(*args)
+        spec = PartitionSpec(*sharding.spec[:axes])
+        local = jax.shard_map(mapped, in_specs=spec, out_specs=spec, check_vma=False)
+        return local(*args)
+
+    return apply
+
+
 def moment(
     a: Inexact[Array, "*rows m"], b: Inexact[Array, "*rows n"], stack: int, like: Any
 ) -> Float[Array, "*stack m n"]:
@@ -193,30 +210,6 @@ def check_count(name: str, value: Any, least: int) -> None:
         raise TypeError(f"`{name}` must be an integer, but is {value!r}.")
     if value < least:
         raise ValueError(f"`{name}` must be at least {least}, but is {value}.")
-
-
-def check_same_shapes(state: PyTree, expected: PyTree) -> None:
-    """Raises unless an optimizer's state has the structure and the shapes that belong to
-    its model."""
-
-    def shapes(tree):
-        leaves, _ = jtu.tree_flatten_with_path(tree)
-        return {jtu.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
-
-    have, want = shapes(state), shapes(expected)
-    if have == want:
-        return
-    path = next(p for p in [*want, *have] if have.get(p) != want.get(p))
-    raise ValueError(
-        f"The state does not belong to this optimizer and model: its `{path}` is "
-        f"{_described(have, path)}, but should be {_described(want, path)}. Make it with "
-        "`optimizer.init(model)`, with the same optimizer and the same trained "
-        "parameters that `step` (or `update`) gets."
-    )
-
-
-def _described(shapes: dict, path: str) -> str:
-    return f"an array of shape {shapes[path]}" if path in shapes else "missing"
 
 
 def names(paths: Sequence[str], limit: int = 8) -> str:

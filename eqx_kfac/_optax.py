@@ -7,19 +7,16 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
-from jaxtyping import Array, Float, Int
 
 from ._choices import check_choices, check_without_loss, NUMBERS
 from ._custom_types import Model
 from ._factorise import init_inverse, refactorise
-from ._misc import all_finite
 from ._optimizer import KFAC
-from ._pack import init_packed
+from ._packed_state import init_packed
 from ._precondition import (
-    average,
     check_covered,
     has_bases,
-    in_bases_of,
+    include,
     init_curvature,
     init_fallback,
     partition_tagged,
@@ -29,18 +26,9 @@ from ._precondition import (
 )
 from ._schedule import at, when_due
 from ._solver import AbstractDampedSolver, Cholesky
+from ._state import check_state, ScaleByKFACState
 from ._tag import is_trainable
 from ._tagged import map_tags
-
-
-class ScaleByKFACState(eqx.Module):
-    """The state of [`eqx_kfac.scale_by_kfac`][]."""
-
-    step: Int[Array, ""]
-    curvature: Model
-    inverse: Model
-    weight: Float[Array, ""]
-    fallback: Any
 
 
 def scale_by_kfac(
@@ -83,6 +71,7 @@ def scale_by_kfac(
         damping=damping,
         solver=solver,
         inverse_period=inverse_period,
+        packed=packed,
         ema=ema,
         fallback=fallback,
     )
@@ -105,15 +94,12 @@ def scale_by_kfac(
     def update(updates, state, params=None, *, curvature=None, **extra) -> Any:
         del extra
         updates, params = _unmask(updates), _unmask(params)
-        check_covered(updates, fallback)
+        check_state(state, eqx.filter_eval_shape(init, updates))
         damping_now = at(damping, state.step)
         averaged, weight = state.curvature, state.weight
         if curvature is not None:
-            curvature = _trained(curvature, updates)
-            curvature = in_bases_of(averaged, updates, curvature, weight == 0)
-            rho = at(ema, state.step)
-            finite = all_finite(curvature)
-            averaged, weight = average(averaged, weight, curvature, rho, finite)
+            new, rho = _trained(curvature, updates), at(ema, state.step)
+            averaged, weight, _ = include(averaged, weight, updates, new, rho)
         due = state.step, state.weight, inverse_period
         if has_bases(updates):
             averaged = when_due(

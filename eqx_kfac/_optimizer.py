@@ -17,20 +17,18 @@ from ._damping import calibrated
 from ._factorise import init_inverse, refactorise, Turns, when_in_turn
 from ._fisher import AbstractFisher, MonteCarlo
 from ._misc import (
-    all_finite,
     cast_varying,
     check_count,
-    check_same_shapes,
     masked,
     tree_where,
     varying_axes,
 )
-from ._pack import check_packed, init_packed
+from ._packed_state import init_packed
 from ._precondition import (
     average,
     check_covered,
     has_bases,
-    in_bases_of,
+    include,
     init_curvature,
     init_fallback,
     is_finite,
@@ -41,7 +39,7 @@ from ._precondition import (
 from ._quadratic import QuadraticModel
 from ._schedule import at, when_due
 from ._solver import AbstractDampedSolver, Cholesky
-from ._state import count, Info, init_faults, init_iterates, KFACState
+from ._state import check_state, count, Info, init_faults, init_iterates, KFACState
 from ._trial import is_fine, Proposal, Trial
 
 
@@ -296,12 +294,11 @@ class KFAC(eqx.Module):
         grads = eqx.filter(grads, eqx.is_inexact_array)
         state = self._prepare(state, grads if model is None else model)
         value = jnp.zeros(()) if value is None else value
-        averaged, finite = (state.curvature, state.weight), is_fine(value, grads)
+        fine, old = is_fine(value, grads), (state.curvature, state.weight)
+        averaged = (*old, fine)
         if curvature is not None:
-            new = in_bases_of(state.curvature, grads, curvature, state.weight == 0)
-            finite = finite & all_finite(new)
-            averaged = average(*averaged, new, state.ema, finite)
-        return self._updates(model, state, (*averaged, finite), value, grads, None)[:2]
+            averaged = include(*old, grads, curvature, state.ema, fine)
+        return self._updates(model, state, averaged, value, grads, None)[:2]
 
     @property
     def _rules(self) -> Rules:
@@ -325,9 +322,7 @@ class KFAC(eqx.Module):
             return value if eqx.is_array(value) else at(value, state.step)
 
         state = dataclasses.replace(state, **{name: now(name) for name in NUMBERS})
-        expected = eqx.filter_eval_shape(self.init, model)
-        check_packed(state, expected)
-        check_same_shapes(state, expected)
+        check_state(state, eqx.filter_eval_shape(self.init, model))
         return state
 
     def _collect(

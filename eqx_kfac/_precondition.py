@@ -10,10 +10,10 @@ import jax.tree_util as jtu
 import optax
 from jaxtyping import Array, Bool, Float
 
-from ._block import AbstractFactors
+from ._block import AbstractFactors, no_l2
 from ._custom_types import Model
 from ._factorise import damping_of
-from ._misc import all_finite, names, over_stack, tree_where
+from ._misc import all_finite, decomposed_over_stack, names, over_stack, tree_where
 from ._operator import packed_like, unpacked
 from ._solver import AbstractDampedSolver, Eigh
 from ._tag import is_trainable
@@ -59,8 +59,7 @@ def init_curvature(model: Model) -> Model:
         if not is_trainable(tag, layer):
             return None
         slots = tag.block.slots(tag.form, layer)
-        l2 = jnp.zeros(tag.form.sizes(layer).stack)
-        return tag.block.factors(slots, jnp.ones(()), l2)
+        return tag.block.factors(slots, jnp.ones(()), no_l2(tag.form, layer))
 
     return map_tags(factors, model)
 
@@ -111,7 +110,7 @@ def refresh(
             new = tag.block.refreshed(unpacked(factors), solver.eigenbasis)
             return packed_like(new, factors)
 
-        return over_stack(refreshed, factors.l2.ndim)(factors)
+        return decomposed_over_stack(refreshed, factors.l2.ndim)(factors)
 
     return map_tags(layer_factors, model, curvature)
 
@@ -125,7 +124,22 @@ def refreshed(
     return tree_where(finite, new, curvature), finite
 
 
-def in_bases_of(
+def include(
+    curvature: Model,
+    weight: Float[Array, ""],
+    model: Model,
+    new: Model,
+    ema: Float[Array, ""],
+    take: Bool[Array, ""] | bool = True,
+) -> tuple[Model, Float[Array, ""], Bool[Array, ""]]:
+    """As `average`, with an estimate from elsewhere, if that is finite and to `take`; and
+    whether it was taken."""
+    new = _in_bases_of(curvature, model, new, weight == 0)
+    take = take & all_finite(new)
+    return *average(curvature, weight, new, ema, take), take
+
+
+def _in_bases_of(
     curvature: Model, model: Model, new: Model, first: Bool[Array, ""]
 ) -> Model:
     """`new`, in the bases of `curvature` unless it is the `first` one."""
@@ -163,9 +177,10 @@ def precondition(
             operator = tag.block.operator(factors)
             if state is None:
                 state = solver.init(operator, options)
-            vector = matrix.reshape(operator.in_structure().shape)
+            # Reshaped by way of a vector: explicit meshes know no other way.
+            vector = matrix.reshape(-1).reshape(operator.in_structure().shape)
             solution, _, _ = solver.compute(state, vector, options)
-            return solution.reshape(matrix.shape)
+            return solution.reshape(-1).reshape(matrix.shape)
 
         matrix = tag.form.to_matrix(layer).astype(factors.l2.dtype)
         solution = over_stack(solve, factors.l2.ndim)(matrix, factors, state)

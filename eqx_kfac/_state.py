@@ -1,4 +1,4 @@
-"""What K-FAC remembers from step to step, and what it tells about each."""
+"""What the optimizers remember from step to step, and what they tell about each."""
 
 import dataclasses
 from typing import Any
@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ._custom_types import Model
 from ._misc import accumulator
+from ._operator import is_packed
 
 
 class Faults(eqx.Module):
@@ -75,6 +76,16 @@ class KFACState(eqx.Module):
     refactorise: Bool[Array, ""]  # After a rejection the damping is another one.
     rejected: Int[Array, ""]  # How many steps were not taken.
     faults: Faults  # And why: counts.
+
+
+class ScaleByKFACState(eqx.Module):
+    """The state of [`eqx_kfac.scale_by_kfac`][]."""
+
+    step: Int[Array, ""]
+    curvature: Model
+    inverse: Model
+    weight: Float[Array, ""]
+    fallback: Any
 
 
 class Info(eqx.Module):
@@ -159,3 +170,44 @@ def init_faults() -> Faults:
 def count(faults: Faults, new: Faults) -> Faults:
     """The counts with those of one more step."""
     return jax.tree.map(lambda n, f: n + f.astype(n.dtype), faults, new)
+
+
+def check_state(state: Any, expected: Any) -> None:
+    """Raises unless a state has the structure and the shapes of the `expected` one."""
+
+    def any_packed(tree):
+        return any(map(is_packed, jtu.tree_leaves(tree, is_leaf=is_packed)))
+
+    have, want = any_packed(state), any_packed(expected)
+    if have != want:
+        without = "" if want else "out"
+        raise ValueError(
+            f"The state is {'' if have else 'not '}packed, but belongs to an optimizer "
+            f"with{without} `packed=True`. Convert it once: `state = "
+            f"kfac.{'packed' if want else 'unpacked'}(state)`."
+        )
+    _check_same_shapes(state, expected)
+
+
+def _check_same_shapes(state: Any, expected: Any) -> None:
+    """Raises unless an optimizer's state has the structure and the shapes that belong to
+    its model."""
+
+    def shapes(tree):
+        leaves, _ = jtu.tree_flatten_with_path(tree)
+        return {jtu.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
+
+    have, want = shapes(state), shapes(expected)
+    if have == want:
+        return
+    path = next(p for p in [*want, *have] if have.get(p) != want.get(p))
+    raise ValueError(
+        f"The state does not belong to this optimizer and model: its `{path}` is "
+        f"{_described(have, path)}, but should be {_described(want, path)}. Make it with "
+        "`optimizer.init(model)`, with the same optimizer and the same trained "
+        "parameters that `step` (or `update`) gets."
+    )
+
+
+def _described(shapes: dict, path: str) -> str:
+    return f"an array of shape {shapes[path]}" if path in shapes else "missing"

@@ -514,6 +514,8 @@ def test_a_preconditioner_has_no_rules():
 # Where the tests' type checker would answer first.
 wrong_types = {
     "curvature_period=2.5": ("TypeError", "curvature_period"),
+    "packed='no'": ("TypeError", "packed"),
+    "in_turn=2": ("TypeError", "in_turn"),
     "solver=kfac.ConjugateGradient(max_steps=2.5)": ("TypeError", "max_steps", "integer"),
     "inverse_period=lambda step: 2": ("TypeError", "inverse_period"),
     "burn_in='3'": ("TypeError", "burn_in"),

@@ -1,5 +1,6 @@
 """Symmetric matrices in half of the memory: the same numbers, and the same steps."""
 
+import dataclasses
 import functools as ft
 import io
 
@@ -504,12 +505,20 @@ def test_optax(name):
     assert_same(kfac.packed(whole), state)
 
 
+@pytest.mark.parametrize("name", OPTAX)
+@pytest.mark.parametrize("packed", [True, False])
+def test_optax_refuses_the_other_kind(name, packed):
+    params = arrays(make_mlp())
+    state = OPTAX[name](not packed).init(params)
+    convert = kfac.packed if packed else kfac.unpacked
+    update = OPTAX[name](packed).update
+    with pytest.raises(ValueError, match=rf"kfac.{convert.__name__}\(state\)"):
+        update(params, state, params)
+    eqx.filter_eval_shape(update, params, convert(state), params)
+
+
 def test_factors_of_ones_own():
     """A type of factors says which of its fields are symmetric; by default, none is."""
-
-    class State(eqx.Module):
-        curvature: object
-        inverse: object
 
     class Silent(kfac.AbstractFactors):
         matrix: jax.Array
@@ -519,6 +528,9 @@ def test_factors_of_ones_own():
         symmetric = ("matrix",)
 
     matrix, l2 = symmetric_matrix(4), jnp.zeros(())
-    state = kfac.packed(State([Silent(matrix, l2), Outspoken(matrix, l2)], [None, None]))
-    silent, outspoken = state.curvature
+    state = kfac.scale_by_kfac().init(make_mlp())
+    state = dataclasses.replace(
+        state, curvature=[Silent(matrix, l2), Outspoken(matrix, l2)], inverse=[None, None]
+    )
+    silent, outspoken = kfac.packed(state).curvature
     assert eqx.is_array(silent.matrix) and is_packed(outspoken.matrix)

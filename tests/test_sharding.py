@@ -262,6 +262,46 @@ def test_ensemble_over_a_mesh_axis(kind):
     assert_same(got, separate_members())
 
 
+def ensemble_loss(model, x, y):
+    one = lambda model, x: jax.vmap(model)(x)
+    logits = eqx.filter_vmap(one, in_axes=(eqx.if_array(0), 0))(model, x)
+    return kfac.SoftmaxCrossEntropy(logits, y)
+
+
+@pytest.mark.parametrize(
+    "block, choices",
+    [
+        (kfac.Kronecker(), dict(solver=kfac.Eigh())),
+        (kfac.Kronecker(), dict(solver=kfac.NewtonSchulz(), packed=True)),
+        (kfac.Kronecker(), dict(solver=kfac.SubspaceIteration(), in_turn=True)),
+        (kfac.EKFAC(), {}),
+        (kfac.Full(), dict(damping=kfac.LevenbergMarquardt(1.0), averaging=0.9)),
+        (kfac.Diagonal(), {}),
+    ],
+)
+def test_steps_over_an_explicit_mesh_axis(block, choices):
+    """Members on devices of their own; so are the factorisations."""
+    optimizer = kfac.KFAC(0.1, fisher=kfac.Exact(), inverse_period=2, **choices)
+    step = eqx.filter_jit(ft.partial(optimizer.step, ensemble_loss))
+    model = kfac.convert(kfac.revert(make_ensemble()), blocks=block)
+    args = data(DEVICES, BATCH)
+
+    def several_steps(model, args):
+        state = eqx.filter_jit(optimizer.init)(model)
+        for _ in range(3):
+            model, state, info = step(model, state, *args)
+        return model, state, info
+
+    want, _, want_info = several_steps(model, args)
+    mesh = make_mesh(AxisType.Explicit, names=("members",))
+    with jax.set_mesh(mesh):
+        got, state, info = several_steps(*put((model, args), mesh, P("members")))
+    for leaf in jtu.tree_leaves((state.curvature, state.inverse)):
+        assert jax.typeof(leaf).sharding.spec[0] == "members"
+    assert_same(arrays((got, info)), arrays((want, want_info)))
+    assert_differs(got, model)
+
+
 #
 # `shard_map` inside the loss
 #

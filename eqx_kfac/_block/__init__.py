@@ -2,6 +2,7 @@ from ._base import (
     AbstractBlock as AbstractBlock,
     AbstractFactors as AbstractFactors,
     is_statistics as is_statistics,
+    no_l2 as no_l2,
     Statistics as Statistics,
 )
 from ._diagonal import Diagonal as Diagonal, DiagonalFactors as DiagonalFactors

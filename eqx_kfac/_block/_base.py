@@ -25,7 +25,7 @@ def is_statistics(node: Any) -> bool:
 def sizes_and_zeros(form: AbstractForm, layer: Any) -> tuple[Sizes, Callable] | None:
     """The sizes of a layer, and how to make slots for it (one for every layer of a
     stack): `zeros(*shape)`. `None` if there is nothing to train."""
-    leaf = next((p for p in form.parameters(layer) if p is not None), None)
+    leaf = _first_parameter(form, layer)
     if leaf is None:
         return None
     sizes = form.sizes(layer)
@@ -35,6 +35,19 @@ def sizes_and_zeros(form: AbstractForm, layer: Any) -> tuple[Sizes, Callable] | 
         return zeros_beside(leaf, sizes.stack + shape, dtype, sharded)
 
     return sizes, zeros
+
+
+def no_l2(form: AbstractForm, layer: Any) -> Float[Array, "*stack"] | None:
+    """The curvature of no L2 term. `None` if there is nothing to train."""
+    leaf = _first_parameter(form, layer)
+    if leaf is None:
+        return None
+    stack = form.sizes(layer).stack
+    return zeros_beside(leaf, stack, float, len(stack) - form.groups)
+
+
+def _first_parameter(form: AbstractForm, layer: Any) -> Array | None:
+    return next((p for p in form.parameters(layer) if p is not None), None)
 
 
 class AbstractFactors(eqx.Module):

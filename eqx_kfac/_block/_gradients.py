@@ -25,7 +25,7 @@ class Columns(NamedTuple):
     def inputs(self, rows: Rows) -> Float[Array, "*rows d_in"]:
         r"""$\bar x$, of the columns that there are."""
         dtype = accumulator(rows.g.dtype)
-        ones = jnp.ones((*rows.g.shape[:-1], 1), dtype)
+        ones = jnp.ones_like(rows.g[..., :1], dtype)
         if self.weight is None:
             return ones
         x = rows.x.vectors().astype(dtype)

@@ -8,7 +8,8 @@ import jax.tree_util as jtu
 
 from ._block import AbstractFactors
 from ._misc import zeros_of
-from ._operator import is_packed, pack
+from ._operator import pack
+from ._state import KFACState, ScaleByKFACState
 
 
 def packed(state: Any) -> Any:
@@ -48,22 +49,6 @@ def init_packed(state: Any) -> Any:
     return _map_symmetric(lambda m: zeros_of(eqx.filter_eval_shape(pack, m)), state)
 
 
-def check_packed(state: Any, expected: Any) -> None:
-    """Raises if one of both is packed, and the other is not."""
-
-    def any_packed(tree):
-        return any(map(is_packed, jtu.tree_leaves(tree, is_leaf=is_packed)))
-
-    have, want = any_packed(state), any_packed(expected)
-    if have != want:
-        without = "" if want else "out"
-        raise ValueError(
-            f"The state is {'' if have else 'not '}packed, but belongs to an optimizer "
-            f"with{without} `packed=True`. Convert it once: `state = "
-            f"kfac.{'packed' if want else 'unpacked'}(state)`."
-        )
-
-
 def _map_symmetric(fn: Callable, tree: Any) -> Any:
     """`fn` of all symmetric matrices in the states that are found in a tree."""
 
@@ -100,5 +85,4 @@ def _is_factors(node: Any) -> bool:
 
 
 def _is_state(node: Any) -> bool:
-    """Whether this is what one of the optimizers here remembers."""
-    return hasattr(node, "curvature") and hasattr(node, "inverse")
+    return isinstance(node, (KFACState, ScaleByKFACState))
