@@ -5,7 +5,6 @@ import math
 from collections import defaultdict
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -20,7 +19,7 @@ from ._misc import (
     explicit_sharding,
     over_stack,
     tree_where,
-    zeros_of,
+    zeros_as_from,
 )
 from ._operator import packed_like, unpacked
 from ._schedule import when_due
@@ -35,9 +34,7 @@ def damping_of(factors: AbstractFactors, damping: Any) -> Array:
 
 def init_inverse(curvature: Model, model: Model, solver: AbstractDampedSolver) -> Model:
     """Zeros in the place of every layer's factorisation."""
-    return zeros_of(
-        eqx.filter_eval_shape(factorise, curvature, model, solver, jnp.zeros(()))
-    )
+    return zeros_as_from(factorise, curvature, model, solver, jnp.zeros(()))
 
 
 def factorise(

@@ -79,6 +79,16 @@ def zeros_of(structs: PyTree) -> PyTree:
     return jtu.tree_map(zeros, structs)
 
 
+def zeros_as_from(fn: Callable, *args: Any) -> PyTree:
+    """Zeros of the shapes, types and shardings of what `fn(*args)` returns; in one
+    program, for outside of `jit` every other shape would be one to compile."""
+    structs, treedef = jtu.tree_flatten(eqx.filter_eval_shape(fn, *args))
+    return treedef.unflatten(_zeros(tuple(structs)))
+
+
+_zeros = jax.jit(zeros_of, static_argnums=0)
+
+
 def over_stack(fn: Callable, axes: int) -> Callable:
     """`fn`, mapped over the axes along which layers are stacked."""
     for _ in range(axes):
@@ -108,15 +118,28 @@ def moment(
 ) -> Float[Array, "*stack m n"]:
     r"""$\sum_\text{rows} a b^\top$, in one contraction over all axes but the first
     `stack` ones, accumulated in at least float32; `like` is the result's type."""
-    batch = tuple(range(stack))
-    rows = tuple(range(stack, a.ndim - 1))
-    out = jax.lax.dot_general(
-        a,
-        b,
-        ((rows, rows), (batch, batch)),
-        preferred_element_type=accumulator(a.dtype),
-        out_sharding=explicit_sharding(like),
-    )
+    sharding = explicit_sharding(like)
+
+    def contract(a, b):
+        batch, rows = tuple(range(stack)), tuple(range(stack, a.ndim - 1))
+        return jax.lax.dot_general(
+            a,
+            b,
+            ((rows, rows), (batch, batch)),
+            preferred_element_type=accumulator(a.dtype),
+            out_sharding=sharding,
+        )
+
+    def merged(a, b):
+        rows = lambda x: x.reshape(*x.shape[:stack], -1, x.shape[-1])
+        return contract(rows(a), rows(b))
+
+    if a.ndim - 1 - stack > 1 and sharding is None:
+        # XLA for CPU would first transpose a copy, to have one axis of rows. Elsewhere,
+        # merging could undo how rows are split over devices.
+        out = jax.lax.platform_dependent(a, b, cpu=merged, default=contract)
+    else:
+        out = contract(a, b)
     return out.astype(like.dtype)
 
 

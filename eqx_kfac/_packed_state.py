@@ -1,5 +1,6 @@
 """The state of an optimizer with its symmetric matrices in half of the memory."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from ._block import AbstractFactors
-from ._misc import zeros_of
+from ._misc import zeros_as_from
 from ._operator import pack
 from ._state import KFACState, ScaleByKFACState
 
@@ -46,7 +47,13 @@ def packed(state: Any) -> Any:
 
 def init_packed(state: Any) -> Any:
     """As `packed`, where all symmetric matrices still are zero."""
-    return _map_symmetric(lambda m: zeros_of(eqx.filter_eval_shape(pack, m)), state)
+
+    def trees(state):
+        state = _map_symmetric(pack, state)
+        return state.curvature, state.inverse
+
+    curvature, inverse = zeros_as_from(trees, state)
+    return dataclasses.replace(state, curvature=curvature, inverse=inverse)
 
 
 def _map_symmetric(fn: Callable, tree: Any) -> Any:

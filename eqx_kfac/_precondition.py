@@ -13,7 +13,14 @@ from jaxtyping import Array, Bool, Float
 from ._block import AbstractFactors, no_l2
 from ._custom_types import Model
 from ._factorise import damping_of
-from ._misc import all_finite, decomposed_over_stack, names, over_stack, tree_where
+from ._misc import (
+    all_finite,
+    decomposed_over_stack,
+    names,
+    over_stack,
+    tree_where,
+    zeros_as_from,
+)
 from ._operator import packed_like, unpacked
 from ._solver import AbstractDampedSolver, Eigh
 from ._tag import is_trainable
@@ -61,7 +68,7 @@ def init_curvature(model: Model) -> Model:
         slots = tag.block.slots(tag.form, layer)
         return tag.block.factors(slots, jnp.ones(()), no_l2(tag.form, layer))
 
-    return map_tags(factors, model)
+    return zeros_as_from(lambda model: map_tags(factors, model), model)
 
 
 def average(

@@ -284,10 +284,81 @@ def convnet(batch: int = 128, toy: bool = False) -> Problem:
     )
 
 
+def _normalised(x, scale, shift, kfac_jax):
+    x = (x - jnp.mean(x, -1, keepdims=True)) * jax.lax.rsqrt(
+        jnp.var(x, -1, keepdims=True) + 1e-5
+    )
+    y = x * scale + shift
+    if kfac_jax is not None:
+        y = kfac_jax.register_scale_and_shift(y, x, scale, shift)
+    return y
+
+
+def _repeated_dense(x, w, b, kfac_jax):
+    """A linear layer of sequences."""
+    y = x @ w if b is None else x @ w + b
+    if kfac_jax is not None:
+        y = kfac_jax.register_dense(y, x, w, b, variant="repeated_dense")
+    return y
+
+
+def _attention(x, projections, heads, kfac_jax):
+    *qkv, output = projections
+    batch, length, width = x.shape
+    q, k, v = (
+        _repeated_dense(x, w, None, kfac_jax).reshape(batch, length, heads, -1)
+        for w in qkv
+    )
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    scores = jnp.einsum("bshd,bthd->bhst", q / jnp.sqrt(width // heads), k)
+    weights = jax.nn.softmax(jnp.where(causal, scores, jnp.finfo(x.dtype).min))
+    attended = jnp.einsum("bhst,bthd->bshd", weights, v).reshape(x.shape)
+    return _repeated_dense(attended, output, None, kfac_jax)
+
+
+def _plain_transformer(net: Any, heads: int) -> Plain:
+    def block(b):
+        a = b.attention
+        projections = (a.query_proj, a.key_proj, a.value_proj, a.output_proj)
+        return dict(
+            attention=[p.weight.T.copy() for p in projections],
+            mlp=_dense_params(b.mlp.layers),
+            norms=[(n.weight, n.bias) for n in (b.attention_norm, b.mlp_norm)],
+        )
+
+    params = dict(
+        embedding=net.embedding.weight,
+        positions=net.positions.value,
+        blocks=[block(b) for b in net.blocks],
+        norm=(net.norm.weight, net.norm.bias),
+        output=_dense_params([net.output])[0],
+    )
+
+    def loss(params, batch, kfac_jax=None):
+        (text,) = batch
+        dense = lambda x, wb: _repeated_dense(x, *wb, kfac_jax)
+        x = params["embedding"][text[:, :-1]] + params["positions"]
+        for b in params["blocks"]:
+            first, second = b["norms"]
+            h = _normalised(x, *first, kfac_jax)
+            x = x + _attention(h, b["attention"], heads, kfac_jax)
+            h = _normalised(x, *second, kfac_jax)
+            x = x + dense(jax.nn.gelu(dense(h, b["mlp"][0])), b["mlp"][1])
+        logits = dense(_normalised(x, *params["norm"], kfac_jax), params["output"])
+        y = text[:, 1:]
+        if kfac_jax is not None:
+            kfac_jax.register_softmax_cross_entropy_loss(logits, y, weight=1 / y.shape[1])
+        return -jnp.mean(
+            jnp.take_along_axis(jax.nn.log_softmax(logits), y[..., None], -1)
+        )
+
+    return Plain(params, loss)
+
+
 def transformer(batch: int = 32, toy: bool = False) -> Problem:
     module = example("transformer")
     width, depth, length, heads = (8, 1, 10, 4) if toy else (64, 4, 40, 4)
-    model = kfac.convert(module.Transformer(length, width, depth, jax.random.key(0)))
+    net = module.Transformer(length, width, depth, jax.random.key(0))
     size, rows = len(module.CHARACTERS), batch * length
     text = jax.random.randint(jax.random.key(1), (batch, length + 1), 0, size)
     each, own = batch * heads * depth, width // heads
@@ -299,7 +370,14 @@ def transformer(batch: int = 32, toy: bool = False) -> Problem:
     ]
     attention = [Product(length, own, length, each), Product(length, length, own, each)]
     return Problem(
-        "transformer", batch, model, module.loss_fn, (text,), layers, attention, None
+        "transformer",
+        batch,
+        kfac.convert(net),
+        module.loss_fn,
+        (text,),
+        layers,
+        attention,
+        _plain_transformer(net, heads),
     )
 
 
