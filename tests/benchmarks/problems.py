@@ -250,7 +250,9 @@ def convnet(batch: int = 128, toy: bool = False) -> Problem:
     head = eqx.nn.Linear(channels * size**2, 10, key=keys[-3])
     counts.append(Layer(batch, channels * size**2, 10))
     net = eqx.nn.Sequential([*layers, eqx.nn.Lambda(jnp.ravel), head])
-    params += _dense_params([head])
+    ((w_head, b_head),) = _dense_params([head])
+    w_head = w_head.reshape(channels, size, size, -1).transpose(1, 2, 0, 3)
+    params.append((w_head.reshape(-1, 10), b_head))  # Channels last, as images are there.
     side = size * 2 ** (len(widths) - 1)
     x = jax.random.normal(keys[-2], (batch, 1, side, side))
     y = jax.random.randint(keys[-1], (batch,), 0, 10)

@@ -1,0 +1,95 @@
+"""What the benchmarks compare is the same, each network tagged and in plain JAX; and what
+they would show if it were lost, but programs show, too."""
+
+import sys
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+import eqx_kfac as kfac
+
+
+sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
+import problems  # noqa: E402  # pyright: ignore
+
+
+PROBLEMS = {
+    "autoencoder": lambda: problems.autoencoder(5, toy=True),
+    "mlp": lambda: problems.mlp(8, 8, 1),
+    "stacked": lambda: problems.stacked(3, 8, 8),
+    "convnet": lambda: problems.convnet(5, toy=True),
+    "transformer": lambda: problems.transformer(3, toy=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def as_a_user_has_it():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_same_loss_and_gradient(name):
+    problem = PROBLEMS[name]()
+    ours = eqx.filter_value_and_grad(lambda m: problem.loss_fn(m, *problem.args).value)
+    want, want_grads = eqx.filter_jit(ours)(problem.model)
+    theirs = jax.value_and_grad(lambda p: problem.plain.loss(p, problem.args))
+    value, grads = jax.jit(theirs)(problem.plain.params)
+    np.testing.assert_allclose(value, want, rtol=1e-10)
+    np.testing.assert_allclose(norm(grads), norm(want_grads), rtol=1e-8)
+    moved = jax.tree.map(lambda p, g: p - g, problem.plain.params, grads)
+    assert abs(jax.jit(theirs)(moved)[0] - want) > 1e-4
+
+
+def norm(tree):
+    return np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
+
+
+def tokens_curvature(model, x):
+    loss = lambda model, x: kfac.SquaredError(jax.vmap(jax.vmap(model))(x))
+    return kfac.curvature(loss, kfac.Exact())(model, x)
+
+
+def test_rows_are_merged_on_cpu_only():
+    """There, XLA would transpose copies of them. Elsewhere, axes of rows that are split
+    over devices stay apart."""
+    model = kfac.convert(eqx.nn.Linear(3, 4, key=jax.random.key(0)))
+    params, static = eqx.partition(model, eqx.is_array)
+    fn = jax.jit(lambda params, x: tokens_curvature(eqx.combine(params, static), x))
+    traced = fn.trace(params, jax.numpy.ones((5, 7, 3)))
+    over_both = "contracting_dims = [0, 1] x [0, 1]"
+    for platform, merged in (("cpu", True), ("cuda", False), ("tpu", False)):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert (over_both not in text) == merged
+
+
+def programs_compiled(fn):
+    """How many there are that `fn()` compiles."""
+    number = 0
+
+    def listen(event, *_, **__):
+        nonlocal number
+        number += event == "/jax/core/compile/backend_compile_duration"
+
+    jax.clear_caches()
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        fn()
+    finally:
+        jax.monitoring.clear_event_listeners()
+    return number
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_init_is_few_programs(packed):
+    """Not one for every shape of a factor, or of what it is made of."""
+    sizes = range(3, 12)
+    model = kfac.convert(
+        eqx.nn.Sequential([eqx.nn.Linear(i, i + 1, key=jax.random.key(i)) for i in sizes])
+    )
+    optimizer = kfac.KFAC(0.1, packed=packed)
+    velocities = 2 * len(sizes)
+    assert velocities < programs_compiled(lambda: optimizer.init(model)) < velocities + 12
