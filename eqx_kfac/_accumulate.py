@@ -12,9 +12,10 @@ from jaxtyping import Array, Float
 
 from ._block import is_statistics, Statistics
 from ._custom_types import Key, Model
+from ._devices import zeros_of
 from ._fisher import AbstractFisher, Exact
 from ._linearise import factors, linearise, Share
-from ._misc import accumulator, zeros_of
+from ._misc import accumulator
 from ._precondition import refresh
 from ._tagged import fill_tags
 

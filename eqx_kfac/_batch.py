@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ._custom_types import Key, Model
+from ._devices import zeros_of
 from ._fisher import AbstractFisher
 from ._linearise import evaluate, factors, Linearisation, linearise, run, Share, whole
-from ._misc import zeros_of
 from ._precondition import has_bases, refresh
 from ._tagged import fill_tags
 

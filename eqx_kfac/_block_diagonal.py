@@ -12,8 +12,8 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from ._block import AbstractFactors
 from ._custom_types import Model
+from ._devices import over_stack
 from ._loss import linear_combination
-from ._misc import over_stack
 from ._operator import (
     AbstractSymmetricOperator,
     eigenvalues,

@@ -12,11 +12,12 @@ from jaxtyping import Array, Float, Inexact, Shaped
 
 from ._block import Statistics
 from ._custom_types import Key, Model
+from ._devices import varying_axes, zeros_beside
 from ._fisher import AbstractFisher
 from ._form import AbstractForm, Parameters
 from ._linearise import evaluate, Linearisation, linearise
 from ._loss import Sum
-from ._misc import accumulator, varying_axes, zeros_beside
+from ._misc import accumulator
 from ._rows import Raw, Use, Uses, uses
 from ._tag import Tag
 from ._tagged import check_tagged, fill_raw, flatten_tags

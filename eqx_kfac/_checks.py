@@ -26,6 +26,14 @@ def check_number(name: str, value: Any, range_: str, schedule: bool = True) -> N
         raise TypeError(f"`{name}` must be {kinds}, but is {value!r}.")
 
 
+def check_count(name: str, value: Any, least: int) -> None:
+    """Raises unless `value` is an integer that is at least `least`."""
+    if not isinstance(value, int):
+        raise TypeError(f"`{name}` must be an integer, but is {value!r}.")
+    if value < least:
+        raise ValueError(f"`{name}` must be at least {least}, but is {value}.")
+
+
 def check_flag(name: str, value: Any) -> None:
     """Raises unless `value` is a boolean."""
     if not isinstance(value, bool):

@@ -4,10 +4,9 @@ are mappings from the names of arguments to what was passed for them."""
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ._checks import check_flag, check_instance, check_number
+from ._checks import check_count, check_flag, check_instance, check_number
 from ._damping import LevenbergMarquardt
 from ._fisher import AbstractFisher
-from ._misc import check_count
 from ._quadratic import QuadraticModel
 from ._solver import AbstractDampedSolver
 

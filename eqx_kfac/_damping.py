@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ._checks import check_number
-from ._misc import check_count
+from ._checks import check_count, check_number
 
 
 class LevenbergMarquardt(eqx.Module):

@@ -13,14 +13,8 @@ from jaxtyping import Array, Bool
 
 from ._block import AbstractFactors
 from ._custom_types import Model
-from ._misc import (
-    all_finite,
-    decomposed_over_stack,
-    explicit_sharding,
-    over_stack,
-    tree_where,
-    zeros_as_from,
-)
+from ._devices import decomposed_over_stack, explicit_sharding, over_stack, zeros_as_from
+from ._misc import all_finite, tree_where
 from ._operator import packed_like, unpacked
 from ._schedule import when_due
 from ._solver import AbstractDampedSolver, is_factorised, Pair

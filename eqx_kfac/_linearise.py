@@ -12,17 +12,10 @@ from jaxtyping import Array, Float, PyTree
 
 from ._block import is_statistics, no_l2, Statistics
 from ._custom_types import Key, Model
+from ._devices import cast_varying, placed_like, varying_axes
 from ._fisher import AbstractFisher
 from ._loss import AbstractLoss, AbstractObjective, L2, linear_combination, Sum
-from ._misc import (
-    accumulator,
-    cast_varying,
-    common_prefix,
-    placed_like,
-    symmetric,
-    tree_dot,
-    varying_axes,
-)
+from ._misc import accumulator, common_prefix, symmetric, tree_dot
 from ._tag import is_trainable, Tag
 from ._tagged import blank, check_tagged, empty_tags, fill_tags, map_tags, naming_layers
 

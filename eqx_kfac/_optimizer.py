@@ -11,18 +11,14 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from ._batch import Batch, LinearisedBatch
+from ._checks import check_count
 from ._choices import check_choices, check_without_loss, NUMBERS, Rules, rules_of
 from ._custom_types import Key, Model
 from ._damping import calibrated
+from ._devices import cast_varying, varying_axes
 from ._factorise import init_inverse, refactorise, Turns, when_in_turn
 from ._fisher import AbstractFisher, MonteCarlo
-from ._misc import (
-    cast_varying,
-    check_count,
-    masked,
-    tree_where,
-    varying_axes,
-)
+from ._misc import masked, tree_where
 from ._packed_state import init_packed
 from ._precondition import (
     average,

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from ._block import AbstractFactors
-from ._misc import zeros_as_from
+from ._devices import zeros_as_from
 from ._operator import pack
 from ._state import KFACState, ScaleByKFACState
 

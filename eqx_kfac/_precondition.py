@@ -12,15 +12,9 @@ from jaxtyping import Array, Bool, Float
 
 from ._block import AbstractFactors, no_l2
 from ._custom_types import Model
+from ._devices import decomposed_over_stack, over_stack, zeros_as_from
 from ._factorise import damping_of
-from ._misc import (
-    all_finite,
-    decomposed_over_stack,
-    names,
-    over_stack,
-    tree_where,
-    zeros_as_from,
-)
+from ._misc import all_finite, names, tree_where
 from ._operator import packed_like, unpacked
 from ._solver import AbstractDampedSolver, Eigh
 from ._tag import is_trainable

@@ -7,8 +7,9 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ._checks import check_count
 from ._custom_types import Model
-from ._misc import check_count, symmetric, tree_dot
+from ._misc import symmetric, tree_dot
 
 
 class QuadraticModel(eqx.Module):

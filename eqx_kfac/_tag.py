@@ -21,8 +21,9 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Inexact, Shaped
 
 from ._block import AbstractBlock, Series, Statistics
+from ._devices import cast_varying, varying_axes
 from ._form import AbstractForm, Parameters
-from ._misc import accumulator, cast_varying, varying_axes
+from ._misc import accumulator
 from ._rows import Raw
 from ._weights import row_weights
 

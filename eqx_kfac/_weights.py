@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ._misc import common_prefix, varying_axes
+from ._devices import varying_axes
+from ._misc import common_prefix
 
 
 def row_weights(weights: Array | None, x: Array, stack: int, axes: int) -> Array | None:

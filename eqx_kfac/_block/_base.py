@@ -5,8 +5,9 @@ from typing import Any, ClassVar, NamedTuple
 import equinox as eqx
 from jaxtyping import Array, Float, PyTree
 
+from .._devices import zeros_beside
 from .._form import AbstractForm, Rows, Sizes
-from .._misc import accumulator, zeros_beside
+from .._misc import accumulator
 
 
 class Statistics(NamedTuple):

@@ -6,8 +6,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .._devices import zeros_of
 from .._form import AbstractForm, Rows
-from .._misc import zeros_of
 from .._operator import KroneckerBasis, matmul, SpectralOperator
 from ._base import AbstractBlock, AbstractFactors, Statistics
 from ._gradients import Columns, columns_of, squares

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .._checks import check_count
+from .._devices import zeros_of
 from .._form import AbstractForm, Rows
-from .._misc import accumulator, check_count, moment, zeros_of
+from .._misc import accumulator, moment
 from ._base import AbstractBlock, sizes_and_zeros, Statistics
 
 

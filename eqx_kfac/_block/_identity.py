@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float
 
-from .._misc import zeros_of
+from .._devices import zeros_of
 from ._base import AbstractFactors, Statistics
 from ._gradients import AbstractGradientBlock
 

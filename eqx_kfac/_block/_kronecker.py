@@ -5,8 +5,9 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from .._devices import zeros_of
 from .._form import AbstractForm, Rows, Vectors
-from .._misc import trailing, zeros_of
+from .._misc import trailing
 from .._operator import diagonal, KroneckerOperator
 from ._base import AbstractBlock, AbstractFactors, sizes_and_zeros, Statistics
 from ._sharing import AbstractSharing, Expand

@@ -4,8 +4,8 @@ from typing import ClassVar
 import equinox as eqx
 import jax.numpy as jnp
 
+from .._checks import check_count
 from .._form import Rows
-from .._misc import check_count
 
 
 class AbstractSharing(eqx.Module):

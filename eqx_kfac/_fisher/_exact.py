@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, PyTree
 
+from .._checks import check_count
 from .._custom_types import Model
 from .._loss import AbstractLoss
-from .._misc import check_count, names
+from .._misc import names
 from .._tagged import tagged_layers
 from ._base import AbstractFisher
 

@@ -6,9 +6,9 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
 
+from .._checks import check_count
 from .._custom_types import Key
 from .._loss import AbstractLoss
-from .._misc import check_count
 from ._base import AbstractFisher
 
 

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int
 
-from .._misc import accumulator, explicit_sharding, moment, over_stack, trailing, zeros_of
+from .._devices import explicit_sharding, over_stack, zeros_of
+from .._misc import accumulator, moment, trailing
 
 
 _PATCHES = 2**18  # How many numbers of patches are written out at once.

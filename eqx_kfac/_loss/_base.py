@@ -9,7 +9,8 @@ import jax.tree_util as jtu
 from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree
 
 from .._custom_types import Key
-from .._misc import accumulator, placed_like, zeros_beside
+from .._devices import placed_like, zeros_beside
+from .._misc import accumulator
 
 
 class AbstractObjective(eqx.Module):

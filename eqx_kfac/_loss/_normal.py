@@ -3,7 +3,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Shaped
 
 from .._custom_types import Key
-from .._misc import accumulator, cast_varying, varying_axes
+from .._devices import cast_varying, varying_axes
+from .._misc import accumulator
 from ._base import (
     AbstractLoss,
     at_least_float32,

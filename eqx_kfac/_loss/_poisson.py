@@ -3,7 +3,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Shaped
 
 from .._custom_types import Key
-from .._misc import explicit_sharding
+from .._devices import explicit_sharding
 from ._base import (
     AbstractLoss,
     at_least_float32,

@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array
 
-from .._misc import explicit_sharding
+from .._devices import explicit_sharding
 
 
 def one_by_one(fn: Callable[[Array], Any]) -> Callable[[Array], Any]:

@@ -7,7 +7,8 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, PyTree
 
-from .._misc import check_count, tree_dot, tree_where
+from .._checks import check_count
+from .._misc import tree_dot, tree_where
 from ._base import AbstractSymmetricSolver
 
 

@@ -3,7 +3,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._misc import check_count
+from .._checks import check_count
 from .._operator import Factor, identity, matmul
 from ._factored import AbstractFactoredSolver
 

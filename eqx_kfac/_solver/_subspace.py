@@ -3,7 +3,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._misc import check_count
+from .._checks import check_count
 from .._operator import eigh, Factor, matmul, qr
 from ._eigh import AbstractEigenSolver
 
@@ -15,6 +15,7 @@ class SubspaceIteration(AbstractEigenSolver):
     $$Q \leftarrow \operatorname{qr}(A Q), \qquad
     \lambda = \operatorname{diag}(Q^\top A Q).$$
 
+    with the vectors of the largest eigenvalues first in the QR decomposition.
     $Q$ is orthogonal at all times, and $Q \operatorname{diag}(\lambda) Q^\top$ has the
     trace of $A$; how near its eigenvectors are depends on how slowly $A$ changes. The
     first time, and without a previous state, it is `Eigh`. Cheaper where a

@@ -9,8 +9,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._custom_types import Model
+from .._devices import over_stack
 from .._factorise import factorise
-from .._misc import over_stack
 from .._operator import eigenvalues, trace, unpacked
 from .._precondition import init_curvature, partition_tagged
 from .._solver import AbstractDampedSolver, Cholesky

@@ -12,10 +12,11 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .._custom_types import Key, Model
+from .._devices import over_stack
 from .._estimate import curvature
 from .._fisher import AbstractFisher, Empirical, Exact
 from .._linearise import run
-from .._misc import over_stack, trailing
+from .._misc import trailing
 from .._tag import is_trainable, Tag
 from .._tagged import check_tagged, flatten_tags, map_tags, update_layers
 from ._table import block_shown, sizes_shown, table
