@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool
 
 from ._block import AbstractFactors
 from ._custom_types import Model
-from ._devices import decomposed_over_stack, explicit_sharding, over_stack, zeros_as_from
+from ._devices import decomposed_over_stack, explicit_sharding, over_stack
 from ._misc import all_finite, tree_where
 from ._operator import packed_like, unpacked
 from ._schedule import when_due
@@ -24,11 +24,6 @@ from ._tagged import blank, flatten_tags, map_tags
 def damping_of(factors: AbstractFactors, damping: Any) -> Array:
     """An L2 term is damping that the objective itself asks for."""
     return jnp.asarray(damping, factors.l2.dtype) + factors.l2
-
-
-def init_inverse(curvature: Model, model: Model, solver: AbstractDampedSolver) -> Model:
-    """Zeros in the place of every layer's factorisation."""
-    return zeros_as_from(factorise, curvature, model, solver, jnp.zeros(()))
 
 
 def factorise(

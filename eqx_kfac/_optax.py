@@ -10,14 +10,13 @@ import optax
 
 from ._choices import check_choices, check_without_loss, NUMBERS
 from ._custom_types import Model
-from ._factorise import init_inverse, refactorise
+from ._factorise import refactorise
 from ._optimizer import KFAC
-from ._packed_state import init_packed
+from ._packed_state import init_factors
 from ._precondition import (
     check_covered,
     has_bases,
     include,
-    init_curvature,
     init_fallback,
     partition_tagged,
     precondition,
@@ -81,15 +80,14 @@ def scale_by_kfac(
     def init(params) -> Any:
         params = _unmask(params)
         check_covered(params, fallback)
-        curvature = init_curvature(params)
-        state = ScaleByKFACState(
+        curvature, inverse = init_factors(params, solver, packed)
+        return ScaleByKFACState(
             step=jnp.zeros((), jnp.int32),
             curvature=curvature,
-            inverse=init_inverse(curvature, params, solver),
+            inverse=inverse,
             weight=jnp.zeros((), float),
             fallback=init_fallback(params, fallback),
         )
-        return init_packed(state) if packed else state
 
     def update(updates, state, params=None, *, curvature=None, **extra) -> Any:
         del extra

@@ -16,16 +16,15 @@ from ._choices import check_choices, check_without_loss, NUMBERS, Rules, rules_o
 from ._custom_types import Key, Model
 from ._damping import calibrated
 from ._devices import cast_varying, varying_axes
-from ._factorise import init_inverse, refactorise, Turns, when_in_turn
+from ._factorise import refactorise, Turns, when_in_turn
 from ._fisher import AbstractFisher, MonteCarlo
 from ._misc import masked, tree_where
-from ._packed_state import init_packed
+from ._packed_state import init_factors
 from ._precondition import (
     average,
     check_covered,
     has_bases,
     include,
-    init_curvature,
     init_fallback,
     is_finite,
     partition_tagged,
@@ -198,12 +197,12 @@ class KFAC(eqx.Module):
         """
         check_covered(model, self.fallback)
         tagged, _ = partition_tagged(model)
-        curvature = init_curvature(model)
+        curvature, inverse = init_factors(model, self.solver, self.packed)
         step = jnp.zeros((), jnp.int32)
         state = KFACState(
             step=step,
             curvature=curvature,
-            inverse=init_inverse(curvature, model, self.solver),
+            inverse=inverse,
             weight=jnp.zeros((), float),
             velocity=jtu.tree_map(jnp.zeros_like, tagged),
             fallback=init_fallback(model, self.fallback),
@@ -213,7 +212,6 @@ class KFAC(eqx.Module):
             faults=init_faults(),
             **{name: at(self._initial(name), step) for name in NUMBERS},
         )
-        state = init_packed(state) if self.packed else state
         # Within `shard_map`, every device may have a model of its own.
         return cast_varying(state, varying_axes(model))
 

@@ -1,15 +1,20 @@
-"""The state of an optimizer with its symmetric matrices in half of the memory."""
+"""The factors in an optimizer's state: whole, or symmetric matrices in half of the
+memory."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ._block import AbstractFactors
+from ._custom_types import Model
 from ._devices import zeros_as_from
+from ._factorise import factorise
 from ._operator import pack
+from ._precondition import init_curvature
+from ._solver import AbstractDampedSolver
 from ._state import KFACState, ScaleByKFACState
 
 
@@ -42,41 +47,45 @@ def packed(state: Any) -> Any:
             "`kfac.packed` takes the whole state of an optimizer, as `optimizer.init` or "
             f"`optimizer.step` returns it, but got {type(state).__name__}."
         )
-    return _map_symmetric(pack, state)
+    return jtu.tree_map(_packed, state, is_leaf=_is_state)
 
 
-def init_packed(state: Any) -> Any:
-    """As `packed`, where all symmetric matrices still are zero."""
+def init_factors(
+    model: Model, solver: AbstractDampedSolver, packed: bool
+) -> tuple[Model, Model]:
+    """Zeros in the place of every layer's factors, and of their factorisation, as a state
+    has them."""
 
-    def trees(state):
-        state = _map_symmetric(pack, state)
-        return state.curvature, state.inverse
+    def factors(model):
+        curvature = init_curvature(model)
+        both = curvature, factorise(curvature, model, solver, jnp.zeros(()))
+        return _packed_trees(*both) if packed else both
 
-    curvature, inverse = zeros_as_from(trees, state)
-    return dataclasses.replace(state, curvature=curvature, inverse=inverse)
+    return zeros_as_from(factors, model)
 
 
-def _map_symmetric(fn: Callable, tree: Any) -> Any:
-    """`fn` of all symmetric matrices in the states that are found in a tree."""
+def _packed(node: Any) -> Any:
+    if not _is_state(node):
+        return node
+    curvature, inverse = _packed_trees(node.curvature, node.inverse)
+    return dataclasses.replace(node, curvature=curvature, inverse=inverse)
 
-    def convert(node):
-        if not _is_state(node):
-            return node
-        trees = lambda node: [node.curvature, node.inverse]
-        new = [
-            jtu.tree_map(of_layer, node.curvature, tree, is_leaf=_is_factors)
-            for tree in trees(node)
-        ]
-        return eqx.tree_at(trees, node, new, is_leaf=lambda x: x is None)
+
+def _packed_trees(curvature: Model, inverse: Model) -> tuple[Model, Model]:
+    """All layers' factors, and their factorisations."""
 
     def of_layer(factors, node):
-        return _map_fields(fn, node, factors.l2.ndim)
+        return _packed_fields(node, factors.l2.ndim)
 
-    return jtu.tree_map(convert, tree, is_leaf=_is_state)
+    is_factors = lambda node: isinstance(node, AbstractFactors)
+    return tuple(
+        jtu.tree_map(of_layer, curvature, tree, is_leaf=is_factors)
+        for tree in (curvature, inverse)
+    )
 
 
-def _map_fields(fn: Callable, node: Any, stack: int) -> Any:
-    """`fn` of those fields of a layer's factors, or of their factorisation, that are
+def _packed_fields(node: Any, stack: int) -> Any:
+    """A layer's factors, or their factorisation, with those fields packed that are
     symmetric matrices (not diagonals of such): their types say which."""
 
     def is_matrix(name):
@@ -84,11 +93,7 @@ def _map_fields(fn: Callable, node: Any, stack: int) -> Any:
 
     names = list(filter(is_matrix, getattr(node, "symmetric", ())))
     fields = lambda node: [getattr(node, name) for name in names]
-    return eqx.tree_at(fields, node, list(map(fn, fields(node)))) if names else node
-
-
-def _is_factors(node: Any) -> bool:
-    return isinstance(node, AbstractFactors)
+    return eqx.tree_at(fields, node, list(map(pack, fields(node)))) if names else node
 
 
 def _is_state(node: Any) -> bool:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from ._block import AbstractFactors, no_l2
 from ._custom_types import Model
-from ._devices import decomposed_over_stack, over_stack, zeros_as_from
+from ._devices import decomposed_over_stack, over_stack
 from ._factorise import damping_of
 from ._misc import all_finite, names, tree_where
 from ._operator import packed_like, unpacked
@@ -54,7 +54,7 @@ def check_covered(model: Model, fallback: Any) -> None:
 
 
 def init_curvature(model: Model) -> Model:
-    """Zero factors for every tagged layer."""
+    """The factors of every tagged layer before anything has passed through it."""
 
     def factors(tag, layer):
         if not is_trainable(tag, layer):
@@ -62,7 +62,7 @@ def init_curvature(model: Model) -> Model:
         slots = tag.block.slots(tag.form, layer)
         return tag.block.factors(slots, jnp.ones(()), no_l2(tag.form, layer))
 
-    return zeros_as_from(lambda model: map_tags(factors, model), model)
+    return map_tags(factors, model)
 
 
 def average(
