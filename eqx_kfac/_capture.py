@@ -157,7 +157,7 @@ class _Place:
         self.form = tag.form
         self.sizes = tag.form.sizes(layer)
         self.stack = self.sizes.stack[: len(self.sizes.stack) - tag.form.groups]
-        self.leaf = next(p for p in tag.form.parameters(layer) if p is not None)
+        self.leaf = tag.form.some_parameter(layer)
 
     def counter(self) -> Statistics:
         """The slot for uses."""

@@ -125,9 +125,8 @@ class Tag(eqx.Module):
         if not isinstance(self.block, Series):
             return None
         sizes = self.form.sizes(layer)
-        leaf = next(p for p in self.form.parameters(layer) if p is not None)
-        before = jnp.zeros(sizes.d_in + 1, leaf.dtype)
-        return before, jnp.zeros(sizes.d_out, leaf.dtype)
+        dtype = self.form.some_parameter(layer).dtype
+        return jnp.zeros(sizes.d_in + 1, dtype), jnp.zeros(sizes.d_out, dtype)
 
     def remember(
         self, y: Inexact[Array, "*y"], x: Shaped[Array, "*x"], memory: Any
@@ -232,7 +231,7 @@ class Tag(eqx.Module):
 
 def is_trainable(tag: Tag, layer: Any) -> bool:
     """Whether any parameter that a tag covers is there to be trained."""
-    return any(p is not None for p in tag.form.parameters(layer))
+    return tag.form.some_parameter(layer) is not None
 
 
 class _Layout(NamedTuple):

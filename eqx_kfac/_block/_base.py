@@ -26,7 +26,7 @@ def is_statistics(node: Any) -> bool:
 def sizes_and_zeros(form: AbstractForm, layer: Any) -> tuple[Sizes, Callable] | None:
     """The sizes of a layer, and how to make slots for it (one for every layer of a
     stack): `zeros(*shape)`. `None` if there is nothing to train."""
-    leaf = _first_parameter(form, layer)
+    leaf = form.some_parameter(layer)
     if leaf is None:
         return None
     sizes = form.sizes(layer)
@@ -40,15 +40,11 @@ def sizes_and_zeros(form: AbstractForm, layer: Any) -> tuple[Sizes, Callable] | 
 
 def no_l2(form: AbstractForm, layer: Any) -> Float[Array, "*stack"] | None:
     """The curvature of no L2 term. `None` if there is nothing to train."""
-    leaf = _first_parameter(form, layer)
+    leaf = form.some_parameter(layer)
     if leaf is None:
         return None
     stack = form.sizes(layer).stack
     return zeros_beside(leaf, stack, float, len(stack) - form.groups)
-
-
-def _first_parameter(form: AbstractForm, layer: Any) -> Array | None:
-    return next((p for p in form.parameters(layer) if p is not None), None)
 
 
 class AbstractFactors(eqx.Module):

@@ -64,6 +64,10 @@ class AbstractForm(eqx.Module):
         leaves = [operator.attrgetter(name)(layer) for name in self.names]
         return tuple(None if isinstance(p, _SharedNode) else p for p in leaves)
 
+    def some_parameter(self, layer: Any) -> Any:
+        """The first of these leaves that is there; `None` if none is."""
+        return next((p for p in self.parameters(layer) if p is not None), None)
+
     def replace(self, layer: Any, parameters: tuple[Any, ...]) -> Any:
         """The layer with its `parameters` replaced; those that are `None` stay."""
         new = [(n, p) for n, p in zip(self.names, parameters) if p is not None]
