@@ -8,10 +8,8 @@ from ._factor import (
     Factor as Factor,
     identity as identity,
     inverse as inverse,
-    left as left,
     matmul as matmul,
     power as power,
-    right as right,
 )
 from ._kronecker import KroneckerOperator as KroneckerOperator
 from ._packed import (

@@ -32,6 +32,11 @@ def right(matrix: Float[Array, "n d"], factor: Factor) -> Float[Array, "n d"]:
     return matrix * factor[None, :] if factor.ndim == 1 else matmul(matrix, factor)
 
 
+def outer(a: Float[Array, "rows m"], b: Float[Array, "rows n"]) -> Float[Array, "m n"]:
+    r"""$\sum a b^\top$ over rows."""
+    return _product(a, b, 0, 0)
+
+
 def dense(factor: Factor) -> Float[Array, "d d"]:
     return jnp.diag(factor) if factor.ndim == 1 else factor
 

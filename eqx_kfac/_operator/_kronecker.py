@@ -4,7 +4,7 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Float
 
 from . import _decompositions as decompositions
-from ._factor import dense, diagonal, eigh, Factor, left, power, right
+from ._factor import dense, diagonal, eigh, Factor, left, outer, power, right
 from ._spectral import (
     eigenvalues,
     KroneckerBasis,
@@ -46,6 +46,13 @@ class KroneckerOperator(AbstractSymmetricOperator):
 
     def mv(self, vector: Float[Array, "d_out d_in"]) -> Float[Array, "d_out d_in"]:
         return left(self.output_factor, right(vector, self.input_factor))
+
+    def mv_outer(
+        self, g: Float[Array, "rows d_out"], x: Float[Array, "rows d_in"]
+    ) -> Float[Array, "d_out d_in"]:
+        r"""The product with $\sum g x^\top$, by $\sum (G g) (A x)^\top$: less work if
+        there are fewer rows than features."""
+        return outer(right(g, self.output_factor), right(x, self.input_factor))
 
     def as_matrix(self) -> Float[Array, "size size"]:
         return jnp.kron(dense(self.output_factor), dense(self.input_factor))

@@ -15,7 +15,7 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Float
 
 from . import _decompositions as decompositions
-from ._factor import matmul
+from ._factor import matmul, outer
 from ._symmetric import AbstractSymmetricOperator
 
 
@@ -31,6 +31,14 @@ class KroneckerBasis(eqx.Module):
         left, right = self.output_vectors, self.input_vectors
         v = vector if left is None else matmul(left.T, vector)
         return v if right is None else matmul(v, right)
+
+    def coordinates_outer(
+        self, g: Float[Array, "rows d_out"], x: Float[Array, "rows d_in"]
+    ) -> Array:
+        r"""Those of $\sum g x^\top$."""
+        left, right = self.output_vectors, self.input_vectors
+        g = g if left is None else matmul(g, left)
+        return outer(g, x if right is None else matmul(x, right))
 
     def combination(self, coordinates: Float[Array, "d_out d_in"]) -> Array:
         """$Q_G V Q_A^T$."""
@@ -64,6 +72,12 @@ class SpectralOperator(AbstractSymmetricOperator):
 
     def mv(self, vector: Float[Array, "d_out d_in"]) -> Float[Array, "d_out d_in"]:
         return self.basis.combination(self.values * self.basis.coordinates(vector))
+
+    def mv_outer(
+        self, g: Float[Array, "rows d_out"], x: Float[Array, "rows d_in"]
+    ) -> Float[Array, "d_out d_in"]:
+        r"""The product with $\sum g x^\top$, given its rows. Not for a `DenseBasis`."""
+        return self.basis.combination(self.values * self.basis.coordinates_outer(g, x))
 
     def in_structure(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.values.shape, self.values.dtype)

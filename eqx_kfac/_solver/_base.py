@@ -63,10 +63,9 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
         `None`, or all zeros."""
 
     @abc.abstractmethod
-    def apply(
-        self, state: Any, vector: Float[Array, "d_out d_in"], damping: Float[Array, ""]
-    ) -> Float[Array, "d_out d_in"]:
-        """The solution, given the state."""
+    def inverse(self, state: Any, damping: Float[Array, ""]) -> Any:
+        """The operator that the state stands for: a [`eqx_kfac.KroneckerOperator`][] or
+        an [`eqx_kfac.SpectralOperator`][]."""
 
     def eigenbasis(
         self, factor: Factor, vectors: Float[Array, "d d"] | None
@@ -118,16 +117,30 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
     def compute(
         self, state: Any, vector: Float[Array, "..."], options: dict[str, Any]
     ) -> tuple[Float[Array, "..."], lx.RESULTS, dict[str, Any]]:
-        damping = _damping(options, vector)
         if isinstance(state, lx.DiagonalLinearOperator):
-            solution = vector / (state.diagonal + damping)
-        elif isinstance(state, SpectralOperator):
-            solution = state.power(-1, damping).mv(vector)
+            solution = vector / (state.diagonal + _damping(options, vector))
         elif isinstance(state, SeriesState):
             solution = apply_series(state, vector)
         else:
-            solution = self.apply(state, vector, damping)
+            solution = self._inverse(state, options, vector).mv(vector)
         return solution, lx.RESULTS.successful, {}
+
+    def compute_outer(
+        self,
+        state: Any,
+        g: Float[Array, "rows d_out"],
+        x: Float[Array, "rows d_in"],
+        options: dict[str, Any],
+    ) -> Float[Array, "d_out d_in"]:
+        r"""The solution for $\sum g x^\top$, given its rows. The operator is a Kronecker
+        product, or one in a basis that is."""
+        return self._inverse(state, options, x).mv_outer(g, x)
+
+    def _inverse(self, state: Any, options: dict[str, Any], like: Array) -> Any:
+        damping = _damping(options, like)
+        if isinstance(state, SpectralOperator):
+            return state.power(-1, damping)
+        return self.inverse(state, damping)
 
 
 def _damping(options: dict[str, Any], like: Array) -> Float[Array, ""]:

@@ -25,15 +25,10 @@ class AbstractEigenSolver(AbstractDampedSolver[EighState]):
     def decompose(self, factor: Factor, previous: Any) -> tuple[Any, Any]:
         return self.eigenbasis(factor, None if previous is None else previous[1])
 
-    def apply(
-        self,
-        state: EighState,
-        vector: Float[Array, "d_out d_in"],
-        damping: Float[Array, ""],
-    ) -> Float[Array, "d_out d_in"]:
+    def inverse(self, state: EighState, damping: Float[Array, ""]) -> SpectralOperator:
         eigenvalues = jnp.outer(state.output_values, state.input_values)
         basis = KroneckerBasis(state.output_vectors, state.input_vectors)
-        return SpectralOperator(basis, eigenvalues).power(-1, damping).mv(vector)
+        return SpectralOperator(basis, eigenvalues).power(-1, damping)
 
 
 class Eigh(AbstractEigenSolver):

@@ -3,7 +3,7 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float
 
-from .._operator import Factor, left, right
+from .._operator import Factor, KroneckerOperator
 from ._base import AbstractDampedSolver, Pair
 from ._damped import damped_factors
 
@@ -34,10 +34,7 @@ class AbstractFactoredSolver(AbstractDampedSolver[InverseState]):
     def decompose(self, factor: Factor, previous: Any) -> tuple[Factor]:
         return (self.invert(factor, None if previous is None else previous[0]),)
 
-    def apply(
-        self,
-        state: InverseState,
-        vector: Float[Array, "d_out d_in"],
-        damping: Float[Array, ""],
-    ) -> Float[Array, "d_out d_in"]:
-        return right(left(state.output_inverse, vector), state.input_inverse)
+    def inverse(
+        self, state: InverseState, damping: Float[Array, ""]
+    ) -> KroneckerOperator:
+        return KroneckerOperator(*state)
