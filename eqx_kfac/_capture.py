@@ -10,17 +10,16 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float, Inexact, Shaped
 
-from ._block import Statistics
-from ._custom_types import Key, Model
-from ._devices import varying_axes, zeros_beside
+from ._custom_types import Key
+from ._devices import varying_axes
 from ._fisher import AbstractFisher
-from ._form import AbstractForm, Parameters
+from ._form import AbstractForm
 from ._linearise import evaluate, Linearisation, linearise
 from ._loss import Sum
 from ._misc import accumulator
-from ._rows import Raw, Use, Uses, uses
-from ._tag import Tag
-from ._tagged import check_tagged, fill_raw, flatten_tags
+from ._places import Place, raw_rows, Used, used_places
+from ._rows import Use
+from ._tagged import check_tagged, fill_raw
 
 
 class Captured(eqx.Module):
@@ -119,103 +118,48 @@ def capture(loss_fn: Callable, fisher: AbstractFisher | None = None) -> Callable
                 "the model. Call it outside, on sharded arrays."
             )
 
-        found, treedef = flatten_tags(_Place, model)
-        places = [place for _, place in found]
-
-        def linearised(model, args, kwargs, slots):
-            slots = treedef.unflatten(slots)
-            fill = lambda model, weights=None: fill_raw(model, slots)
-            return linearise(loss_fn, model, args, kwargs, fill=fill)
-
-        def counted(model, args, kwargs):
-            slots = [place.counter() for place in places]
-            return _counted(linearised(model, args, kwargs, slots))
-
-        used = [
-            _checked(path, of_tag)
-            for (path, _), of_tag in zip(
-                found, uses(counted, model, args, kwargs), strict=True
-            )
-        ]
-        slots = [p.slots(use) for p, use in zip(places, used, strict=True)]
-        inputs, gradients = _collected(
-            linearised(model, args, kwargs, slots), fisher, key
-        )
+        found, treedef = used_places(loss_fn, model, args, kwargs)
+        uses = [_checked(used) for used in found]
+        places = [used.place for used in found]
+        slots = [place.slots(use) for place, use in zip(places, uses, strict=True)]
+        slots = treedef.unflatten(slots)
+        fill = lambda model, weights=None: fill_raw(model, slots)
+        linearisation = linearise(loss_fn, model, args, kwargs, fill=fill)
+        inputs, gradients = _collected(linearisation, fisher, key)
         captured = [
-            None if use is None else place.captured(use, x, g, fisher is not None)
-            for place, use, x, g in zip(places, used, inputs, gradients, strict=True)
+            None if use is None else _captured(place, use, x, g, fisher is not None)
+            for place, use, x, g in zip(places, uses, inputs, gradients, strict=True)
         ]
         return treedef.unflatten(captured)
 
     return wrapped
 
 
-class _Place:
-    """A tag of a model."""
-
-    def __init__(self, tag: Tag, layer: Any):
-        self.form = tag.form
-        self.sizes = tag.form.sizes(layer)
-        self.stack = self.sizes.stack[: len(self.sizes.stack) - tag.form.groups]
-        self.leaf = tag.form.some_parameter(layer)
-
-    def counter(self) -> Statistics:
-        """The slot for uses."""
-        return Statistics(inputs=self._zeros((), self.leaf.dtype), outputs=None)
-
-    def slots(self, use: Use | None) -> Statistics:
-        """The slots for rows."""
-        if use is None:
-            return Raw().empty()
-        x, g = use.x, use.g
-        return Statistics(
-            inputs=None
-            if isinstance(self.form, Parameters)
-            else self._zeros(x.shape[use.stack :], x.dtype),
-            outputs=self._zeros(g.shape[use.stack :], g.dtype),
-        )
-
-    def captured(self, use: Use, x: Any, g: Array, several: bool) -> Captured:
-        """The contents of the slots, in the types that the tag saw."""
-        return Captured(
-            inputs=None if x is None else x.astype(use.x.dtype),
-            output_gradients=g.astype(use.g.dtype),
-            stack=len(self.stack),
-            examples=use.axes - use.stack,
-            form=self.form,
-            has_weight=self.sizes.d_in > 0,
-            has_bias=self.sizes.bias,
-            several=several,
-        )
-
-    def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        shape = (*self.stack, *shape)
-        return zeros_beside(self.leaf, shape, accumulator(dtype), len(self.stack))
+def _captured(place: Place, use: Use, x: Any, g: Array, several: bool) -> Captured:
+    """The contents of the slots, in the types that the tag saw."""
+    return Captured(
+        inputs=None if x is None else x.astype(use.x.dtype),
+        output_gradients=g.astype(use.g.dtype),
+        stack=len(place.stack),
+        examples=use.axes - use.stack,
+        form=place.form,
+        has_weight=place.sizes.d_in > 0,
+        has_bias=place.sizes.bias,
+        several=several,
+    )
 
 
-def _raw(model: Model) -> list[Statistics]:
-    return [raw for _, raw in flatten_tags(lambda tag, _: tag.held.raw, model)[0]]
-
-
-def _counted(linearisation: Linearisation) -> list[Array]:
-    """What is in the slots for uses, whatever is pulled back."""
-    losses = linearisation.curved.losses
-    ones = [jtu.tree_map(jnp.ones_like, loss.outputs) for loss in losses]
-    return [raw.inputs for raw in _raw(linearisation.pull(ones))]
-
-
-def _checked(path: str, found: Uses) -> Use | None:
+def _checked(used: Used) -> Use | None:
     """The one use of a layer, or `None` if there is none."""
-    number, kinds, devices = found
+    path, _, (number, _, devices) = used
+    if used.once is not None:
+        return used.once
     if devices:
         how = "is used by several devices, in a `shard_map`"
     elif number is None:
         how = "is used or not depending on data (a `cond`, or an index that is computed)"
     elif np.all(number == 0):
         return None
-    elif np.all(number == 1) and len(kinds) == 1:
-        (kind,) = kinds
-        return kind
     elif np.any(number > 1):
         how = f"is used {int(np.max(number))} times (called, or in a loop)"
     elif np.any(number != 1):
@@ -236,14 +180,14 @@ def _collected(
 ) -> tuple[list[Any], list[Any]]:
     """The inputs and the gradients of every tag."""
     if fisher is None:
-        raw = _raw(lin.collect(_gradient(lin)))
+        raw = raw_rows(lin.collect(_gradient(lin)))
         return [r.inputs for r in raw], [r.outputs for r in raw]
     pull, number = lin.pulled(fisher, key)
-    first = _raw(pull(0))
+    first = raw_rows(pull(0))
     if number == 1:
         gradients = jtu.tree_map(lambda g: g[None], [r.outputs for r in first])
     else:
-        outputs = lambda index: [r.outputs for r in _raw(pull(index))]
+        outputs = lambda index: [r.outputs for r in raw_rows(pull(index))]
         gradients = jax.lax.map(outputs, jnp.arange(number))
     return [r.inputs for r in first], gradients
 

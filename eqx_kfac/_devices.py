@@ -52,6 +52,26 @@ def placed_like(a: Array, like: Any) -> Array:
     return cast_varying(a, varying_axes(like))
 
 
+def split_as(a: Array, axes: int, like: Any, like_axes: int) -> Array:
+    """`a`, split over the devices of an explicit mesh as it is along its first `axes`
+    axes, and along the others as `like` behind its first `like_axes` ones."""
+    sharding, own = explicit_sharding(like), explicit_sharding(jax.typeof(a))
+    if sharding is None:
+        return a
+    first = (None,) * axes if own is None else own.spec[:axes]
+    spec = PartitionSpec(*first, *sharding.spec[like_axes:])
+    return jax.sharding.reshard(a, NamedSharding(sharding.mesh, spec))
+
+
+def gathered(a: Array, axes: int) -> Array:
+    """`a`, split over the devices of an explicit mesh along its first `axes` only."""
+    sharding = explicit_sharding(jax.typeof(a))
+    if sharding is None:
+        return a
+    spec = PartitionSpec(*sharding.spec[:axes])
+    return jax.sharding.reshard(a, NamedSharding(sharding.mesh, spec))
+
+
 def zeros_beside(leaf: Array, shape: Sequence[int], dtype: Any, stack: int) -> Array:
     """Zeros that are sharded like `leaf` along their first `stack` axes, and replicated
     along the others; within `shard_map` they vary as `leaf` does."""

@@ -19,6 +19,7 @@ from jax.interpreters import batching, mlir, partial_eval
 from jaxtyping import Array
 
 from ._block import AbstractBlock, Statistics
+from ._devices import explicit_sharding
 from ._form import AbstractForm, Parameters
 
 
@@ -88,8 +89,13 @@ use_p = Primitive("kfac_use")
 
 def _use(rows: RawRows, dtype: Any) -> Array:
     probe = jnp.sum(rows.g, axis=tuple(range(rows.stack, rows.g.ndim))).astype(dtype)
-    x, g = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (rows.x, rows.g))
+    x, g = map(_struct, (rows.x, rows.g))
     return use_p.bind(probe, aval=None, use=Use(x, g, rows.stack, rows.axes))
+
+
+def _struct(a: Array) -> jax.ShapeDtypeStruct:
+    sharding = explicit_sharding(jax.typeof(a))
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
 
 def _one(*_, aval, use):
@@ -131,19 +137,21 @@ def uses(fn: Callable, *args: Any) -> list[Uses]:
     closed = jax.make_jaxpr(lambda p: fn(*eqx.combine(p, static)))(params)
     everything = [True] * len(closed.out_avals)
     jaxpr, consts, _ = _needed(_silent(closed.jaxpr), closed.consts, everything)
-    found = []
+    found, without_data = [], []
     for i in range(len(jaxpr.outvars)):
         wanted = [i == j for j in range(len(jaxpr.outvars))]
-        own, own_consts, known = _needed(jaxpr, consts, wanted)
-        number, devices = None, _contains(own, "shard_map")
-        if known and not devices:
-            with jax.ensure_compile_time_eval():
-                run = jax.jit(eval_jaxpr, static_argnums=0)
-                (number,) = run(own, own_consts)
-            number = np.asarray(number)
+        own, _, known = _needed(jaxpr, consts, wanted)
+        devices = _contains(own, "shard_map")
+        without_data.append(known and not devices)
         kinds = [e.params["use"] for e in _equations(own) if e.primitive is use_p]
-        found.append(Uses(number, frozenset(kinds), devices))
-    return found
+        found.append(Uses(None, frozenset(kinds), devices))
+    own, own_consts, _ = _needed(jaxpr, consts, without_data)
+    with jax.ensure_compile_time_eval():
+        numbers = iter(jax.jit(eval_jaxpr, static_argnums=0)(own, own_consts))
+    return [
+        use._replace(number=np.asarray(next(numbers))) if known else use
+        for use, known in zip(found, without_data, strict=True)
+    ]
 
 
 def _needed(jaxpr: Any, consts: Sequence[Any], wanted: list[bool]) -> Any:

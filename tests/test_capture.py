@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import eqx_kfac as kfac
 from eqx_kfac._tagged import tagged_layers
@@ -587,6 +587,29 @@ def test_devices():
     got = eqx.filter_jit(kfac.capture(plain))(layer, sharded)
     want = kfac.capture(plain)(layer, X)
     np.testing.assert_allclose(got.output_gradients, want.output_gradients, **TOLERANCE)
+
+
+def test_explicit_mesh():
+    """Rows are split over devices as the batch is; so are those of stacked layers."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(AxisType.Explicit,))
+    stack = eqx.filter_vmap(lambda key: kfac.Linear(D, D, key=key))(jr.split(jr.key(0)))
+
+    def loss_fn(models, x):
+        layer, stack = models
+        x = jnp.tanh(jax.vmap(layer)(x))
+        y = eqx.filter_vmap(lambda m: jax.vmap(m)(x))(stack)
+        return kfac.SquaredError(y, jnp.zeros_like(y))
+
+    models = (linear(D, D), stack)
+    want = kfac.capture(loss_fn)(models, X)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(X, jax.NamedSharding(mesh, P("data")))
+        got = eqx.filter_jit(kfac.capture(loss_fn))(models, sharded)
+    assert jax.typeof(got[0].inputs).sharding.spec == P("data", None)
+    assert jax.typeof(got[1].output_gradients).sharding.spec == P(None, "data", None)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a.inputs, b.inputs, **TOLERANCE)
+        np.testing.assert_allclose(a.output_gradients, b.output_gradients, **TOLERANCE)
 
 
 def test_untagged_model():
