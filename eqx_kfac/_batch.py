@@ -16,7 +16,8 @@ from ._devices import zeros_of
 from ._fisher import AbstractFisher
 from ._linearise import evaluate, factors, Linearisation, linearise, run, Share, whole
 from ._precondition import has_bases, refresh
-from ._tagged import fill_tags
+from ._tagged import empty_tags, fill_raw, fill_tags
+from ._through_rows import GradientRows, row_slots, RowSlots
 
 
 class Batch(eqx.Module):
@@ -46,15 +47,33 @@ class Batch(eqx.Module):
         return Batch(self.loss_fn, args, self.kwargs, examples // sizes[-1])
 
     def linearise(
-        self, model: Model, curvature: Model | None = None
+        self,
+        model: Model,
+        curvature: Model | None = None,
+        rows: RowSlots | None = None,
     ) -> "LinearisedBatch":
         """Everything a step asks for, at `model`. `curvature` is that so far: blocks like
-        [`eqx_kfac.EKFAC`][] take their statistics in its bases."""
+        [`eqx_kfac.EKFAC`][] take their statistics in its bases. `rows` is where those of
+        the gradient are to go (not of micro-batches)."""
         if self.micro_batches > 1:
-            return LinearisedBatch(self, model, curvature, self._share(model), None)
-        fill = ft.partial(fill_tags, curvature=curvature)
+            return LinearisedBatch(self, model, curvature, self._share(model), None, None)
+
+        def fill(model, weights=None):
+            filled = fill_tags(model, weights, curvature)
+            return filled if rows is None else fill_raw(filled, rows.slots)
+
         linearised = linearise(self.loss_fn, model, self.args, self.kwargs, fill=fill)
-        return LinearisedBatch(self, model, curvature, linearised.share, linearised)
+        return LinearisedBatch(self, model, curvature, linearised.share, linearised, rows)
+
+    def row_slots(self, model: Model) -> RowSlots | None:
+        """Where rows are less work than features."""
+        if self.micro_batches > 1:
+            raise ValueError(
+                "`through_rows=True` needs the rows of the whole batch at the same time, "
+                f"which `micro_batches={self.micro_batches}` avoids. Leave one of them "
+                "out."
+            )
+        return row_slots(self.loss_fn, model, self.args, self.kwargs)
 
     def value(self, model: Model, share: Share) -> Float[Array, ""]:
         """The objective at another model: one more forward pass."""
@@ -133,19 +152,26 @@ class LinearisedBatch(eqx.Module):
     bases: Model | None  # Curvature.
     share: Share
     linearisation: Linearisation | None  # Of the whole, unless it is too big for that.
+    row_slots: RowSlots | None
 
     def first(self, examples: int | None) -> "LinearisedBatch":
         """The first `examples` of the batch, at the same model."""
         batch = self.batch.first(examples)
         return self if batch is self.batch else batch.linearise(self.model, self.bases)
 
-    def value_and_grads(self) -> tuple[Float[Array, ""], Any, Model]:
-        """The objective, the loss function's aux, and the gradient. The aux of several
-        micro-batches are stacked."""
-        (value, grads), aux = self._total(
-            lambda _, lin: ((lin.value(), lin.grads()), lin.aux)
-        )
-        return value, aux, grads
+    def value_and_grads(
+        self,
+    ) -> tuple[Float[Array, ""], Any, Model, GradientRows | None]:
+        """The objective, the loss function's aux, the gradient, and its rows where they
+        were asked for. The aux of several micro-batches are stacked."""
+
+        def piece(_, lin):
+            pulled = lin.gradient()
+            rows = None if self.row_slots is None else self.row_slots.rows(pulled)
+            return (lin.value(), empty_tags(pulled)), (lin.aux, rows)
+
+        (value, grads), (aux, rows) = self._total(piece)
+        return value, aux, grads, rows
 
     def curvature(self, fisher: AbstractFisher, key: Key | None) -> Model:
         """The factors of every tagged layer, in a tree shaped like the model. Where bases

@@ -30,7 +30,7 @@ _COUNTS = {
     "inverse_period": 1,
     "burn_in": 0,
 }
-_FLAGS = {"in_turn", "packed"}
+_FLAGS = {"in_turn", "packed", "through_rows"}
 _PARTS = {
     "fisher": (AbstractFisher, "kfac.MonteCarlo()"),
     "solver": (AbstractDampedSolver, "kfac.Cholesky()"),
@@ -83,8 +83,9 @@ def check_choices(choices: Mapping[str, Any]) -> None:
 def check_without_loss(choices: Mapping[str, Any], where: str) -> None:
     """Raises for choices that need the loss function, or the model, at every step."""
     rules = rules_of(choices)._asdict()
-    others = {name: choices.get(name) for name in ("max_increase", "averaging")}
-    needing = {k: v for k, v in (rules | others).items() if v is not None}
+    others = ("max_increase", "averaging", "through_rows")
+    chosen = rules | {name: choices.get(name) for name in others}
+    needing = {k: v for k, v in chosen.items() if v is not None and v is not False}
     if needing:
         listed = ", ".join(f"`{name}={value}`" for name, value in needing.items())
         raise ValueError(

@@ -38,7 +38,7 @@ def value_grad_and_curvature(
 
     def wrapped(model, *args, key=None, **kwargs):
         batch = Batch(loss_fn, args, kwargs).linearise(model)
-        value, aux, grads = batch.value_and_grads()
+        value, aux, grads, _ = batch.value_and_grads()
         value = (value, aux) if has_aux else value
         return value, grads, batch.curvature(fisher, key)
 

@@ -17,7 +17,7 @@ from ._fisher import AbstractFisher
 from ._loss import AbstractLoss, AbstractObjective, L2, linear_combination, Sum
 from ._misc import accumulator, common_prefix, symmetric, tree_dot
 from ._tag import is_trainable, Tag
-from ._tagged import blank, check_tagged, empty_tags, fill_tags, map_tags, naming_layers
+from ._tagged import blank, check_tagged, fill_tags, map_tags, naming_layers
 
 
 class Share(eqx.Module):
@@ -51,10 +51,10 @@ class Linearisation(eqx.Module):
         """The objective, as a mean over the examples of all devices."""
         return _value(self.objective, self.share, self.axes)
 
-    def grads(self) -> Model:
-        """The gradient of `value`, shaped like the model."""
+    def gradient(self) -> Model:
+        """That of `value`, shaped like the model; its tags hold what came along."""
         cotangent = eqx.filter_grad(_value)(self.objective, self.share, self.axes)
-        return empty_tags(self.pullback(cotangent))
+        return self.pullback(cotangent)
 
     def statistics(self, fisher: AbstractFisher, key: Key | None) -> Model:
         """The statistics of every tagged layer, summed over all cotangents."""

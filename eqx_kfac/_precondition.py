@@ -17,7 +17,7 @@ from ._factorise import damping_of
 from ._misc import all_finite, names, tree_where
 from ._operator import packed_like, unpacked
 from ._solver import AbstractDampedSolver, Eigh
-from ._tag import is_trainable
+from ._tag import is_trainable, Tag
 from ._tagged import check_tagged, map_tags, tagged_layers, update_layers
 
 
@@ -173,11 +173,7 @@ def precondition(
         def solve(matrix, factors, state):
             # What `lx.linear_solve` computes, without its derivatives, which nothing here
             # needs, and without its checks, which do not know explicit meshes.
-            options = {"damping": damping_of(factors, damping)}
-            factors, state = unpacked((factors, state))
-            operator = tag.block.operator(factors)
-            if state is None:
-                state = solver.init(operator, options)
+            operator, state, options = solvable(tag, factors, state, solver, damping)
             # Reshaped by way of a vector: explicit meshes know no other way.
             vector = matrix.reshape(-1).reshape(operator.in_structure().shape)
             solution, _, _ = solver.compute(state, vector, options)
@@ -188,6 +184,16 @@ def precondition(
         return tag.form.from_matrix(solution, new)
 
     return update_layers(layer_direction, grads, curvature, inverse)
+
+
+def solvable(
+    tag: Tag, factors: Any, state: Any, solver: AbstractDampedSolver, damping: Any
+) -> tuple[Any, Any, dict[str, Any]]:
+    """The operator of one layer, and the solver's state and options for it."""
+    options = {"damping": damping_of(factors, damping)}
+    factors, state = unpacked((factors, state))
+    operator = tag.block.operator(factors)
+    return operator, solver.init(operator, options) if state is None else state, options
 
 
 def init_fallback(model: Model, fallback: optax.GradientTransformation | None) -> Any:

@@ -102,6 +102,8 @@ class Info(eqx.Module):
     # the model promised no descent.
     reduction_ratio: Float[Array, ""] | None
     gradient_norm: Float[Array, ""]
+    # Whether the gradient was preconditioned through the rows, where these are fewer.
+    through_rows: Bool[Array, ""] | None
     update_norm: Float[Array, ""]
     rejected: Bool[Array, ""]  # The step was not taken: parameters and momentum stay.
     faults: Faults  # Why.

@@ -37,7 +37,7 @@ class Held(NamedTuple):
     # Of a tag at parameters: a mark for each one that is trained. (Within the loss
     # function, the others are there again.)
     trained: tuple[Array | None, ...]
-    raw: Statistics  # Slots for the rows themselves, instead of the block's sums.
+    raw: Statistics  # Slots for the rows themselves, beside or instead of their sums.
 
 
 class Tag(eqx.Module):
@@ -100,13 +100,15 @@ class Tag(eqx.Module):
         return self._bind(y, x)
 
     def _bind(self, y: Array, x: Array) -> Array:
-        if not self.collecting:
-            return y
-        block, held = self.block, self.held
-        slots, treedef = jtu.tree_flatten(held.slots)
-        if not slots:
-            block = Raw()
-            slots, treedef = jtu.tree_flatten(held.raw)
+        for block, held in ((self.block, self.held.slots), (Raw(), self.held.raw)):
+            slots, treedef = jtu.tree_flatten(held)
+            if slots:
+                y = self._bind_slots(y, x, block, slots, treedef)
+        return y
+
+    def _bind_slots(
+        self, y: Array, x: Array, block: AbstractBlock, slots: list[Array], treedef: Any
+    ) -> Array:
         for slot in slots:
             if slot.dtype != accumulator(slot.dtype):
                 raise TypeError(
@@ -114,7 +116,8 @@ class Tag(eqx.Module):
                     "whole model was cast, the slots of its tags included. Cast the "
                     "parameters only, with `kfac.cast(model, dtype)`."
                 )
-        shared, shared_treedef = jtu.tree_flatten((held.weights, held.basis))
+        shared = (self.held.weights, self.held.basis)
+        shared, shared_treedef = jtu.tree_flatten(shared)
         y, x, slots = cast_varying((y, x, slots), varying_axes((y, x, slots)))
         layout = _Layout(self.form, block, self.swapped, treedef, shared_treedef)
         return tag_p.bind(y, x, *shared, *slots, layout=layout, stack=0, examples=0)

@@ -15,6 +15,7 @@ from ._precondition import partition_tagged, precondition
 from ._quadratic import Quadratic, quadratic
 from ._solver import AbstractDampedSolver
 from ._state import Faults, Info, KFACState
+from ._through_rows import GradientRows, precondition_through_rows
 
 
 class Proposal(NamedTuple):
@@ -43,6 +44,7 @@ class Trial(eqx.Module):
     model: Model
     value: Float[Array, ""]
     grads: Model
+    rows: GradientRows | None  # Of the gradient, if it may be preconditioned by them.
     curvature: Model
     finite: Bool[Array, ""]  # Loss, gradient and curvature.
     linearised: Any  # A `LinearisedBatch`; `None` if nothing here needs the loss.
@@ -54,7 +56,11 @@ class Trial(eqx.Module):
         given the factorisation of the damped $\hat F$."""
         state, gradient = self.state, self._gradient
         strength = damping * state.damping_ratio
-        natural = precondition(gradient, self.curvature, inverse, self.solver, strength)
+        factorised = self.curvature, inverse, self.solver, strength
+        if self.rows is None:
+            natural = precondition(gradient, *factorised)
+        else:
+            natural = precondition_through_rows(gradient, self.rows, *factorised)
         direction = jtu.tree_map(jnp.negative, natural)
         given = self._constrained_rate(natural), state.momentum
         (scale, momentum), predicted = self._lengths(damping, direction, given)
@@ -99,6 +105,7 @@ class Trial(eqx.Module):
             damping=proposal.damping,
             reduction_ratio=ratio,
             gradient_norm=tree_norm(self.grads),
+            through_rows=None if self.rows is None else self.rows.whole,
             update_norm=jnp.where(faults.rejecting, 0, update_norm),
             rejected=faults.rejecting,
             faults=faults,

@@ -516,6 +516,7 @@ wrong_types = {
     "curvature_period=2.5": ("TypeError", "curvature_period"),
     "packed='no'": ("TypeError", "packed"),
     "in_turn=2": ("TypeError", "in_turn"),
+    "through_rows=None": ("TypeError", "through_rows"),
     "solver=kfac.ConjugateGradient(max_steps=2.5)": ("TypeError", "max_steps", "integer"),
     "inverse_period=lambda step: 2": ("TypeError", "inverse_period"),
     "burn_in='3'": ("TypeError", "burn_in"),

@@ -71,6 +71,9 @@ class AbstractBlock(eqx.Module):
     weighted: eqx.AbstractVar[bool]
     # Whether there are products between different positions (tokens) of an example.
     mixes_positions: eqx.AbstractVar[bool]
+    # Whether the operator is a Kronecker product on canonical matrices, or is diagonal in
+    # a basis that is one.
+    two_sided: ClassVar[bool] = False
     # Whether the statistics are taken in a basis that the factors have.
     has_basis: ClassVar[bool] = False
 

@@ -55,6 +55,7 @@ class EKFAC(AbstractBlock):
     kronecker: Kronecker
     batch_axes: int = eqx.field(static=True)
     mixes_positions = True
+    two_sided = True
     has_basis = True
 
     def __init__(

@@ -67,6 +67,8 @@ class Kronecker(AbstractBlock):
         Approximate Curvature*, ICML 2015.
     """
 
+    two_sided = True
+
     sharing: AbstractSharing
     weighted: bool = eqx.field(static=True)
     tied: bool = eqx.field(static=True)

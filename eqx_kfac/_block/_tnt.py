@@ -27,6 +27,8 @@ class TNT(AbstractGradientBlock):
         NeurIPS 2021.
     """
 
+    two_sided = True
+
     def shapes(self, d_out: int, d_in: int) -> dict[str, tuple[int, ...]]:
         return dict(left=(d_out, d_out), right=(d_in, d_in))
 

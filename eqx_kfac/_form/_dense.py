@@ -1,5 +1,6 @@
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Shaped
 
@@ -30,6 +31,22 @@ class Dense(AbstractForm):
         self, z: Inexact[Array, "..."], stack: int, axes: int
     ) -> Inexact[Array, "*rows d_out"]:
         return z[..., None] if z.ndim == axes else z
+
+    def gradient(
+        self,
+        x: Inexact[Array, "*rows d_in"],
+        g: Inexact[Array, "*rows d_out"],
+        stack: int,
+        sharding: Any = None,
+    ) -> tuple[Array, Array]:
+        r"""$\sum g x^\top$ and $\sum g$ over rows: the gradients with respect to `weight`
+        and `bias`, in the types of the rows. (As JAX writes them, so that XLA recognises
+        them.)"""
+        rows = tuple(range(stack, x.ndim - 1))
+        batch = tuple(range(stack))
+        dims = ((rows, rows), (batch, batch))
+        weight = jax.lax.dot_general(g, x, dims, out_sharding=sharding)
+        return weight, jax.lax.reduce_sum(g, rows)
 
     def to_matrix(self, layer: Any) -> Inexact[Array, "*stack d_out d_in"]:
         weight, bias = self.parameters(layer)

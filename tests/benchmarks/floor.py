@@ -20,7 +20,7 @@ COMPONENTS = (
 )
 
 
-def _of_layer(layer: Layer) -> dict[str, list[Product]]:
+def _of_layer(layer: Layer, through_rows: bool) -> dict[str, list[Product]]:
     rows, d_in, d_out, bias, first, count = layer
     a = d_in + bias
     forward = Product(rows, d_in, d_out, count)
@@ -32,13 +32,14 @@ def _of_layer(layer: Layer) -> dict[str, list[Product]]:
     # A Cholesky decomposition, the inverse of the triangle and its square make d^3
     # operations, half those of a product.
     inverses = [Product(d, d, d, count / 2) for d in (a, d_out)]
+    preconditioning = [
+        [Product(d_out, d_out, a, count), Product(d_out, a, a, count)],
+        [*moments, Product(d_out, rows, a, count)],  # g G and x A are of their shapes.
+    ]
     return {
         "gradient": [forward, to_weight, *to_input],
         "statistics": [*to_input, *moments],
-        "preconditioning": [
-            Product(d_out, d_out, a, count),
-            Product(d_out, a, a, count),
-        ],
+        "preconditioning": min(preconditioning[: 1 + through_rows], key=flops),
         "quadratic model": tangents,
         "factorisation": inverses,
     }
@@ -48,7 +49,8 @@ def products(problem: Problem) -> dict[str, list[Product]]:
     """By component; `factorisation` once, however often it is due."""
     found: dict[str, list[Product]] = {name: [] for name in COMPONENTS}
     for layer in problem.layers:
-        for name, some in _of_layer(layer).items():
+        # What an L2 term adds to a gradient has no rows.
+        for name, some in _of_layer(layer, through_rows=problem.l2 == 0).items():
             found[name] += some
     for product in problem.others:  # Both factors vary: two products backwards.
         twice = product._replace(count=2 * product.count)

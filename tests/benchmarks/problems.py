@@ -108,7 +108,7 @@ def _softmax_loss(logits, y, kfac_jax):
     return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(len(y)), y])
 
 
-def autoencoder(batch: int, toy: bool = False) -> Problem:
+def autoencoder(batch: int, toy: bool = False, l2: float = 1e-5) -> Problem:
     ae = example("autoencoder")
     widths = (16, 4) if toy else (1000, 500, 250, 30)
     model = ae.network(widths, jax.random.key(0))
@@ -117,7 +117,10 @@ def autoencoder(batch: int, toy: bool = False) -> Problem:
     activations = [jnp.tanh] * (len(sizes) - 1)
     activations[len(widths) - 1] = activations[-1] = identity
     x = jax.random.uniform(jax.random.key(1), (batch, 784))
-    l2 = 1e-5
+
+    def loss_fn(model, x):
+        loss = kfac.SigmoidCrossEntropy(jax.vmap(model)(x), x)
+        return loss if l2 == 0 else loss + kfac.L2(model, l2)
 
     def plain_loss(params, batch, kfac_jax=None):
         (x,) = batch
@@ -125,14 +128,16 @@ def autoencoder(batch: int, toy: bool = False) -> Problem:
         if kfac_jax is not None:
             kfac_jax.register_sigmoid_cross_entropy_loss(logits, x)
         losses = jnp.sum(jax.nn.softplus(logits) - x * logits, axis=-1)
+        if l2 == 0:
+            return jnp.mean(losses)
         squares = sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
         return jnp.mean(losses) + 0.5 * l2 * squares
 
     return Problem(
-        "autoencoder",
+        "autoencoder" if l2 > 0 else "autoencoder without L2",
         batch,
         kfac.convert(model),
-        ae.loss_fn,
+        loss_fn,
         (x,),
         _dense_layers(sizes, batch),
         [],

@@ -74,6 +74,10 @@ def targets(cases: list[dict]) -> list[tuple[str, float, float | None]]:
                 if case["case"].startswith("MLP") and field == "mean":
                     what, most = "a step alone", 1.0
                 add(f"{kind}, {what}, over kfac-jax", most, ratio)
+            rows = _result(case, f"K-FAC, {kind}, through rows, in turn")
+            if rows is not None:
+                ratio = _ratio(rows, theirs(kind, "mean"))
+                add(f"{kind}, through rows, in turn, over kfac-jax", 0.6, ratio)
             part = _result(case, f"K-FAC, {kind}, curvature of a quarter")
             if part is not None:
                 ratio = _ratio(part, theirs(kind, "mean"))

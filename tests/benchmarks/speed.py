@@ -53,7 +53,11 @@ def floors(problem: Problem, rates: floor.Rates) -> dict[str, float]:
 
 
 def measure(
-    problem: Problem, seconds: float, tiny: bool = False, parts: bool = True
+    problem: Problem,
+    seconds: float,
+    tiny: bool = False,
+    rows: bool = False,
+    parts: bool = True,
 ) -> dict[str, Any]:
     print(f"{problem.name}, batch {problem.examples}", flush=True)
     ours = [
@@ -68,6 +72,16 @@ def measure(
     ]
     packed = contenders.optimizer(False, packed=True)
     ours.append(contenders.ours("K-FAC, fixed, packed", problem, packed))
+    if rows:
+        ours += [
+            contenders.ours(
+                f"K-FAC, {kind(a)}, through rows{', in turn' if in_turn else ''}",
+                problem,
+                contenders.optimizer(a, through_rows=True, in_turn=in_turn),
+            )
+            for a in (False, True)
+            for in_turn in (False, True)
+        ]
     if problem.examples >= 500:
         part = problem.examples // 4
         ours += [
@@ -154,6 +168,9 @@ def growth(seconds: float, toy: bool) -> list[dict[str, Any]]:
 CASES = {
     "autoencoder": lambda toy: [
         dict(problem=problems.autoencoder(b, toy)) for b in ((16,) if toy else SIZES)
+    ],
+    "rows": lambda toy: [
+        dict(problem=problems.autoencoder(4 if toy else 128, toy, l2=0), rows=True)
     ],
     "mlp": lambda toy: [
         dict(problem=problems.mlp(8, 8, 1) if toy else problems.mlp(), tiny=True)

@@ -1,0 +1,164 @@
+r"""Preconditioning through the rows: of $\nabla = \sum g \bar x^\top$, it is
+
+$$G^{-1} \nabla A^{-1} = \sum (G^{-1} g) (A^{-1} \bar x)^\top,$$
+
+which is less work where there are fewer rows than features. Not every gradient is such a
+sum: a penalty on the weights adds to it, a mask takes away from it. So the sum is
+computed too (mostly, XLA finds it is the gradient's own product), and compared."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Bool, Float
+
+from ._custom_types import Model
+from ._devices import explicit_sharding, gathered, over_stack, varying_axes
+from ._form import Dense
+from ._places import Used, used_places
+from ._precondition import precondition, solvable
+from ._solver import AbstractDampedSolver
+from ._tagged import empty_tags, map_tags, update_layers
+
+
+class LayerRows(eqx.Module):
+    """The inputs `x` of a layer and the gradients `g` at its outputs, in the types that
+    the layer has seen."""
+
+    x: Float[Array, "*rows d_in"]
+    g: Float[Array, "*rows d_out"]
+
+
+class GradientRows(eqx.Module):
+    """The rows of those layers where preconditioning through them is less work (`None`
+    for others), and whether the gradient of these layers is their product."""
+
+    layers: Model
+    whole: Bool[Array, ""]
+
+
+class RowSlots(NamedTuple):
+    """Where the rows of a batch are to arrive, and what is known of them: trees shaped
+    like the model."""
+
+    slots: Model
+    uses: Model
+
+    def rows(self, pulled: Model) -> GradientRows:
+        """What arrived, with the gradient `pulled`."""
+
+        def layer_rows(tag, _, use):
+            if use is None:
+                return None
+            x, g = tag.held.raw
+            x, g = x.astype(use.x.dtype), g.astype(use.g.dtype)
+            x = tag.form.inputs(x, use.stack, use.axes).vectors()
+            return LayerRows(x, tag.form.outputs(g, use.stack, use.axes))
+
+        layers = map_tags(layer_rows, pulled, self.uses)
+        return GradientRows(layers, _are_whole(layers, empty_tags(pulled)))
+
+
+def row_slots(
+    loss_fn: Callable, model: Model, args: Sequence[Any], kwargs: dict[str, Any]
+) -> RowSlots | None:
+    """Slots for the rows of those layers where they are less work than features; `None`
+    if there is no such layer. (A layer that is used more than once has no rows: its slots
+    would add them up.)"""
+    if varying_axes((args, kwargs)):
+        raise ValueError(
+            "`through_rows=True` needs the rows of the whole batch, but within a "
+            "`shard_map` every device has its own. Leave it out, or call `KFAC.step` "
+            "outside of the `shard_map`, on sharded arrays."
+        )
+    found, treedef = used_places(loss_fn, model, args, kwargs)
+    uses = [used.once if _is_less(used) else None for used in found]
+    if not any(uses):
+        return None
+    slots = [
+        None if use is None else used.place.slots(use)
+        for used, use in zip(found, uses, strict=True)
+    ]
+    return RowSlots(treedef.unflatten(slots), treedef.unflatten(uses))
+
+
+def precondition_through_rows(
+    grads: Model,
+    rows: GradientRows,
+    curvature: Model,
+    inverse: Model,
+    solver: AbstractDampedSolver,
+    damping: Any,
+) -> Model:
+    """As `precondition`, through the rows where there are any and they are whole."""
+
+    def layer_direction(tag, layer, new, rows, factors, state):
+        if rows is None:
+            return new
+
+        def solve(x, g, factors, state):
+            _, state, options = solvable(tag, factors, state, solver, damping)
+            x, g = (a.reshape(-1, a.shape[-1]).astype(factors.l2.dtype) for a in (x, g))
+            return solver.compute_outer(state, g, _canonical(x, layer, tag.form), options)
+
+        stack = factors.l2.ndim
+        x, g = (gathered(a, stack) for a in (rows.x, rows.g))
+        solution = over_stack(solve, stack)(x, g, factors, state)
+        return tag.form.from_matrix(solution, new)
+
+    def only(wanted):
+        def layer_factors(_, __, factors, rows):
+            return factors if wanted == (rows is not None) else None
+
+        return map_tags(layer_factors, grads, curvature, rows.layers)
+
+    natural = precondition(grads, only(False), inverse, solver, damping)
+    return jax.lax.cond(
+        rows.whole,
+        lambda: update_layers(layer_direction, natural, rows.layers, curvature, inverse),
+        lambda: precondition(natural, only(True), inverse, solver, damping),
+    )
+
+
+def _is_less(used: Used) -> bool:
+    """Whether there are few rows, in a layer that is made for this."""
+    place, use = used.place, used.once
+    if use is None or not (isinstance(place.form, Dense) and place.block.two_sided):
+        return False
+    rows = math.prod(use.x.shape[use.stack : use.axes])
+    d_out, d_in = place.sizes.d_out, place.sizes.d_in + place.sizes.bias
+    through_rows = rows * (d_out**2 + d_in**2 + d_out * d_in)
+    return through_rows < d_out * d_in * (d_out + d_in)
+
+
+def _are_whole(layers: Model, grads: Model) -> Bool[Array, ""]:
+    """Whether the gradient is the rows' product: the same numbers, not nearly so."""
+
+    def same(tag, layer, rows):
+        if rows is None:
+            return None
+        parameters = tag.form.parameters(layer)
+        stack = len(tag.form.sizes(layer).stack)
+        weight, _ = parameters
+        sharding = None if weight is None else explicit_sharding(jax.typeof(weight))
+        products = tag.form.gradient(rows.x, rows.g, stack, sharding)
+        return [
+            jnp.all(p == product.reshape(p.shape).astype(p.dtype))
+            for p, product in zip(parameters, products, strict=True)
+            if p is not None
+        ]
+
+    return jnp.all(jnp.stack(jtu.tree_leaves(map_tags(same, grads, layers))))
+
+
+def _canonical(x: Float[Array, "rows d_in"], layer: Any, form: Dense) -> Array:
+    r"""$\bar x$, of the columns that are trained."""
+    weight, bias = form.parameters(layer)
+    columns = [] if weight is None else [x]
+    if bias is not None:
+        columns.append(jnp.ones_like(x[:, :1]))
+    return jnp.concatenate(columns, axis=-1)

@@ -1,0 +1,432 @@
+"""Preconditioned through the rows, a step is the same step; and where a gradient is not
+made of rows alone, it is noticed."""
+
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
+
+import eqx_kfac as kfac
+from eqx_kfac._batch import Batch
+from eqx_kfac._factorise import factorise
+from eqx_kfac._precondition import precondition
+from eqx_kfac._through_rows import precondition_through_rows, row_slots
+
+from . import reference
+
+
+N, D, H, K = 3, 7, 9, 4
+X = jr.normal(jr.key(1), (N, D))
+Y = jr.normal(jr.key(2), (N, K))
+STEPS = 3
+
+
+def mlp(block=kfac.Kronecker(), **kwargs):
+    net = eqx.nn.MLP(D, K, H, 2, jnp.tanh, key=jr.key(0), **kwargs)
+    return kfac.convert(net, blocks=block)
+
+
+class Scanned(eqx.Module):
+    hidden: kfac.Linear
+    readout: kfac.Linear
+
+    def __init__(self):
+        make = lambda key: kfac.Linear(D, D, key=key)
+        self.hidden = eqx.filter_vmap(make)(jr.split(jr.key(3), 4))
+        self.readout = kfac.Linear(D, K, key=jr.key(4))
+
+    def __call__(self, x):
+        arrays, static = eqx.partition(self.hidden, eqx.is_array)
+        body = lambda x, layer: (x + jnp.tanh(eqx.combine(layer, static)(x)), None)
+        return self.readout(jax.lax.scan(body, x, arrays)[0])
+
+
+def loss_fn(model, x, y, weights=None):
+    return kfac.SquaredError(jax.vmap(model)(x), y, weights)
+
+
+def weighted(model, x, y):
+    return loss_fn(model, x, y, jnp.array([1.0, 2.0, 0.0]))
+
+
+def rematerialised(model, x, y):
+    return loss_fn(eqx.filter_checkpoint(model), x, y)
+
+
+def jitted(model, x, y):
+    return kfac.SquaredError(jax.vmap(eqx.filter_jit(model))(x), y)
+
+
+def several_losses(model, x, y):
+    outputs = jax.vmap(model)(x)
+    labels = jnp.arange(N) % K
+    return kfac.SquaredError(outputs, y) + 0.5 * kfac.SoftmaxCrossEntropy(outputs, labels)
+
+
+def on_positions(model, x, y):
+    x, y = (jnp.stack([a, 2 * a]) for a in (x, y))
+    return kfac.SquaredError(jax.vmap(jax.vmap(model))(x), y)
+
+
+def with_steps(through_rows, loss_fn, model, *args, **choices):
+    """The model after a few steps, and what is told about each."""
+    choices = dict(learning_rate=0.1, damping=0.1, fisher=kfac.Exact()) | choices
+    optimizer = kfac.KFAC(through_rows=through_rows, **choices)
+    state = optimizer.init(model)
+
+    step, infos = eqx.filter_jit(ft.partial(optimizer.step, loss_fn)), []
+    for _ in range(STEPS):
+        model, state, info = step(model, state, *args)
+        infos.append(info)
+    return model, infos
+
+
+def check(whole, loss_fn, model, *args, tolerance=1e-12, **choices):
+    """Both ways give the same steps, and whether the rows were it is known."""
+    got, infos = with_steps(True, loss_fn, model, *args, **choices)
+    want, _ = with_steps(False, loss_fn, model, *args, **choices)
+    for info in infos:
+        assert (whole is None) == (info.through_rows is None)
+        assert whole is None or bool(info.through_rows) == whole
+        assert not info.rejected
+    arrays = [
+        np.concatenate([np.ravel(p) for p in jax.tree.leaves(kept)])
+        for kept in (eqx.filter(m, eqx.is_inexact_array) for m in (got, want, model))
+    ]
+    moved = np.linalg.norm(arrays[1] - arrays[2])
+    assert moved > 1e-2
+    assert np.linalg.norm(arrays[0] - arrays[1]) < tolerance * moved
+
+
+#
+# Whole
+#
+
+
+LOSSES = [
+    loss_fn,
+    weighted,
+    rematerialised,
+    jitted,
+    several_losses,
+    on_positions,
+]
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda fn: fn.__name__)
+def test_losses(loss_fn):
+    check(True, loss_fn, mlp(), X, Y)
+
+
+MODELS = {
+    "no-bias": lambda: mlp(use_bias=False),
+    "scanned": Scanned,
+    "ekfac": lambda: mlp(kfac.EKFAC()),
+    "tnt": lambda: mlp(kfac.TNT()),
+    "diagonal-factor": lambda: mlp(kfac.Kronecker(diagonal_input=True)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name):
+    check(True, loss_fn, MODELS[name](), X, Y)
+
+
+CHOICES = {
+    "eigh": dict(solver=kfac.Eigh()),
+    "newton-schulz": dict(solver=kfac.NewtonSchulz(1e-14)),
+    "packed": dict(packed=True, inverse_period=2),
+    "in-turn": dict(in_turn=True, inverse_period=2),
+    "norm-constraint": dict(norm_constraint=1e-2, weight_decay=0.1, averaging=0.9),
+    "adaptive": dict(
+        learning_rate=kfac.QuadraticModel(),
+        momentum=kfac.QuadraticModel(),
+        damping=kfac.LevenbergMarquardt(0.1, interval=1, calibration=3),
+    ),
+    "part": dict(curvature_examples=2),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices(name):
+    check(True, loss_fn, mlp(), X, Y, **CHOICES[name])
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_frozen(frozen):
+    model = mlp()
+    spec = jax.tree.map(eqx.is_array, model)
+    at = lambda m: [getattr(layer, frozen) for layer in m.layers[:2]]
+    spec = eqx.tree_at(at, spec, [False, False])
+    trained, rest = eqx.partition(model, spec)
+
+    def partitioned(model, x, y):
+        return loss_fn(eqx.combine(model, rest), x, y)
+
+    check(True, partitioned, trained, X, Y)
+
+
+def test_other_parameters():
+    """Some have no tag, some layers no rows: a convolution has too many."""
+
+    class Net(eqx.Module):
+        conv: kfac.Conv1d
+        linear: kfac.Linear
+        scale: jax.Array
+
+        def __call__(self, x):
+            x = jnp.tanh(self.conv(x[None]))
+            return self.linear(x.ravel()) * self.scale
+
+    keys = jr.split(jr.key(5))
+    conv = kfac.Conv1d(1, 2, 3, padding=1, key=keys[0])
+    net = Net(conv, kfac.Linear(2 * D, K, key=keys[1]), jnp.ones(K))
+    check(True, loss_fn, net, X, Y, fallback=optax.sgd(0.1))
+
+
+def test_mixed_precision():
+    """What is compared is what was computed in bfloat16; the rows' product is not rounded
+    to it."""
+
+    def cast(model, x, y):
+        half = jnp.bfloat16
+        outputs = jax.vmap(kfac.cast(model, half))(x.astype(half))
+        return kfac.SquaredError(outputs.astype(y.dtype), y)
+
+    check(True, cast, mlp(), X, Y, tolerance=2e-2)
+
+
+def test_ensemble():
+    """Every step of its own: both ways are computed, the right one is taken."""
+    make = lambda key: kfac.convert(eqx.nn.MLP(D, K, H, 1, key=key))
+    members = eqx.filter_vmap(make)(jr.split(jr.key(6), 2))
+    penalties = jnp.array([0.0, 1.0])
+
+    def penalised(model, x, y, penalty):
+        weight = model.layers[0].weight
+        return loss_fn(model, x, y) + penalty * jnp.sum(weight**2)
+
+    def stepped(through_rows):
+        optimizer = kfac.KFAC(0.1, fisher=kfac.Exact(), through_rows=through_rows)
+
+        @eqx.filter_jit
+        @ft.partial(eqx.filter_vmap, in_axes=(eqx.if_array(0), None, None, 0))
+        def step(model, x, y, penalty):
+            state = optimizer.init(model)
+            return optimizer.step(penalised, model, state, x, y, penalty)
+
+        model, _, info = step(members, X, Y, penalties)
+        return eqx.filter(model, eqx.is_array), info
+
+    (got, info), (want, _) = stepped(True), stepped(False)
+    assert list(info.through_rows) == [True, False]
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_batch(kind):
+    wide = kfac.convert(eqx.nn.MLP(30, K, 40, 1, jnp.tanh, key=jr.key(0)))
+    x, y = jr.normal(jr.key(7), (8, 30)), jr.normal(jr.key(8), (8, K))
+    mesh = Mesh(np.array(jax.devices()[:8]), ("batch",), axis_types=(kind,))
+    sharding = jax.sharding.NamedSharding(mesh, P("batch"))
+    with jax.set_mesh(mesh):
+        args = jax.device_put((x, y), sharding)
+        check(True, loss_fn, wide, *args)
+
+
+#
+# Not whole
+#
+
+
+def with_l2(model, x, y):
+    return loss_fn(model, x, y) + kfac.L2(model, 0.1)
+
+
+def with_penalty(model, x, y):
+    return loss_fn(model, x, y) + 0.1 * jnp.sum(model.layers[0].bias ** 2)
+
+
+def masked(model, x, y):
+    at = lambda m: m.layers[1].weight
+    return loss_fn(eqx.tree_at(at, model, at(model) * jnp.tri(H, dtype=float)), x, y)
+
+
+def flipped(model, x, y):
+    at = lambda m: m.layers[1].weight
+    return loss_fn(eqx.tree_at(at, model, at(model)[::-1]), x, y)
+
+
+def seen_by_a_penalty(model, x, y):
+    """The layer is used once more, for what has no curvature."""
+    return loss_fn(model, x, y) + jnp.sum(jax.vmap(model.layers[0])(x) ** 2)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [with_l2, with_penalty, masked, flipped, seen_by_a_penalty],
+    ids=lambda fn: fn.__name__,
+)
+def test_not_whole(loss_fn):
+    check(False, loss_fn, mlp(), X, Y)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_looking_matters(whole):
+    """Rows that are not whole, taken all the same, are another step."""
+    model = mlp()
+    loss = loss_fn if whole else with_l2
+    curvature = eqx.filter_jit(kfac.curvature(loss, kfac.Exact()))(model, X, Y)
+    slots = row_slots(loss, model, (X, Y), {})
+    batch = Batch(loss, (X, Y), {})
+    _, _, grads, rows = batch.linearise(model, None, slots).value_and_grads()
+    assert bool(rows.whole) == whole
+    solver = kfac.Cholesky()
+    inverse = factorise(curvature, model, solver, 0.1)
+    rest = curvature, inverse, solver, 0.1
+    want = precondition(grads, *rest)
+    for pretended in (True, False):
+        rows = eqx.tree_at(lambda r: r.whole, rows, jnp.array(pretended))
+        got = precondition_through_rows(grads, rows, *rest)
+        for a, b in zip(got.layers, want.layers, strict=True):
+            error = reference.error(a.weight, b.weight)
+            assert error > 1e-2 if pretended and not whole else error < 1e-12
+
+
+#
+# Not chosen
+#
+
+
+def twice(model, x, y):
+    return kfac.SquaredError(jax.vmap(model)(x) + jax.vmap(model)(2 * x), y)
+
+
+def example_by_example(model, x, y):
+    return kfac.SquaredError(jax.lax.map(model, x), y)
+
+
+def many_rows(model, x, y):
+    x, y = (jnp.tile(a, (20, 1)) for a in (x, y))
+    return loss_fn(model, x, y)
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [twice, example_by_example, many_rows], ids=lambda fn: fn.__name__
+)
+def test_not_chosen(loss_fn):
+    check(None, loss_fn, mlp(), X, Y)
+
+
+@pytest.mark.parametrize("block", [kfac.Full(), kfac.Diagonal()])
+def test_other_blocks(block):
+    check(None, loss_fn, mlp(block), X, Y)
+
+
+#
+# Work
+#
+
+
+def products(jaxpr, found):
+    """The shapes of all products that are always computed: not in a condition."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            found.append(tuple(v.aval.shape for v in eqn.invars))
+        if eqn.primitive.name != "cond":
+            for sub in jax.tree.leaves(list(eqn.params.values())):
+                if hasattr(sub, "jaxpr"):
+                    products(sub.jaxpr, found)
+                elif hasattr(sub, "eqns"):
+                    products(sub, found)
+    return found
+
+
+def test_no_product_of_an_inverse_and_a_gradient():
+    """Only where the rows turn out not to be whole."""
+
+    def always(through_rows):
+        optimizer = kfac.KFAC(0.1, fisher=kfac.Exact(), through_rows=through_rows)
+        model = mlp()
+        arrays, static = eqx.partition((model, optimizer.init(model)), eqx.is_array)
+
+        def step(arrays):
+            model, state = eqx.combine(arrays, static)
+            _, _, info = out = optimizer.step(loss_fn, model, state, X, Y)
+            return eqx.filter(out, eqx.is_array)
+
+        return products(jax.make_jaxpr(step)(arrays).jaxpr, [])
+
+    gradient_shapes = {(H, D + 1), (H, H + 1), (K, H + 1)}
+
+    def of_gradients(found):
+        return [s for s in found if gradient_shapes & set(s) and (N not in s[0] + s[1])]
+
+    assert len(of_gradients(always(False))) >= 6
+    assert not of_gradients(always(True))
+
+
+SOLVERS = [kfac.Cholesky(), kfac.Eigh(), kfac.SubspaceIteration(), kfac.NewtonSchulz()]
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("kind", ["dense", "diagonal", "spectral"])
+def test_solution_for_an_outer_product(solver, kind, getkey):
+    def factor(d):
+        a = jr.normal(getkey(), (d, d))
+        return a @ a.T
+
+    output_factor, input_factor = factor(H), factor(D)
+    if kind == "diagonal":
+        input_factor = jnp.diag(input_factor)
+    operator = kfac.KroneckerOperator(output_factor, input_factor)
+    if kind == "spectral":
+        operator = operator.spectral()
+    g, x = jr.normal(getkey(), (N, H)), jr.normal(getkey(), (N, D))
+    options = dict(damping=0.1)
+    want = lx.linear_solve(operator, g.T @ x, solver, options=options).value
+    got = solver.compute_outer(solver.init(operator, options), g, x, options)
+    assert reference.error(got, want) < 1e-12
+    assert reference.error(operator.mv_outer(g, x), operator.mv(g.T @ x)) < 1e-12
+
+
+#
+# Errors
+#
+
+
+def test_micro_batches():
+    optimizer = kfac.KFAC(0.1, through_rows=True)
+    model = mlp()
+    with pytest.raises(ValueError, match="through_rows.*micro_batches=3"):
+        optimizer.step(loss_fn, model, optimizer.init(model), X, Y, micro_batches=3)
+
+
+def test_shard_map():
+    optimizer = kfac.KFAC(0.1, fisher=kfac.Exact(), through_rows=True)
+    model = mlp()
+    mesh = Mesh(np.array(jax.devices()[:3]), ("batch",))
+
+    @ft.partial(jax.shard_map, mesh=mesh, in_specs=P("batch"), out_specs=P())
+    def step(x, y):
+        state = optimizer.init(model)
+        return optimizer.step(loss_fn, model, state, x, y)[2].loss
+
+    with pytest.raises(ValueError, match="through_rows.*shard_map"):
+        step(X, Y)
+
+
+def test_update():
+    optimizer = kfac.KFAC(0.1, through_rows=True)
+    model = mlp()
+    grads = eqx.filter_grad(lambda m: loss_fn(m, X, Y).value)(model)
+    with pytest.raises(ValueError, match="through_rows"):
+        optimizer.update(grads, optimizer.init(model), model)
