@@ -1,6 +1,5 @@
-"""The factorisations of all layers: which factors are decomposed together, and when."""
+"""The factorisations of all layers: which factors are decomposed together."""
 
-import functools as ft
 import math
 from collections import defaultdict
 from typing import Any, NamedTuple
@@ -16,7 +15,6 @@ from ._custom_types import Model
 from ._devices import decomposed_over_stack, explicit_sharding, over_stack
 from ._misc import all_finite, tree_where
 from ._operator import packed_like, unpacked
-from ._schedule import when_due
 from ._solver import AbstractDampedSolver, is_factorised, Pair
 from ._tagged import blank, flatten_tags, map_tags
 
@@ -141,60 +139,3 @@ def refactorise(
 
     finite = all_finite(map_tags(bounds, model, curvature, new))
     return tree_where(finite, packed_like(new, inverse), inverse), finite
-
-
-class Turns:
-    """Layers that are factorised at different steps, in at most `number` turns of about
-    equal work."""
-
-    def __init__(self, model: Model, number: int):
-        work, treedef = flatten_tags(_operations, model)
-        self.model = model
-        self.number = number = max(1, min(number, len(work)))
-        turns, totals = [0] * len(work), [0.0] * number
-        for i in sorted(range(len(work)), key=lambda i: work[i][1], reverse=True):
-            turns[i] = int(np.argmin(totals))
-            totals[turns[i]] += work[i][1]
-        self.turns = treedef.unflatten(turns)
-
-    def only(self, turn: int, tree: Model) -> Model:
-        """What layers of one turn have in a model-shaped tree."""
-        if self.number == 1:
-            return tree
-        mine = lambda tag, layer, own, node: node if own == turn else None
-        return map_tags(mine, self.model, self.turns, tree)
-
-    def join(self, trees: list[Model]) -> Model:
-        """The inverse of `only`, given the trees of all turns."""
-        if self.number == 1:
-            return trees[0]
-        mine = lambda tag, layer, own, *nodes: None if own is None else nodes[own]
-        return map_tags(mine, self.model, self.turns, *trees)
-
-
-def _operations(tag: Any, layer: Any) -> float:
-    """A measure of what it takes to decompose the factors of a layer."""
-    stack, d_out, d_in, bias, diagonal = tag.form.sizes(layer)
-    cubes = d_out**3 + (0 if diagonal else (d_in + bias) ** 3)
-    return float(math.prod(stack) * cubes)
-
-
-def when_in_turn(
-    turns: Turns,
-    state: Any,
-    period: int,
-    finite: Bool[Array, ""],
-    compute: Any,
-    *trees: Model,
-) -> tuple[Model, Bool[Array, ""]]:
-    """`compute(*trees) -> (tree, flag)` for the layers whose turn it is; the others keep
-    what the first of the trees has of them. The flags of all."""
-    results = []
-    for turn in range(turns.number):
-        own = [turns.only(turn, tree) for tree in trees]
-        kept = own[0], state.weight >= 0  # True.
-        due = state.step - turn * (period // turns.number), state.weight, period
-        go = ft.partial(compute, *own)
-        results.append(when_due(*due, go, kept, finite, state.refactorise))
-    flags = [flag for _, flag in results]
-    return turns.join([tree for tree, _ in results]), ft.reduce(jnp.logical_and, flags)

@@ -16,7 +16,7 @@ from ._choices import check_choices, check_without_loss, NUMBERS, Rules, rules_o
 from ._custom_types import Key, Model
 from ._damping import calibrated
 from ._devices import cast_varying, varying_axes
-from ._factorise import refactorise, Turns, when_in_turn
+from ._factorise import refactorise
 from ._fisher import AbstractFisher, MonteCarlo
 from ._misc import masked, tree_where
 from ._packed_state import init_factors
@@ -37,6 +37,7 @@ from ._solver import AbstractDampedSolver, Cholesky
 from ._state import check_state, count, Info, init_faults, init_iterates, KFACState
 from ._through_rows import GradientRows
 from ._trial import is_fine, Proposal, Trial
+from ._turns import Turns, when_in_turn
 
 
 class KFAC(eqx.Module):
@@ -151,9 +152,9 @@ class KFAC(eqx.Module):
         - `curvature_period`: curvature is estimated every so many steps.
         - `curvature_examples`: from the first so many examples of the batch, or from all.
         - `inverse_period`: it is factorised every so many steps.
-        - `in_turn`: not all layers at the same step, but some at every step, so that
-            every layer has its turn once in `inverse_period` steps: as much work, evenly
-            spread.
+        - `in_turn`: not all layers (or all of a stack) at the same step, but some at
+            every step, so that every one has its turn once in `inverse_period` steps: as
+            much work, evenly spread.
         - `through_rows`: where a layer sees fewer rows (examples, positions) than it has
             features, precondition its gradient row by row: less work, the same steps.
             Looked at in every step: where a gradient is not made of these rows alone (an

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import eqx_kfac as kfac
-from eqx_kfac._factorise import factorise, Turns
+from eqx_kfac._factorise import factorise
 from eqx_kfac._operator import inverse
 from eqx_kfac._tagged import map_tags
+from eqx_kfac._turns import Turn, Turns
 
 
 class Net(eqx.Module):
@@ -162,19 +163,27 @@ def test_reverse_mode_through_decompositions():
     np.testing.assert_allclose(jax.vmap(jax.grad(logdet))(several)[0], got, rtol=1e-9)
 
 
-def changed(old, new):
-    def differs(tag, layer, a, b):
-        pairs = zip(jtu.tree_leaves(a), jtu.tree_leaves(b), strict=True)
-        return any(bool(jnp.any(x != y)) for x, y in pairs)
+def by_member(old, new, same, model=None):
+    """`same(a, b)`, of all arrays, for every layer; for every member of stacked ones."""
 
-    tree = map_tags(differs, Net(), old, new)
-    return jtu.tree_leaves(tree)
+    def of_layer(tag, layer, a, b):
+        axes = len(tag.form.sizes(layer).stack)
+        pairs = zip(jtu.tree_leaves(a), jtu.tree_leaves(b), strict=True)
+        rows = [[x.reshape(-1, *x.shape[axes:]) for x in pair] for pair in pairs]
+        members = range(len(rows[0][0]))
+        return [all(same(x[i], y[i]) for x, y in rows) for i in members]
+
+    return jtu.tree_leaves(map_tags(of_layer, model or Net(), old, new))
+
+
+def changed(old, new):
+    return [not same for same in by_member(old, new, np.array_equal)]
 
 
 @pytest.mark.parametrize("solver", [kfac.Cholesky(), kfac.Eigh()], ids=["chol", "eigh"])
 def test_in_turn(problem, solver):
-    """At the first step all layers are factorised, then every layer once in a period;
-    each time as if all were."""
+    """At the first step all layers are factorised, then every layer (and every one of
+    stacked layers) once in a period; each time as if all were."""
     model, args, _ = problem
     choices = dict(solver=solver, fisher=kfac.Exact(), norm_constraint=1e-3)
     optimizer = kfac.KFAC(0.1, inverse_period=3, in_turn=True, **choices)
@@ -185,21 +194,16 @@ def test_in_turn(problem, solver):
         seen.append(changed(state.inverse, new.inverse))
         damping = float(optimizer.damping)
         fresh = eqx.filter_jit(factorise)(new.curvature, model, solver, damping)
-        for is_new, a, b in zip(
-            seen[-1],
-            jtu.tree_leaves(new.inverse, is_leaf=lambda n: hasattr(n, "_fields")),
-            jtu.tree_leaves(fresh, is_leaf=lambda n: hasattr(n, "_fields")),
-            strict=True,
-        ):
-            close = [np.allclose(x, y, rtol=1e-9, atol=1e-12) for x, y in zip(a, b)]
-            assert all(close) == is_new
+        close = lambda x, y: np.allclose(x, y, rtol=1e-9, atol=1e-12)
+        assert by_member(new.inverse, fresh, close) == seen[-1]
         assert not info.rejected
         state = new
     assert all(seen[0])
     for start in range(1, 5):
         period = np.sum(seen[start : start + 3], axis=0)
         assert np.all(period == 1)
-    assert max(sum(s) for s in seen[1:]) < 5
+    assert [len(s) for s in seen] == [7] * 7
+    assert max(sum(s) for s in seen[1:]) <= 3
 
 
 def test_in_turn_is_the_same_at_period_one(problem):
@@ -218,17 +222,17 @@ def test_in_turn_is_the_same_at_period_one(problem):
 def test_more_steps_than_layers(problem):
     """Turns are spread over the period; there are no more of them than layers."""
     model, args, _ = problem
-    assert Turns(model, 10**9).number == 5
+    assert Turns(model, 10**9).number == 7
     choices = dict(fisher=kfac.Exact(), norm_constraint=1e-3)
-    optimizer = kfac.KFAC(0.1, inverse_period=15, in_turn=True, **choices)
+    optimizer = kfac.KFAC(0.1, inverse_period=21, in_turn=True, **choices)
     step = eqx.filter_jit(lambda m, s: optimizer.step(loss_fn, m, s, *args))
     state, when = optimizer.init(model), []
-    for number in range(31):
+    for number in range(43):
         model, new, _ = step(model, state)
         if any(changed(state.inverse, new.inverse)):
             when.append(number)
         state = new
-    assert when == list(range(0, 31, 3))
+    assert when == list(range(0, 43, 3))
 
 
 def test_turns_are_of_about_equal_work():
@@ -236,11 +240,74 @@ def test_turns_are_of_about_equal_work():
     model = [kfac.Linear(i, o, key=jax.random.key(0)) for i, o in sizes]
     turns = Turns(model, 3)
     totals = np.zeros(3)
-    for (i, o), turn in zip(sizes, jtu.tree_leaves(turns.turns), strict=True):
-        totals[turn] += (i + 1) ** 3 + o**3
+    for (i, o), turn in zip(sizes, turns.turns, strict=True):
+        totals[turn.start] += (i + 1) ** 3 + o**3
     assert totals.max() < 1.4 * totals.mean()
-    parts = [turns.only(turn, turns.turns) for turn in range(3)]
+    parts = [turns.only(turn, turns.turns) for turn in turns.different]
     assert jtu.tree_leaves(turns.join(parts)) == jtu.tree_leaves(turns.turns)
+
+
+@pytest.mark.parametrize("members, most, parts", [(6, 5, 3), (24, 5, 4), (7, 5, 1)])
+def test_turns_of_a_stack(members, most, parts):
+    """As many as the largest divisor; other layers have the turns that are left."""
+    make = lambda key: kfac.Linear(4, 4, key=key)
+    stack = eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), members))
+    model = [stack, make(jax.random.key(1))]
+    turns = Turns(model, most)
+    assert turns.turns[0] == Turn(0, parts)
+    assert turns.turns[1].start == (parts if parts > 1 else 1)
+
+
+@pytest.mark.parametrize("block", [kfac.Kronecker(), kfac.EKFAC()])
+@pytest.mark.parametrize("packed", [False, True])
+def test_members_in_turn(block, packed):
+    """Stacks of several axes, and the groups of a convolution; all of them again, where
+    the damping was too small."""
+
+    class Stacks(eqx.Module):
+        conv: kfac.Conv1d
+        stack: kfac.Linear
+
+        def __init__(self):
+            self.conv = kfac.Conv1d(4, 4, 2, groups=2, key=jax.random.key(0), block=block)
+            make = lambda key: kfac.Linear(3, 3, key=key, block=block)
+            keys = jax.random.split(jax.random.key(1), (2, 3))
+            self.stack = eqx.filter_vmap(eqx.filter_vmap(make))(keys)
+
+        def __call__(self, x):
+            x = self.conv(x.reshape(4, 3)).reshape(8)
+            x = jnp.tanh(x[:6] + x[2:]).reshape(2, 3)
+            on_one = eqx.filter_vmap(lambda layer, x: layer(x), in_axes=(0, None))
+            return eqx.filter_vmap(on_one)(self.stack, x).reshape(-1)
+
+    def loss_fn(model, x):
+        y = jax.vmap(model)(x)
+        return kfac.SquaredError(y, jnp.ones_like(y))
+
+    model, x = Stacks(), jax.random.normal(jax.random.key(2), (20, 12))
+    choices = dict(fisher=kfac.Exact(), norm_constraint=1e-3, packed=packed)
+    optimizer = kfac.KFAC(0.1, inverse_period=6, in_turn=True, **choices)
+    step = eqx.filter_jit(lambda m, s: optimizer.step(loss_fn, m, s, x))
+    state, seen = optimizer.init(model), []
+
+    def kept(state):
+        state = kfac.unpacked(state)
+        if isinstance(block, kfac.Kronecker):
+            return state.inverse
+        keep = lambda tag, layer, f: (f.output_vectors, f.input_vectors)
+        return map_tags(keep, model, state.curvature)
+
+    for number in range(8):
+        if number == 7:
+            state = eqx.tree_at(lambda s: s.refactorise, state, jnp.array(True))
+        new_model, new, info = step(model, state)
+        assert not info.rejected
+        same = by_member(kept(state), kept(new), np.array_equal, model)
+        seen.append([not s for s in same])
+        model, state = new_model, new
+    assert all(seen[0]) and all(seen[7])
+    assert np.all(np.sum(seen[1:7], axis=0) == 1)
+    assert max(map(sum, seen[1:7])) == 2  # One of six in the stack, one of two groups.
 
 
 def test_in_turn_with_bases(problem):
