@@ -18,8 +18,8 @@ from ._tagged import flatten_tags, map_tags
 
 
 class Turn(NamedTuple):
-    """When it is a layer's turn. One in several `parts` has as many turns, from the first
-    one on."""
+    """When it is a layer's turn. One in several `parts` has as many turns, one after the
+    other."""
 
     start: int
     parts: int
@@ -34,15 +34,7 @@ class Turns:
         work = [of_layer for _, of_layer in work]
         self.model = model
         self.number = number = max(1, min(number, sum(w.members for w in work)))
-        turns, totals = [Turn(0, w.parts(number)) for w in work], np.zeros(number)
-        for w, turn in zip(work, turns, strict=True):
-            if turn.parts > 1:
-                totals[: turn.parts] += w.operations / turn.parts
-        for i in sorted(range(len(work)), key=lambda i: -work[i].operations):
-            if turns[i].parts == 1:
-                turns[i] = Turn(int(np.argmin(totals)), 1)
-                totals[turns[i].start] += work[i].operations
-        self.totals = totals
+        turns = _dealt_out(work, number)
         self.different = sorted(set(turns))
         self.turns = treedef.unflatten(turns)
 
@@ -94,6 +86,18 @@ class Turns:
         return map_tags(of_layer, self.model, tree, *rest)
 
 
+def _dealt_out(work: list["_Work"], number: int) -> list[Turn]:
+    """What is most at a step first, each where there is least to do so far."""
+    parts = [w.parts(number) for w in work]
+    steps = [w.operations / p for w, p in zip(work, parts, strict=True)]
+    totals, turns = np.zeros(number), [Turn(0, 1)] * len(work)
+    for i in sorted(range(len(work)), key=lambda i: -steps[i]):
+        sums = np.convolve(totals, np.ones(parts[i]), "valid")
+        turns[i] = Turn(int(np.argmin(sums)), parts[i])
+        totals[turns[i].start :][: parts[i]] += steps[i]
+    return turns
+
+
 class _Work:
     """A measure of what it takes to decompose the factors of a layer, and of how many."""
 
@@ -137,9 +141,10 @@ def _whole(turns, turn, state, period, finite, compute, trees):
 def _in_parts(turns, turn, state, period, finite, compute, trees):
     """One part at a step, or all of them when all layers are due."""
     every = period // turns.number
-    index, late = jnp.divmod(state.step % period, every)
+    now, late = jnp.divmod(state.step % period, every)
+    index = now - turn.start
     all_parts = (state.weight == 0) | state.refactorise
-    due = ((late == 0) & (index < turn.parts)).astype(index.dtype)
+    due = ((late == 0) & (index >= 0) & (index < turn.parts)).astype(index.dtype)
     number = jnp.where(finite, jnp.where(all_parts, turn.parts, due), 0)
     first = jnp.where(all_parts, 0, index)
 

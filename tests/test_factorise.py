@@ -255,7 +255,7 @@ def test_turns_of_a_stack(members, most, parts):
     model = [stack, make(jax.random.key(1))]
     turns = Turns(model, most)
     assert turns.turns[0] == Turn(0, parts)
-    assert turns.turns[1].start == (parts if parts > 1 else 1)
+    assert turns.turns[1] == Turn(parts, 1)
 
 
 @pytest.mark.parametrize("block", [kfac.Kronecker(), kfac.EKFAC()])
