@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Int
 
 from ._custom_types import Model
 from ._devices import explicit_sharding
+from ._misc import trailing
 from ._schedule import when_due
 from ._tagged import flatten_tags, map_tags
 
@@ -71,8 +72,9 @@ class Turns:
 
         def put(a, axes, new):
             parts = a.reshape(-1, turn.parts, *a.shape[axes:])
-            parts = jax.lax.dynamic_update_index_in_dim(parts, new, index, 1)
-            return parts.reshape(a.shape)
+            due = jnp.arange(turn.parts, dtype=index.dtype) == index
+            due = trailing(due[None], parts)
+            return jnp.where(due, new[:, None], parts).reshape(a.shape)
 
         return self._of_stacks(put, tree, new)
 
@@ -106,8 +108,9 @@ class _Work:
         sharding = explicit_sharding(jax.typeof(tag.form.some_parameter(layer)))
         cubes = d_out**3 + (0 if diagonal else (d_in + bias) ** 3)
         self.operations = float(math.prod(stack) * cubes)
-        # Those on an explicit mesh may be on different devices.
-        self.members = 1 if sharding is not None else math.prod(stack)
+        # Of what devices of an explicit mesh have parts of, they do these together.
+        split = sharding is not None and any(sharding.spec[: len(stack)])
+        self.members = 1 if split else math.prod(stack)
 
     def parts(self, most: int) -> int:
         return max(p for p in range(1, most + 1) if self.members % p == 0)

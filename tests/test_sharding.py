@@ -292,7 +292,12 @@ def test_steps_over_an_explicit_mesh_axis(block, choices):
             model, state, info = step(model, state, *args)
         return model, state, info
 
-    want, _, want_info = several_steps(model, args)
+    if optimizer.in_turn:  # Members that are split over an explicit mesh have one turn.
+        one = make_mesh(AxisType.Explicit, (1,), names=("members",))
+        with jax.set_mesh(one):
+            want, _, want_info = several_steps(*put((model, args), one, P("members")))
+    else:
+        want, _, want_info = several_steps(model, args)
     mesh = make_mesh(AxisType.Explicit, names=("members",))
     with jax.set_mesh(mesh):
         got, state, info = several_steps(*put((model, args), mesh, P("members")))
@@ -300,6 +305,63 @@ def test_steps_over_an_explicit_mesh_axis(block, choices):
         assert jax.typeof(leaf).sharding.spec[0] == "members"
     assert_same(arrays((got, info)), arrays((want, want_info)))
     assert_differs(got, model)
+
+
+class Scanned(eqx.Module):
+    layers: kfac.Linear
+
+    def __init__(self):
+        make = lambda key: kfac.Linear(D_IN, D_IN, key=key)
+        self.layers = eqx.filter_vmap(make)(jr.split(jr.key(5), DEVICES))
+
+    def __call__(self, x):
+        leaves, static = eqx.partition(self.layers, eqx.is_array)
+        body = lambda x, layer: (x + jnp.tanh(eqx.combine(layer, static)(x)), None)
+        return jax.lax.scan(body, x, leaves)[0][:D_OUT]
+
+
+@pytest.mark.parametrize("where", ["members", "explicit batch", "shard_map"])
+def test_stacked_layers_in_turn(where):
+    """Some at every step, wherever they are."""
+    choices = dict(norm_constraint=1e-2, inverse_period=4, in_turn=True)
+    optimizer = kfac.KFAC(0.1, fisher=kfac.Exact(), **choices)
+    step = ft.partial(optimizer.step, loss_fn)
+
+    def several_steps(model, args, step=eqx.filter_jit(step)):
+        state = eqx.filter_jit(optimizer.init)(model)
+        for _ in range(3):
+            model, state, _ = step(model, state, *args)
+        return model, state.inverse
+
+    model, args = Scanned(), data(BATCH)
+    want = several_steps(model, args)
+    if where == "members":
+        got = several_steps(put(model, make_mesh(), P("batch")), args)
+    elif where == "explicit batch":
+        mesh = make_mesh(AxisType.Explicit)
+        with jax.set_mesh(mesh):
+            got = several_steps(model, put(args, mesh, P("batch")))
+    else:
+        every, split = P(), P("batch")
+
+        @eqx.filter_jit
+        def mapped(model, state, x, y):
+            leaves, static = eqx.partition((model, state), eqx.is_array)
+
+            @ft.partial(
+                jax.shard_map,
+                mesh=make_mesh(),
+                in_specs=(every, split, split),
+                out_specs=every,
+            )
+            def run(leaves, x, y):
+                return arrays(step(*eqx.combine(leaves, static), x, y)[:2])
+
+            return *eqx.combine(run(leaves, x, y), static), None
+
+        got = several_steps(model, args, mapped)
+    assert_same(got, want)
+    assert_differs(got[0], model)
 
 
 #
