@@ -255,6 +255,9 @@ class KFAC(eqx.Module):
         by more than `max_increase`, `info.rejected` is true, `info.faults` says why, and
         model and state stay as they are (but for counters, a damping that adapts, and
         curvature that was itself finite).
+
+        **Raises:** `ValueError` for `through_rows` together with `micro_batches`, or
+        within a `shard_map`.
         """
         check_count("micro_batches", micro_batches, 1)
         state = self._prepare(state, model)
