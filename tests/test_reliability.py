@@ -14,6 +14,8 @@ import optax
 import pytest
 
 import eqx_kfac as kfac
+from eqx_kfac._misc import all_finite
+from eqx_kfac._precondition import is_finite
 
 
 STEPS, BATCH = 40, 16
@@ -538,3 +540,71 @@ def test_killed_and_resumed(kind, dtype):
         model, state = eqx.tree_deserialise_leaves(io.BytesIO(files[2]), like)
         other = token_step(optimizer, model, eqx.tree_at(step, state, state.step + 6))
         assert not same(other[0], results[2][0])
+
+
+#
+# Whether curvature is finite, without looking at all of it
+#
+
+
+class Mixed(eqx.Module):
+    dense: kfac.Linear
+    no_bias: kfac.Linear
+    stacked: kfac.Linear
+    conv: kfac.Conv1d
+
+    def __init__(self, block):
+        keys = jax.random.split(jax.random.key(0), 4)
+        make = lambda key: kfac.Linear(4, 4, key=key, block=block)
+        self.dense = make(keys[0])
+        self.no_bias = kfac.Linear(4, 4, use_bias=False, key=keys[1], block=block)
+        self.stacked = eqx.filter_vmap(make)(jax.random.split(keys[2], 2))
+        self.conv = kfac.Conv1d(2, 2, 2, groups=2, key=keys[3], block=block)
+
+    def __call__(self, x):
+        x = self.no_bias(self.dense(x))
+        x = eqx.filter_vmap(lambda layer, x: layer(x), in_axes=(0, None))(self.stacked, x)
+        return self.conv(x).reshape(-1)
+
+
+def finite_curvature(block):
+    """Of a model on some inputs: whether all factors are finite, and what is said."""
+    model = Mixed(block)
+
+    def loss_fn(model, x):
+        y = jax.vmap(model)(x)
+        return kfac.SquaredError(y, jnp.zeros_like(y))
+
+    @eqx.filter_jit
+    def run(x, scale):
+        scaled = jax.tree.map(lambda p: p * scale, eqx.filter(model, eqx.is_array))
+        factors = kfac.curvature(loss_fn, kfac.Exact())(eqx.combine(scaled, model), x)
+        return all_finite(factors), is_finite(factors)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        kfac.Kronecker(),
+        kfac.Kronecker(kfac.Reduce()),
+        kfac.Kronecker(diagonal_input=True, diagonal_output=True),
+        kfac.EKFAC(),
+        kfac.TNT(),
+        kfac.Diagonal(),
+    ],
+    ids=["kronecker", "reduce", "diagonals", "ekfac", "tnt", "diagonal"],
+)
+def test_whether_curvature_is_finite(block):
+    run = finite_curvature(block)
+    x = jax.random.normal(jax.random.key(1), (5, 4))
+    assert [bool(flag) for flag in run(x, 1.0)] == [True, True]
+    bad_inputs = [
+        x.at[2, 3].set(jnp.nan),  # One column of a factor.
+        x.at[2, 3].set(1e200),  # Its square overflows, with others it does not.
+        x.at[0].set(jnp.inf),
+    ]
+    for bad in bad_inputs:
+        assert [bool(flag) for flag in run(bad, 1.0)] == [False, False]
+    assert [bool(flag) for flag in run(x, 1e120)] == [False, False]  # Gradients overflow.
