@@ -194,7 +194,7 @@ def _homogeneous(moments: InputMoments) -> Float[Array, "..."]:
         return jnp.concatenate([moments.second, moments.rows[..., None]], axis=-1)
     if moments.first is None:
         return moments.second
-    # Padding is fused with what comes next, unlike blocks written side by side.
+    # Padding may be fused with what comes next, unlike blocks written side by side.
     last = jnp.concatenate([moments.first, moments.rows[..., None]], axis=-1)
     stack, size = last.ndim - 1, last.shape[-1]
     second = jnp.pad(moments.second, [(0, 0)] * stack + [(0, 1), (0, 1)])
