@@ -50,20 +50,21 @@ class Batch(eqx.Module):
         self,
         model: Model,
         curvature: Model | None = None,
-        rows: RowSlots | None = None,
+        row_slots: RowSlots | None = None,
     ) -> "LinearisedBatch":
         """Everything a step asks for, at `model`. `curvature` is that so far: blocks like
-        [`eqx_kfac.EKFAC`][] take their statistics in its bases. `rows` is where those of
-        the gradient are to go (not of micro-batches)."""
+        [`eqx_kfac.EKFAC`][] take their statistics in its bases. `row_slots` is where the
+        rows of the gradient are to go (not of micro-batches)."""
         if self.micro_batches > 1:
             return LinearisedBatch(self, model, curvature, self._share(model), None, None)
 
         def fill(model, weights=None):
             filled = fill_tags(model, weights, curvature)
-            return filled if rows is None else fill_raw(filled, rows.slots)
+            return filled if row_slots is None else fill_raw(filled, row_slots.slots)
 
         linearised = linearise(self.loss_fn, model, self.args, self.kwargs, fill=fill)
-        return LinearisedBatch(self, model, curvature, linearised.share, linearised, rows)
+        share = linearised.share
+        return LinearisedBatch(self, model, curvature, share, linearised, row_slots)
 
     def row_slots(self, model: Model) -> RowSlots | None:
         """Where rows are less work than features."""

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Inexact, Shaped
 from ._custom_types import Key
 from ._devices import varying_axes
 from ._fisher import AbstractFisher
-from ._form import AbstractForm
+from ._form import AbstractForm, join
 from ._linearise import evaluate, Linearisation, linearise
 from ._loss import Sum
 from ._misc import accumulator
@@ -48,14 +48,14 @@ class Captured(eqx.Module):
 
         outputs = jax.vmap(outputs) if self.several else outputs
         g = outputs(self.output_gradients)
-        shape, columns = g.shape[int(self.several) : -1], []
+        x = ones = None
         if self.inputs is not None and self.has_weight:
             x = self.form.inputs(self.inputs, self.stack, axes).vectors()
-            columns.append(x.astype(accumulator(x.dtype)))
+            x = x.astype(accumulator(x.dtype))
         if self.has_bias:
-            dtype = columns[0].dtype if columns else accumulator(g.dtype)
-            columns.append(jnp.ones((*shape, 1), dtype))
-        return jnp.concatenate(columns, axis=-1), g
+            dtype = accumulator(g.dtype) if x is None else x.dtype
+            ones = jnp.ones((*g.shape[int(self.several) : -1], 1), dtype)
+        return join(x, ones), g
 
     def gradients(self) -> Float[Array, "..."]:
         r"""The gradients of single examples with respect to the layer's canonical matrix,

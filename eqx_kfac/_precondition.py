@@ -165,10 +165,21 @@ def precondition(
     damping: Any,
 ) -> Model:
     r"""$\hat F^{-1} \nabla h$ for the tagged layers; other leaves stay what they are."""
+    return with_matrices(grads, solutions(grads, curvature, inverse, solver, damping))
 
-    def layer_direction(tag, layer, new, factors, state):
+
+def solutions(
+    grads: Model,
+    curvature: Model,
+    inverse: Model,
+    solver: AbstractDampedSolver,
+    damping: Any,
+) -> Model:
+    r"""The canonical matrix of $\hat F^{-1} \nabla h$ for every layer with factors."""
+
+    def layer_solution(tag, layer, factors, state):
         if factors is None:
-            return new
+            return None
 
         def solve(matrix, factors, state):
             # What `lx.linear_solve` computes, without its derivatives, which nothing here
@@ -180,10 +191,19 @@ def precondition(
             return solution.reshape(-1).reshape(matrix.shape)
 
         matrix = tag.form.to_matrix(layer).astype(factors.l2.dtype)
-        solution = over_stack(solve, factors.l2.ndim)(matrix, factors, state)
-        return tag.form.from_matrix(solution, new)
+        return over_stack(solve, factors.l2.ndim)(matrix, factors, state)
 
-    return update_layers(layer_direction, grads, curvature, inverse)
+    return map_tags(layer_solution, grads, curvature, inverse)
+
+
+def with_matrices(tree: Model, matrices: Model) -> Model:
+    """A model-shaped tree with its layers' parameters taken from canonical matrices,
+    where there are any."""
+
+    def layer_with_matrix(tag, layer, new, matrix):
+        return new if matrix is None else tag.form.from_matrix(matrix, new)
+
+    return update_layers(layer_with_matrix, tree, matrices)
 
 
 def solvable(

@@ -14,27 +14,20 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
 from ._custom_types import Model
 from ._devices import explicit_sharding, gathered, over_stack, varying_axes
-from ._form import Dense
+from ._form import Dense, join
 from ._places import Used, used_places
-from ._precondition import precondition, solvable
+from ._precondition import precondition, solutions, solvable, with_matrices
+from ._rows import Use
 from ._solver import AbstractDampedSolver
-from ._tagged import empty_tags, map_tags, update_layers
-
-
-class LayerRows(eqx.Module):
-    """The inputs `x` of a layer and the gradients `g` at its outputs, in the types that
-    the layer has seen."""
-
-    x: Float[Array, "*rows d_in"]
-    g: Float[Array, "*rows d_out"]
+from ._tagged import empty_tags, map_tags
 
 
 class GradientRows(eqx.Module):
-    """The rows of those layers where preconditioning through them is less work (`None`
+    """The `Rows` of those layers where preconditioning through them is less work (`None`
     for others), and whether the gradient of these layers is their product."""
 
     layers: Model
@@ -51,13 +44,14 @@ class RowSlots(NamedTuple):
     def rows(self, pulled: Model) -> GradientRows:
         """What arrived, with the gradient `pulled`."""
 
-        def layer_rows(tag, _, use):
+        def layer_rows(tag, layer, use):
             if use is None:
                 return None
+            # In the types that the layer has seen. (A scan's body sees no stack.)
             x, g = tag.held.raw
             x, g = x.astype(use.x.dtype), g.astype(use.g.dtype)
-            x = tag.form.inputs(x, use.stack, use.axes).vectors()
-            return LayerRows(x, tag.form.outputs(g, use.stack, use.axes))
+            stack = len(tag.form.sizes(layer).stack)
+            return tag.form.rows(x, g, None, stack, stack + use.axes - use.stack)
 
         layers = map_tags(layer_rows, pulled, self.uses)
         return GradientRows(layers, _are_whole(layers, empty_tags(pulled)))
@@ -76,7 +70,7 @@ def row_slots(
             "outside of the `shard_map`, on sharded arrays."
         )
     found, treedef = used_places(loss_fn, model, args, kwargs)
-    uses = [used.once if _is_less(used) else None for used in found]
+    uses = list(map(_use_with_few_rows, found))
     if not any(uses):
         return None
     slots = [
@@ -96,19 +90,20 @@ def precondition_through_rows(
 ) -> Model:
     """As `precondition`, through the rows where there are any and they are whole."""
 
-    def layer_direction(tag, layer, new, rows, factors, state):
+    def layer_solution(tag, layer, rows, factors, state):
         if rows is None:
-            return new
+            return None
 
         def solve(x, g, factors, state):
             _, state, options = solvable(tag, factors, state, solver, damping)
             x, g = (a.reshape(-1, a.shape[-1]).astype(factors.l2.dtype) for a in (x, g))
-            return solver.compute_outer(state, g, _canonical(x, layer, tag.form), options)
+            weight, bias = tag.form.parameters(layer)
+            ones = None if bias is None else jnp.ones_like(x[:, :1])
+            x = join(None if weight is None else x, ones)
+            return solver.compute_outer(state, g, x, options)
 
-        stack = factors.l2.ndim
-        x, g = (gathered(a, stack) for a in (rows.x, rows.g))
-        solution = over_stack(solve, stack)(x, g, factors, state)
-        return tag.form.from_matrix(solution, new)
+        x, g = (gathered(a, rows.stack) for a in (rows.x.vectors(), rows.g))
+        return over_stack(solve, rows.stack)(x, g, factors, state)
 
     def only(wanted):
         def layer_factors(_, __, factors, rows):
@@ -116,23 +111,24 @@ def precondition_through_rows(
 
         return map_tags(layer_factors, grads, curvature, rows.layers)
 
-    natural = precondition(grads, only(False), inverse, solver, damping)
-    return jax.lax.cond(
+    matrices = jax.lax.cond(
         rows.whole,
-        lambda: update_layers(layer_direction, natural, rows.layers, curvature, inverse),
-        lambda: precondition(natural, only(True), inverse, solver, damping),
+        lambda: map_tags(layer_solution, grads, rows.layers, curvature, inverse),
+        lambda: solutions(grads, only(True), inverse, solver, damping),
     )
+    natural = precondition(grads, only(False), inverse, solver, damping)
+    return with_matrices(natural, matrices)
 
 
-def _is_less(used: Used) -> bool:
-    """Whether there are few rows, in a layer that is made for this."""
+def _use_with_few_rows(used: Used) -> Use | None:
+    """The use of a layer that is made for this, if rows are less work."""
     place, use = used.place, used.once
     if use is None or not (isinstance(place.form, Dense) and place.block.two_sided):
-        return False
+        return None
     rows = math.prod(use.x.shape[use.stack : use.axes])
     d_out, d_in = place.sizes.d_out, place.sizes.d_in + place.sizes.bias
     through_rows = rows * (d_out**2 + d_in**2 + d_out * d_in)
-    return through_rows < d_out * d_in * (d_out + d_in)
+    return use if through_rows < d_out * d_in * (d_out + d_in) else None
 
 
 def _are_whole(layers: Model, grads: Model) -> Bool[Array, ""]:
@@ -142,10 +138,10 @@ def _are_whole(layers: Model, grads: Model) -> Bool[Array, ""]:
         if rows is None:
             return None
         parameters = tag.form.parameters(layer)
-        stack = len(tag.form.sizes(layer).stack)
         weight, _ = parameters
         sharding = None if weight is None else explicit_sharding(jax.typeof(weight))
-        products = tag.form.gradient(rows.x, rows.g, stack, sharding)
+        x = rows.x.vectors()
+        products = tag.form.gradient(x, rows.g, rows.stack, sharding)
         return [
             jnp.all(p == product.reshape(p.shape).astype(p.dtype))
             for p, product in zip(parameters, products, strict=True)
@@ -153,12 +149,3 @@ def _are_whole(layers: Model, grads: Model) -> Bool[Array, ""]:
         ]
 
     return jnp.all(jnp.stack(jtu.tree_leaves(map_tags(same, grads, layers))))
-
-
-def _canonical(x: Float[Array, "rows d_in"], layer: Any, form: Dense) -> Array:
-    r"""$\bar x$, of the columns that are trained."""
-    weight, bias = form.parameters(layer)
-    columns = [] if weight is None else [x]
-    if bias is not None:
-        columns.append(jnp.ones_like(x[:, :1]))
-    return jnp.concatenate(columns, axis=-1)

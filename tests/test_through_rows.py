@@ -152,6 +152,24 @@ def test_models(name):
     check([True], loss_fn, MODELS[name](), X, Y)
 
 
+def test_scalar_inputs_of_stacked_layers():
+    """In a scan, where a layer sees no stack, and an input has no axis of its own."""
+
+    class Net(eqx.Module):
+        layers: kfac.Linear
+
+        def __init__(self):
+            make = lambda key: kfac.Linear("scalar", 9, key=key)
+            self.layers = eqx.filter_vmap(make)(jr.split(jr.key(3), 4))
+
+        def __call__(self, x):
+            arrays, static = eqx.partition(self.layers, eqx.is_array)
+            body = lambda x, layer: (jnp.sum(eqx.combine(layer, static)(x)), None)
+            return jnp.tanh(jax.lax.scan(body, x, arrays)[0][None])
+
+    check([True], loss_fn, Net(), X[:1, 0], Y[:1, :1], learning_rate=1.0)
+
+
 CHOICES = {
     "eigh": dict(solver=kfac.Eigh()),
     "newton-schulz": dict(solver=kfac.NewtonSchulz(1e-14)),
