@@ -60,11 +60,24 @@ def trailing(a: Shaped[Array, "..."], like: Shaped[Array, "..."]) -> Shaped[Arra
     return a.reshape(a.shape + (1,) * (like.ndim - a.ndim))
 
 
+def parameters_of(tree: PyTree) -> PyTree:
+    """The parameters of a model: its inexact arrays, but not those in which the state of
+    a layer like `BatchNorm` is to begin with."""
+
+    def parameters(node):
+        if isinstance(node, eqx.nn.StateIndex):
+            return jtu.tree_map(lambda _: None, node)
+        return node if eqx.is_inexact_array(node) else None
+
+    is_state = lambda node: isinstance(node, eqx.nn.StateIndex)
+    return jtu.tree_map(parameters, tree, is_leaf=is_state)
+
+
 def masked(tree: PyTree, mask: Any) -> PyTree:
-    """The inexact arrays of `tree` that `mask` wants: a function of a leaf, a tree of
+    """The parameters of `tree` that `mask` wants: a function of a leaf, a tree of
     booleans, or `None` for all."""
-    arrays = eqx.filter(tree, eqx.is_inexact_array)
-    return arrays if mask is None else eqx.filter(arrays, mask)
+    parameters = parameters_of(tree)
+    return parameters if mask is None else eqx.filter(parameters, mask)
 
 
 def all_finite(tree: PyTree) -> Bool[Array, ""]:

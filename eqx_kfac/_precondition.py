@@ -14,7 +14,7 @@ from ._block import AbstractFactors, no_l2
 from ._custom_types import Model
 from ._devices import decomposed_over_stack, over_stack
 from ._factorise import damping_of
-from ._misc import all_finite, names, tree_where
+from ._misc import all_finite, names, parameters_of, tree_where
 from ._operator import packed_like, unpacked
 from ._solver import AbstractDampedSolver, Eigh
 from ._tag import is_trainable, Tag
@@ -23,7 +23,7 @@ from ._tagged import check_tagged, map_tags, tagged_layers, update_layers
 
 def partition_tagged(model: Model) -> tuple[Model, Model]:
     """Splits a model (or gradients of it) into the parameters that tags cover and the
-    other inexact arrays. `eqx.combine` joins them again."""
+    others. `eqx.combine` joins them again."""
 
     covered = object()
 
@@ -34,7 +34,7 @@ def partition_tagged(model: Model) -> tuple[Model, Model]:
 
     mask = jtu.tree_map(lambda leaf: leaf is covered, update_layers(mark, model))
     tagged, rest = eqx.partition(model, mask)
-    return tagged, eqx.filter(rest, eqx.is_inexact_array)
+    return tagged, parameters_of(rest)
 
 
 def check_covered(model: Model, fallback: Any) -> None:
