@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array, Float, PyTree
 
 from ._block import is_statistics, no_l2, Statistics
@@ -26,6 +27,11 @@ class Share(eqx.Module):
 
     counts: list[Float[Array, ""]]  # N_i
     fraction: float = eqx.field(static=True)  # Of what is not a mean over examples.
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is left out."""
+        return self.fraction == 1.0
 
     @property
     def count(self) -> Float[Array, ""]:
@@ -209,6 +215,8 @@ def linearise(
         lambda model: run(loss_fn, model, args, kwargs), filled
     )
     axes = example_axes(objective, model)
+    if share is not None and not share.is_whole:
+        _check_constant_weights(pushforward, filled)
     share = whole(objective, model) if share is None else share
     weights = _example_weights(objective.losses)
     curved, collect = objective, pullback
@@ -300,13 +308,34 @@ def _value(objective: Sum, share: Share, axes: frozenset) -> Float[Array, ""]:
 
     def value(term):
         if isinstance(term, AbstractLoss):
-            total = _psum(term.total, axes)
-            return total / next(counts).astype(total.dtype)
+            total, count = _psum(term.total, axes), next(counts)
+            if share.is_whole:
+                # As a function of the weights, which may depend on the model.
+                count = _psum(term.count, axes)
+            return total / count.astype(total.dtype)
         value, split = term.value * share.fraction, varying_axes(term) & axes
         return jax.lax.pmean(value, tuple(sorted(split))) if split else value
 
     coefficients = [c for c, _ in objective.terms]
     return linear_combination(coefficients, [value(o) for _, o in objective.terms])
+
+
+def _check_constant_weights(pushforward: Callable, model: Model) -> None:
+    """Raises if weights depend on the model: with a part of the examples, the gradient of
+    how much all of them count is not known."""
+
+    def weights(params):
+        # Those that are not floating have no gradient.
+        return [loss.weights for loss in pushforward(params).losses]
+
+    closed = jax.make_jaxpr(weights)(eqx.filter(model, eqx.is_inexact_array))
+    _, used = dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals))
+    if any(used):
+        raise ValueError(
+            "The weights of a loss depend on the model, so their sum has a gradient too, "
+            "of which a micro-batch only knows a part. Use `micro_batches=1`, or take "
+            "them for constants: `weights=jax.lax.stop_gradient(weights)`."
+        )
 
 
 def _weighted_dot(u: PyTree, v: PyTree, loss: AbstractLoss) -> Float[Array, ""]:

@@ -238,6 +238,120 @@ def test_samples(case, getkey):
 
 
 #
+# Terms that count for nothing
+#
+
+
+def normal(outputs, targets=None, weights=None):
+    return kfac.NormalNLL(*jnp.split(outputs, [K], axis=-1), targets, weights)
+
+
+class Waiting(kfac.AbstractLoss):
+    """Exponentially distributed times, by the logarithm of their rate."""
+
+    log_rates: jax.Array
+    targets: jax.Array
+    weights: jax.Array
+
+    outputs = property(lambda self: self.log_rates)
+    root_shape = property(lambda self: self.log_rates.shape)
+
+    def losses(self, outputs, targets):
+        return jnp.sum(jnp.exp(outputs) * targets - outputs, axis=-1)
+
+    def sample(self, key):
+        return jax.random.exponential(key, self.root_shape) * jnp.exp(-self.log_rates)
+
+    def fisher_root(self, v):
+        return v
+
+
+# The loss, of how many outputs, its targets, and those that are none.
+absent = {
+    "classes": (kfac.SoftmaxCrossEntropy, K, classes, [-1, -100, K, 255]),
+    "probabilities": (kfac.SoftmaxCrossEntropy, K, probabilities, [jnp.nan, jnp.inf]),
+    "bits": (kfac.SigmoidCrossEntropy, K, unit_interval, [jnp.nan]),
+    "squared": (kfac.SquaredError, K, vectors, [jnp.nan, -jnp.inf]),
+    "amounts": (kfac.PoissonNLL, K, amounts, [jnp.nan]),
+    "normal": (normal, 2 * K, vectors, [jnp.nan]),
+    "a loss of one's own": (Waiting, K, amounts, [jnp.nan]),
+}
+
+
+def absent_cases():
+    for name, (make_loss, size, targets, bad) in absent.items():
+        for value in bad:
+            yield pytest.param(make_loss, size, targets, value, id=f"{name} {value}")
+
+
+def everything(make_loss, z, targets, weights):
+    """What is asked of a loss, times the weights where that is for its user to do."""
+
+    def value(z):
+        return make_loss(z, targets, weights).value
+
+    loss = make_loss(z, targets, weights)
+    ones = jax.tree.map(jnp.ones_like, loss.outputs)
+    per_term = [loss.score(loss.targets), loss.hessian_product(ones)]
+    per_term += [loss.fisher_root(jnp.ones(loss.root_shape))]
+    w = loss.term_weights[..., None]
+    weighted = jax.tree.map(lambda a: w * a, per_term)
+    return [value(z), jax.grad(value)(z), jax.hessian(value)(z), *weighted]
+
+
+@pytest.mark.parametrize("make_loss, size, targets, bad", list(absent_cases()))
+@pytest.mark.parametrize("shape", [(4,), (4, 2)], ids=["examples", "terms"])
+def test_targets_of_weight_zero_may_be_anything(
+    make_loss, size, targets, bad, shape, getkey
+):
+    z = jax.random.normal(getkey(), (4, 2, size))
+    good = targets(getkey(), (4, 2))
+    weights = jax.random.uniform(getkey(), shape).at[1].set(0.0)
+    want = everything(make_loss, z, good, weights)
+    got = everything(make_loss, z, good.at[1].set(bad), weights)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert reference.error(a, b) < TOLERANCE
+    # Those that have a weight may not.
+    for weights in (weights.at[1].set(0.1), None):
+        value, slope, *_ = everything(make_loss, z, good.at[1].set(bad), weights)
+        assert not jnp.isfinite(value)
+        assert not jnp.all(jnp.isfinite(slope))
+
+
+def test_classes_that_there_are_not(getkey):
+    z, labels = jax.random.normal(getkey(), (4, K)), jnp.array([0, 1, 2, -1])
+    losses = kfac.SoftmaxCrossEntropy(z).losses(z, labels)
+    expected = optax.softmax_cross_entropy_with_integer_labels(z, labels)
+    assert jnp.array_equal(jnp.isnan(losses), jnp.array([False, False, False, True]))
+    assert reference.error(losses[:3], expected[:3]) < TOLERANCE
+
+
+#
+# Several draws
+#
+
+
+@LEADING
+def test_probabilities_that_do_not_add_up_to_one(leading, getkey):
+    z = jax.random.normal(getkey(), leading + (K,))
+    targets = jax.random.uniform(getkey(), leading + (K,), maxval=4.0)
+    loss = kfac.SoftmaxCrossEntropy(z, targets)
+    H = hessians(CASES["probabilities"], loss)
+    S = dense(loss.fisher_root, loss)
+    for matrix in (S @ S.swapaxes(1, 2), dense(loss.fisher_product, loss)):
+        assert reference.error(matrix, H) < TOLERANCE
+    assert reference.error(dense(loss.hessian_product, loss), H) < TOLERANCE
+    one = kfac.SoftmaxCrossEntropy(z, targets / targets.sum(-1, keepdims=True))
+    assert reference.error(dense(one.fisher_product, one), H) > 0.1
+    # Samples have as many draws as the targets, and their scores the right covariance.
+    scores = jax.jit(jax.vmap(lambda key: loss.score(loss.sample(key))))
+    g = np.asarray(scores(jax.random.split(getkey(), 20_000))).reshape(20_000, -1, K)
+    assert np.abs(g.mean(axis=0)).max() < 0.05
+    assert reference.error(np.einsum("sni,snj->nij", g, g) / 20_000, H) < 0.05
+    assert reference.error(loss.sample(getkey()).sum(-1), targets.sum(-1)) < TOLERANCE
+
+
+#
 # Numbers that are hard
 #
 

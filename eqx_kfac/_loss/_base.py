@@ -6,11 +6,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, PyTree, Shaped
 
 from .._custom_types import Key
 from .._devices import placed_like, zeros_beside
-from .._misc import accumulator
+from .._misc import accumulator, trailing
 
 
 class AbstractObjective(eqx.Module):
@@ -123,9 +123,18 @@ class AbstractLoss(AbstractObjective):
     leading axes of the outputs (batch, tokens, ...); the last axis of the outputs belongs
     to one distribution.
 
+    A term of weight zero counts for nothing. Its target may be anything: a NaN, or the
+    -1 that pads labels. What the model computes from its inputs has to be finite, for in
+    a backward pass zero times NaN is NaN: pad inputs with zeros.
+
+    Weights may depend on the model, as those of a focal loss do: value and gradient are
+    those of the quotient above. Curvature takes the weights for constants.
+
     A new loss is a subclass with the three arrays below and the four methods; everything
     else follows. If `outputs` are natural parameters of an exponential family, say so
-    with `natural = True`: then the Fisher is the Hessian, whatever the targets.
+    with `natural = True`: then the Fisher is the Hessian, whatever the targets. Which
+    targets are `valid` (by default, those that are finite) only matters for terms of
+    weight zero.
     """
 
     natural: ClassVar[bool] = False
@@ -178,8 +187,28 @@ class AbstractLoss(AbstractObjective):
                 f"This {type(self).__name__} has no targets, so it has no value. Pass "
                 "targets to train; they may only be left out for curvature alone."
             )
-        losses = self.losses(self.outputs, self.targets)
-        return jnp.sum(losses * self.term_weights.astype(losses.dtype))
+        losses = self.losses(self.outputs, self.present(self.targets))
+        weights = self.term_weights.astype(losses.dtype)
+        if self.weights is not None:
+            losses = jnp.where((weights == 0) & ~jnp.isfinite(losses), 0, losses)
+        return jnp.sum(losses * weights)
+
+    def valid(self, targets: Shaped[Array, "..."]) -> Bool[Array, "..."]:
+        """Which of some targets (an array of them) can be targets at all."""
+        return jnp.isfinite(targets)
+
+    def present(self, targets: PyTree) -> PyTree:
+        """Targets of all terms, with zeros in the place of those that are not valid where
+        the weight is zero."""
+        if self.weights is None:
+            return targets
+        absent = self.term_weights == 0
+
+        def fill(t):
+            unused = trailing(absent, t) & ~self.valid(t)
+            return jnp.where(unused, jnp.zeros_like(t), t)
+
+        return jtu.tree_map(fill, targets)
 
     @property
     def count(self) -> Float[Array, ""]:
@@ -193,6 +222,7 @@ class AbstractLoss(AbstractObjective):
 
     def score(self, targets: PyTree) -> PyTree[Inexact[Array, "*leading k"]]:
         """The gradient at the outputs of the sum of the losses at `targets`."""
+        targets = self.present(targets)
         return jax.grad(lambda outputs: jnp.sum(self.losses(outputs, targets)))(
             self.outputs
         )
@@ -238,7 +268,8 @@ class AbstractLoss(AbstractObjective):
                 f"This {type(self).__name__} has no targets, which its Hessian depends "
                 "on. Pass targets to the loss, or use `fisher_product`."
             )
-        score = jax.grad(lambda outputs: jnp.sum(self.losses(outputs, self.targets)))
+        targets = self.present(self.targets)
+        score = jax.grad(lambda outputs: jnp.sum(self.losses(outputs, targets)))
         v = jtu.tree_map(_like, v, self.outputs)
         return jax.jvp(score, (self.outputs,), (v,))[1]
 

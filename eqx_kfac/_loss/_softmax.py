@@ -16,6 +16,9 @@ class SoftmaxCrossEntropy(AbstractLoss):
     r"""A categorical distribution over classes: $\ell = -\sum_c t_c \log p_c$ with
     $p = \operatorname{softmax}(\text{logits})$. Its Fisher (and GGN) at the logits is
     $\operatorname{diag}(p) - p p^\top$.
+
+    Floating targets need not add up to one: with $s = \sum_c t_c$, the curvature is that
+    of $s$ draws, $s \, (\operatorname{diag}(p) - p p^\top)$.
     """
 
     natural = True
@@ -28,7 +31,8 @@ class SoftmaxCrossEntropy(AbstractLoss):
 
         - `logits`: `[*leading, classes]`, at least one leading axis.
         - `targets`: integer classes `[*leading]`, or probabilities
-            `[*leading, classes]`. May be left out when only curvature is wanted.
+            `[*leading, classes]`. May be left out when only curvature is wanted. The loss
+            at a class that there is not (such as -1) is NaN, unless its weight is zero.
         - `weights`: a weight (or a mask) for every term, `[*leading]` or its first axes.
         """
         name = "SoftmaxCrossEntropy"
@@ -62,18 +66,45 @@ class SoftmaxCrossEntropy(AbstractLoss):
 
     def losses(self, outputs, targets) -> Float[Array, "*leading"]:
         log_p = jax.nn.log_softmax(at_least_float32(outputs), axis=-1)
-        if jnp.issubdtype(targets.dtype, jnp.integer):
+        if _are_classes(targets):
+            known = self.valid(targets)[..., None]
             targets = jax.nn.one_hot(targets, log_p.shape[-1], dtype=log_p.dtype)
+            targets = jnp.where(known, targets, jnp.nan)
         # An impossible class (a logit of minus infinity) that is not asked for is free.
         log_p = jnp.where(targets == 0, 0, log_p)
         return -jnp.sum(targets.astype(log_p.dtype) * log_p, axis=-1)
 
+    def valid(self, targets):
+        if _are_classes(targets):
+            return (targets >= 0) & (targets < self.logits.shape[-1])
+        return jnp.isfinite(targets)
+
     def sample(self, key: Key):
-        return jax.random.categorical(key, at_least_float32(self.logits), axis=-1)
+        logits, draws = at_least_float32(self.logits), self._draws
+        classes = jax.random.categorical(key, logits, axis=-1)
+        if draws is None:
+            return classes
+        # What has the mean and the covariance of so many draws.
+        p = jax.nn.softmax(logits, axis=-1)
+        drawn = jax.nn.one_hot(classes, p.shape[-1], dtype=p.dtype)
+        return draws * p + jnp.sqrt(draws) * (drawn - p)
 
     def fisher_root(self, v):
-        # S = (I - p 1ᵀ) diag(√p)
-        p = jax.nn.softmax(at_least_float32(self.logits), axis=-1)
-        sv = jnp.sqrt(p) * v.astype(p.dtype)
+        # S = √s (I - p 1ᵀ) diag(√p)
+        p, draws = jax.nn.softmax(at_least_float32(self.logits), axis=-1), self._draws
+        sv = jnp.sqrt(p if draws is None else draws * p) * v.astype(p.dtype)
         out = sv - p * jnp.sum(sv, axis=-1, keepdims=True)
         return out.astype(self.logits.dtype)
+
+    @property
+    def _draws(self) -> Float[Array, "*leading 1"] | None:
+        """The sums of floating targets."""
+        if self.targets is None or _are_classes(self.targets):
+            return None
+        targets = self.present(self.targets)
+        dtype = at_least_float32(self.logits).dtype
+        return jnp.sum(targets.astype(dtype), axis=-1, keepdims=True)
+
+
+def _are_classes(targets: Shaped[Array, "..."]) -> bool:
+    return jnp.issubdtype(targets.dtype, jnp.integer)
