@@ -4,6 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 
 _RANGES: dict[str, Callable[[Any], bool]] = {
@@ -15,23 +17,47 @@ _RANGES: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def check_number(name: str, value: Any, range_: str, schedule: bool = True) -> None:
-    """Raises unless `value` is a number in its range, a scalar array, or a schedule."""
-    number = isinstance(value, (int, float))
-    if number and not _RANGES[range_](value):
+def plain(value: Any) -> Any:
+    """A number of numpy's, or an array of it without axes, as one of Python's; anything
+    else as it is."""
+    is_scalar = isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0
+    return value.item() if is_scalar else value
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a number of Python's. (Truth values are none.)"""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether `value` is an array of JAX's with one real number in it."""
+    kinds = (jnp.floating, jnp.integer)
+    is_array = isinstance(value, jax.Array) and value.ndim == 0
+    return is_array and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+
+
+def check_number(name: str, value: Any, range_: str, schedule: bool = True) -> Any:
+    """`value`, one of numpy's as one of Python's. Raises unless it is a number in its
+    range, a scalar array, or a schedule."""
+    value = plain(value)
+    if is_number(value) and not _RANGES[range_](value):
         raise ValueError(f"`{name}` must be {range_}, but is {value}.")
-    scheduled = schedule and callable(value)
-    if not (number or scheduled or (isinstance(value, jax.Array) and value.ndim == 0)):
+    scheduled = schedule and callable(value) and not isinstance(value, type)
+    if not (is_number(value) or is_scalar(value) or scheduled):
         kinds = "a number or a schedule (of scalars)" if schedule else "a number"
         raise TypeError(f"`{name}` must be {kinds}, but is {value!r}.")
+    return value
 
 
-def check_count(name: str, value: Any, least: int) -> None:
-    """Raises unless `value` is an integer that is at least `least`."""
-    if not isinstance(value, int):
+def check_count(name: str, value: Any, least: int) -> int:
+    """`value`, one of numpy's as one of Python's. Raises unless it is an integer that is
+    at least `least`."""
+    value = plain(value)
+    if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be an integer, but is {value!r}.")
     if value < least:
         raise ValueError(f"`{name}` must be at least {least}, but is {value}.")
+    return value
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ._checks import check_count, check_number
+from ._checks import check_count, check_number, is_number
 
 
 class LevenbergMarquardt(eqx.Module):
@@ -70,28 +70,20 @@ class LevenbergMarquardt(eqx.Module):
 
         **Raises:** `ValueError` for a number out of its range.
         """
-        check_number("initial", initial, "positive")
-        numbers = [
-            ("decay", decay, "in (0, 1)"),
-            ("lower", lower, "at least 0"),
-            ("upper", upper, "at least 0"),
-            ("minimum", minimum, "positive"),
-            ("maximum", maximum, "positive"),
-        ]
-        for number in numbers:
-            check_number(*number, schedule=False)
-        _check_order("lower", lower, "upper", upper)
-        _check_order("minimum", minimum, "maximum", maximum)
-        check_count("interval", interval, 1)
-        check_count("calibration", calibration, 0)
-        self.initial = initial
-        self.decay = decay
-        self.interval = interval
-        self.lower = lower
-        self.upper = upper
-        self.minimum = minimum
-        self.maximum = maximum
-        self.calibration = calibration
+
+        def number(name, value, range_):
+            return check_number(name, value, range_, schedule=False)
+
+        self.initial = check_number("initial", initial, "positive")
+        self.decay = number("decay", decay, "in (0, 1)")
+        self.lower = number("lower", lower, "at least 0")
+        self.upper = number("upper", upper, "at least 0")
+        self.minimum = number("minimum", minimum, "positive")
+        self.maximum = number("maximum", maximum, "positive")
+        _check_order("lower", self.lower, "upper", self.upper)
+        _check_order("minimum", self.minimum, "maximum", self.maximum)
+        self.interval = check_count("interval", interval, 1)
+        self.calibration = check_count("calibration", calibration, 0)
 
     def due(self, step: Int[Array, ""]) -> Bool[Array, ""]:
         """Whether the ratio is measured in this step: the last one of every interval."""
@@ -143,6 +135,5 @@ def calibrated(
 
 
 def _check_order(low: str, a: Any, high: str, b: Any) -> None:
-    numbers = isinstance(a, (int, float)) and isinstance(b, (int, float))
-    if numbers and a > b:
+    if is_number(a) and is_number(b) and a > b:
         raise ValueError(f"`{low}` ({a}) must not be above `{high}` ({b}).")

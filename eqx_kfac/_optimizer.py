@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from ._batch import Batch, LinearisedBatch
-from ._checks import check_count
+from ._checks import check_count, plain
 from ._choices import check_choices, check_without_loss, NUMBERS, Rules, rules_of
 from ._custom_types import Key, Model
 from ._damping import calibrated
@@ -36,7 +36,7 @@ from ._schedule import at, when_due
 from ._solver import AbstractDampedSolver, Cholesky
 from ._state import check_state, count, Info, init_faults, init_iterates, KFACState
 from ._through_rows import GradientRows
-from ._trial import Proposal, Start, start, Trial
+from ._trial import is_fine, Proposal, Trial
 from ._turns import Turns, when_in_turn
 
 
@@ -80,25 +80,25 @@ class KFAC(eqx.Module):
         Kronecker-Factored Approximations*, ICLR 2017, section 5.
     """
 
-    learning_rate: Any
-    momentum: Any
-    damping: Any
+    learning_rate: Any = eqx.field(converter=plain)
+    momentum: Any = eqx.field(converter=plain)
+    damping: Any = eqx.field(converter=plain)
     fisher: AbstractFisher
     solver: AbstractDampedSolver
-    damping_ratio: Any
-    norm_constraint: Any
-    max_increase: Any
-    weight_decay: Any
+    damping_ratio: Any = eqx.field(converter=plain)
+    norm_constraint: Any = eqx.field(converter=plain)
+    max_increase: Any = eqx.field(converter=plain)
+    weight_decay: Any = eqx.field(converter=plain)
     weight_decay_mask: Any
-    averaging: Any
-    curvature_period: int = eqx.field(static=True)
-    curvature_examples: int | None = eqx.field(static=True)
-    inverse_period: int = eqx.field(static=True)
+    averaging: Any = eqx.field(converter=plain)
+    curvature_period: int = eqx.field(static=True, converter=plain)
+    curvature_examples: int | None = eqx.field(static=True, converter=plain)
+    inverse_period: int = eqx.field(static=True, converter=plain)
     in_turn: bool = eqx.field(static=True)
     through_rows: bool = eqx.field(static=True)
     packed: bool = eqx.field(static=True)
-    ema: Any
-    burn_in: int = eqx.field(static=True)
+    ema: Any = eqx.field(converter=plain)
+    burn_in: int = eqx.field(static=True, converter=plain)
     fallback: optax.GradientTransformation | None
 
     def __init__(
@@ -252,25 +252,22 @@ class KFAC(eqx.Module):
             stacked.
 
         **Returns:** `(model, state, info)`. If something is not finite, or the loss rises
-        by more than `max_increase`, or anything else that `info.faults` tells of,
-        `info.rejected` is true, and model and state stay as they are (but for counters, a
-        damping that adapts, curvature that was itself finite, and the momentum of a step
-        that led uphill, which starts again from zero). What else the loss function gave
-        out is that of a bad batch: see `info.choose`.
+        by more than `max_increase`, `info.rejected` is true, `info.faults` says why, and
+        model and state stay as they are (but for counters, a damping that adapts, and
+        curvature that was itself finite).
 
         **Raises:** `ValueError` for `through_rows` together with `micro_batches`, or
         within a `shard_map`.
         """
-        check_count("micro_batches", micro_batches, 1)
+        micro_batches = check_count("micro_batches", micro_batches, 1)
         state = self._prepare(state, model)
         batch = Batch(loss_fn, args, kwargs, micro_batches)
         slots = batch.row_slots(model) if self.through_rows else None
         linearised = batch.linearise(model, state.curvature, slots)
         value, aux, grads, rows = linearised.value_and_grads()
-        begun = start(value, grads, state, self._rules)
-        averaged = self._collect(linearised, state, begun.fine, key)
+        averaged = self._collect(linearised, state, is_fine(value, grads), key)
         updates, state, info = self._updates(
-            model, state, averaged, begun, rows, linearised
+            model, state, averaged, value, grads, rows, linearised
         )
         info = dataclasses.replace(info, aux=aux)
         return eqx.apply_updates(model, updates), state, info
@@ -281,7 +278,7 @@ class KFAC(eqx.Module):
         state: KFACState,
         model: Model,
         *,
-        curvature: Model | None,
+        curvature: Model | None = None,
         value: Float[Array, ""] | None = None,
     ) -> tuple[Model, KFACState]:
         """The same step with gradients and curvature from anywhere, as optax has it.
@@ -291,8 +288,7 @@ class KFAC(eqx.Module):
         - `grads`: shaped like the model.
         - `state`, `model`: as in `step`. `model` may be filtered to its arrays.
         - `curvature`: from [`eqx_kfac.value_grad_and_curvature`][] or
-            [`eqx_kfac.curvature`][]; `None` keeps the average as it is (steps are
-            rejected until there is one).
+            [`eqx_kfac.curvature`][]; `None` keeps the average as it is.
         - `value`: the loss, if it is at hand; a step is rejected if it is not finite.
 
         **Returns:** `(updates, state)`; apply with `eqx.apply_updates`.
@@ -305,12 +301,11 @@ class KFAC(eqx.Module):
         grads = eqx.filter(grads, eqx.is_inexact_array)
         state = self._prepare(state, grads if model is None else model)
         value = jnp.zeros(()) if value is None else value
-        begun = start(value, grads, state, self._rules)
-        old = state.curvature, state.weight
-        averaged = (*old, begun.fine & (state.weight > 0))
+        fine, old = is_fine(value, grads), (state.curvature, state.weight)
+        averaged = (*old, fine)
         if curvature is not None:
-            averaged = include(*old, grads, curvature, state.ema, begun.fine)
-        return self._updates(model, state, averaged, begun, None, None)[:2]
+            averaged = include(*old, grads, curvature, state.ema, fine)
+        return self._updates(model, state, averaged, value, grads, None, None)[:2]
 
     @property
     def _rules(self) -> Rules:
@@ -374,12 +369,13 @@ class KFAC(eqx.Module):
         model: Model,
         state: KFACState,
         averaged: tuple[Model, Float[Array, ""], Bool[Array, ""]],
-        begun: Start,
+        value: Float[Array, ""],
+        grads: Model,
         rows: GradientRows | None,
         linearised: LinearisedBatch | None,
     ) -> tuple[Model, KFACState, Info]:
         """Factorise (if due), precondition, choose the length, look (if due), decide."""
-        (curvature, weight, finite), grads = averaged, begun.grads
+        curvature, weight, finite = averaged
         turns = Turns(grads, self.inverse_period if self.in_turn else 1)
         due = turns, state, self.inverse_period, finite
         if has_bases(grads):
@@ -390,7 +386,8 @@ class KFAC(eqx.Module):
             solver=self.solver,
             state=state,
             model=model,
-            start=begun,
+            value=value,
+            grads=grads,
             rows=rows,
             curvature=curvature,
             finite=finite,
@@ -465,10 +462,6 @@ class KFAC(eqx.Module):
             momentum=proposal.momentum,
         )
         kept = {name: getattr(state, name) for name in taken}
-        # Of what led uphill, not the same again: it would for ever.
-        uphill = info.faults.update | info.faults.increase
-        stopped = jtu.tree_map(jnp.zeros_like, state.velocity)
-        kept["velocity"] = tree_where(uphill, stopped, state.velocity)
         rule, rejected, damping = self._rules.damping, info.rejected, info.damping
         ratio = info.reduction_ratio
         if rule is not None and ratio is not None:

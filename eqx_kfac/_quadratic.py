@@ -46,7 +46,7 @@ class QuadraticModel(eqx.Module):
             the batch: less work, more noise. `None`: from all of them.
         """
         if examples is not None:
-            check_count("examples", examples, 1)
+            examples = check_count("examples", examples, 1)
         self.examples = examples
 
 

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ._checks import is_number, is_scalar, plain
+
 
 def at(value: Any, step: Int[Array, ""]) -> Any:
     """A number, or a schedule at `step`, as an array.
@@ -17,9 +19,26 @@ def at(value: Any, step: Int[Array, ""]) -> Any:
     """
     if value is None:
         return None
-    if isinstance(value, (int, float)):
+    value = plain(value)
+    if is_number(value):
         return jnp.array(float(value))
-    return jnp.array(value(step), float) if callable(value) else jnp.array(value)
+    if callable(value):
+        return jnp.array(_scheduled(value, step), float)
+    integer = jnp.issubdtype(value.dtype, jnp.integer)
+    return jnp.array(value, float) if integer else jnp.array(value)
+
+
+def _scheduled(schedule: Callable, step: Int[Array, ""]) -> Any:
+    """The number that a schedule gives."""
+    value = plain(schedule(step))
+    if is_number(value) or is_scalar(value):
+        return value
+    if isinstance(value, jax.Array):
+        value = f"an array of type {value.dtype} and shape {value.shape}"
+    raise TypeError(
+        "A schedule must return a number for every step, such as "
+        f"`optax.cosine_decay_schedule(...)` does, but {schedule!r} returned {value}."
+    )
 
 
 def when_due(

@@ -7,8 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
 from ._custom_types import Model
 from ._misc import accumulator
@@ -20,15 +19,9 @@ class Faults(eqx.Module):
     [`eqx_kfac.KFACState`][], how often so far. All but `factorisation` reject the
     step."""
 
-    hyperparameters: Array  # A number in the state was out of its range.
     loss: Array  # The loss was not finite before the step.
     gradient: Array  # The loss was finite, its gradient was not.
-    curvature: Array  # Both were finite, the curvature was not, or there is none yet.
-    # A layer's curvature was exactly zero, its gradient was not: what it comes from (a
-    # weight that is used without calling the layer, a penalty on a layer that the losses
-    # do not use) did not pass through its tag. `kfac.verify` names the layer. Of a weight
-    # that is penalised, the curvature is known from `kfac.L2`.
-    unseen: Array
+    curvature: Array  # Both were finite, the curvature was not.
     factorisation: Array  # It could not be inverted: the previous inverse is still used.
     update: Array  # The update was not finite.
     increase: Array  # The loss after the step was not finite, or rose by too much.
@@ -36,9 +29,7 @@ class Faults(eqx.Module):
     @property
     def rejecting(self) -> Array:
         """Whether the step was not taken."""
-        steps = self.update | self.increase
-        batches = self.loss | self.gradient | self.curvature | self.unseen
-        return self.hyperparameters | batches | steps
+        return self.loss | self.gradient | self.curvature | self.update | self.increase
 
 
 class Iterates(eqx.Module):
@@ -70,7 +61,7 @@ class KFACState(eqx.Module):
     curvature: Model
     inverse: Model
     weight: Float[Array, ""]  # Total weight of the moving average; 0 before the first.
-    velocity: Model  # The previous update; zero after one that led uphill.
+    velocity: Model  # The previous update.
     fallback: Any
     iterates: Iterates | None
     learning_rate: Float[Array, ""]  # As last chosen, if a rule chooses it.
@@ -114,40 +105,8 @@ class Info(eqx.Module):
     # Whether the gradient was preconditioned through the rows, where these are fewer.
     through_rows: Bool[Array, ""] | None
     update_norm: Float[Array, ""]
-    rejected: Bool[Array, ""]  # The step was not taken: parameters stay.
+    rejected: Bool[Array, ""]  # The step was not taken: parameters and momentum stay.
     faults: Faults  # Why.
-
-    def choose(self, new: PyTree, old: PyTree) -> PyTree:
-        """What a step changed beside the model, if that step was taken: the `eqx.nn.State`
-        of a batch that was rejected, say, should not be used by the next one.
-
-        **Arguments:**
-
-        - `new`: as it is after the step.
-        - `old`: as it was before, of the same structure.
-
-        **Returns:** the arrays of `new`, or those of `old` if the step was rejected; what
-        is not an array is that of `old`.
-
-        !!! Example
-
-            ```python
-            def loss_fn(model, bn_state, x, y):
-                logits, bn_state = jax.vmap(
-                    model, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
-                )(x, bn_state)
-                return kfac.SoftmaxCrossEntropy(logits, y), bn_state
-
-            model, state, info = optimizer.step(loss_fn, model, state, bn_state, x, y)
-            bn_state = info.choose(info.aux, bn_state)
-            ```
-        """
-
-        def pick(new, old):
-            is_array = isinstance(old, (jax.Array, np.ndarray))
-            return jnp.where(self.rejected, old, new) if is_array else old
-
-        return jtu.tree_map(pick, new, old)
 
 
 def init_iterates(model: Model) -> Iterates:

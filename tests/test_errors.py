@@ -145,7 +145,7 @@ def test_penalty_is_a_scalar(unharmed):
 
 def test_negative_l2(unharmed):
     model, *_ = unharmed
-    with raises(ValueError, "L2", "-0.1"):
+    with raises(ValueError, "`coefficient`", "-0.1"):
         kfac.L2(model, -0.1)
 
 
@@ -254,7 +254,7 @@ def test_missing_targets(unharmed):
 def test_fisher_arguments(unharmed):
     with raises(ValueError, "num_samples", "at least 1", "0"):
         kfac.MonteCarlo(0)
-    with raises(ValueError, "example_axes", "negative", "-1"):
+    with raises(ValueError, "example_axes", "at least 0", "-1"):
         kfac.Exact(-1)
     phrases = "Exact(example_axes=2)", "SoftmaxCrossEntropy", "1 leading axes"
     with raises(ValueError, *phrases):

@@ -3,8 +3,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from .._devices import zeros_beside
 from .._form import AbstractForm, Rows, Sizes
@@ -59,11 +58,6 @@ class AbstractFactors(eqx.Module):
     def bounds(self) -> PyTree[Array]:
         """Numbers (of one layer: no stack axes) that are finite only if all are."""
         return self
-
-    def is_zero(self) -> Bool[Array, ""]:
-        """Whether the curvature (of one layer: no stack axes), but for `l2`, is known to
-        be zero. Symmetric matrices may be [`eqx_kfac.Packed`][]."""
-        return jnp.zeros((), bool)
 
 
 class AbstractBlock(eqx.Module):

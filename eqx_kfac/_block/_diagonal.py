@@ -1,8 +1,7 @@
 from typing import Any
 
-import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from ._base import AbstractFactors, Statistics
 from ._gradients import AbstractGradientBlock, squares
@@ -15,9 +14,6 @@ class DiagonalFactors(AbstractFactors):
 
     diagonal: Float[Array, "*stack d_out d_in"]
     l2: Float[Array, "*stack"]
-
-    def is_zero(self) -> Bool[Array, ""]:
-        return jnp.all(self.diagonal == 0)
 
 
 class Diagonal(AbstractGradientBlock):

@@ -4,11 +4,11 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from .._devices import zeros_of
 from .._form import AbstractForm, Rows
-from .._operator import KroneckerBasis, matmul, SpectralOperator, vanishes
+from .._operator import KroneckerBasis, matmul, SpectralOperator
 from ._base import AbstractBlock, AbstractFactors, Statistics
 from ._gradients import Columns, columns_of, squares
 from ._kronecker import Kronecker
@@ -28,9 +28,6 @@ class EKFACFactors(AbstractFactors):
     eigenvalues: Float[Array, "*stack d_out d_in"]
     l2: Float[Array, "*stack"]
     symmetric = ("input_factor", "output_factor")
-
-    def is_zero(self) -> Bool[Array, ""]:
-        return vanishes(self.input_factor) | vanishes(self.output_factor)
 
 
 class EKFAC(AbstractBlock):

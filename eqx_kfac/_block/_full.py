@@ -1,10 +1,10 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from .._misc import moment
-from .._operator import KroneckerOperator, vanishes
+from .._operator import KroneckerOperator
 from ._base import AbstractFactors, Statistics
 from ._gradients import AbstractGradientBlock
 
@@ -17,9 +17,6 @@ class FullFactors(AbstractFactors):
     matrix: Float[Array, "*stack size size"]
     l2: Float[Array, "*stack"]
     symmetric = ("matrix",)
-
-    def is_zero(self) -> Bool[Array, ""]:
-        return vanishes(self.matrix)
 
 
 class Full(AbstractGradientBlock):

@@ -4,7 +4,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from .._devices import zeros_of
 from ._base import AbstractFactors, Statistics
@@ -18,9 +18,6 @@ class IdentityFactors(AbstractFactors):
     scale: Float[Array, "*stack"]
     l2: Float[Array, "*stack"]
     shape: tuple[int, int] = eqx.field(static=True)
-
-    def is_zero(self) -> Bool[Array, ""]:
-        return self.scale == 0
 
 
 class Identity(AbstractGradientBlock):

@@ -31,11 +31,8 @@ class _Columns(AbstractFisher):
             pass does not fill the machine, for as many times the memory. The result is
             the same, to rounding.
         """
-        if example_axes < 0:
-            raise ValueError(f"`example_axes` must not be negative: {example_axes}.")
-        self.example_axes = example_axes
-        check_count("batch_size", batch_size, 1)
-        self.batch_size = batch_size
+        self.example_axes = check_count("example_axes", example_axes, 0)
+        self.batch_size = check_count("batch_size", batch_size, 1)
 
     @abc.abstractmethod
     def root(

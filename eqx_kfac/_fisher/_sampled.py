@@ -28,10 +28,8 @@ class _Samples(AbstractFisher):
             pass does not fill the machine, for as many times the memory. The result is
             the same, to rounding.
         """
-        check_count("num_samples", num_samples, 1)
-        self.num_samples = num_samples
-        check_count("batch_size", batch_size, 1)
-        self.batch_size = batch_size
+        self.num_samples = check_count("num_samples", num_samples, 1)
+        self.batch_size = check_count("batch_size", batch_size, 1)
 
     @abc.abstractmethod
     def sample(self, loss: AbstractLoss, key: Key) -> PyTree[Array]:

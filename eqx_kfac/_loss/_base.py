@@ -6,14 +6,17 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, PyTree, Shaped
 
+from .._checks import is_number, plain
 from .._custom_types import Key
 from .._devices import placed_like, zeros_beside
 from .._misc import accumulator, trailing
+from ._no_number import NoNumber
 
 
-class AbstractObjective(eqx.Module):
+class AbstractObjective(NoNumber):
     """Something to minimise. Objectives add up, and scale by numbers:
     `a + 0.5 * b + kfac.L2(model, 1e-4) + penalty`."""
 
@@ -37,18 +40,14 @@ class AbstractObjective(eqx.Module):
         return self + -other
 
     def __mul__(self, coefficient: ArrayLike) -> "Sum":
-        if isinstance(coefficient, (int, float)) and coefficient < 0:
-            raise ValueError(
-                f"Losses scale by coefficients that are not negative, got {coefficient}: "
-                "the curvature would not be positive semidefinite."
-            )
+        coefficient = _checked_coefficient(coefficient)
         return Sum(tuple((coefficient * c, o) for c, o in terms_of(self)))
 
     def __rmul__(self, coefficient: ArrayLike) -> "Sum":
         return self * coefficient
 
     def __truediv__(self, divisor: ArrayLike) -> "Sum":
-        return self * (1 / divisor)
+        return self * (1 / plain(divisor))
 
 
 class Sum(AbstractObjective):
@@ -106,14 +105,34 @@ def terms_of(objective: Any) -> tuple[tuple[Any, AbstractObjective], ...]:
         return objective.terms
     if isinstance(objective, AbstractObjective):
         return ((1.0, objective),)
+    objective = plain(objective)
+    if not (is_number(objective) or isinstance(objective, (jax.Array, np.ndarray))):
+        raise TypeError(
+            "Only other losses and scalars can be added to a loss, but got "
+            f"{objective!r}."
+        )
     if jnp.ndim(objective) != 0:
         raise ValueError(
             "Only scalars can be added to a loss, but got an array of shape "
             f"{jnp.shape(objective)}. Reduce it first, e.g. with `jnp.mean`."
         )
-    if isinstance(objective, (int, float)) and objective == 0:
+    if is_number(objective) and objective == 0:
         return ()  # So that `sum(losses)` works.
     return ((1.0, Penalty(objective)),)
+
+
+def _checked_coefficient(value: Any) -> Any:
+    """A number that losses can be multiplied by, or an error."""
+    value = plain(value)
+    if is_number(value) and value < 0:
+        raise ValueError(
+            f"Losses scale by coefficients that are not negative, got {value}: the "
+            "curvature would not be positive semidefinite."
+        )
+    scalar = isinstance(value, jax.Array) and value.ndim == 0
+    if not (is_number(value) or scalar):
+        raise TypeError(f"Losses scale by numbers, but got {value!r}.")
+    return value
 
 
 class AbstractLoss(AbstractObjective):
@@ -285,6 +304,15 @@ def at_least_float32(x: Inexact[Array, "*s"]) -> Float[Array, "*s"]:
 
 def check_outputs(name: str, what: str, outputs: Any) -> Array:
     """The model's outputs as an array `[*leading, k]`, or an error."""
+    leaves = jtu.tree_leaves(outputs)
+    if isinstance(outputs, tuple) and not all(map(is_number, leaves)):
+        raise TypeError(
+            f"{name}: {what} must be one array, but are a tuple. If the model returns "
+            f"several things, such as `(out, state)`, take them apart first: `{what}, "
+            "state = jax.vmap(...)(x, state)`, and return `(loss, state)`."
+        )
+    if not leaves or not all(map(eqx.is_array_like, leaves)):
+        raise TypeError(f"{name}: {what} must be an array, but are {outputs!r}.")
     outputs = jnp.asarray(outputs)
     if not jnp.issubdtype(outputs.dtype, jnp.floating):
         raise TypeError(f"{name}: {what} must be floating, but are {outputs.dtype}.")

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
+from .._checks import check_number
 from .._misc import masked, tree_dot
 from .._tagged import empty_tags
 from ._base import AbstractObjective
@@ -26,10 +27,10 @@ class L2(AbstractObjective):
         - `mask`: which leaves are regularised, a filter as in `eqx.filter`: a function of
             a leaf (`lambda p: p.ndim > 1`) or a tree of booleans.
 
-        **Raises:** `ValueError` for a negative coefficient.
+        **Raises:** `ValueError` for a negative coefficient, `TypeError` for one that is
+        no number.
         """
-        if isinstance(coefficient, (int, float)) and coefficient < 0:
-            raise ValueError(f"L2: the coefficient must be at least 0: {coefficient}.")
+        coefficient = check_number("coefficient", coefficient, "at least 0", False)
         self.parameters = masked(empty_tags(model), mask)
         self.coefficient = coefficient
 

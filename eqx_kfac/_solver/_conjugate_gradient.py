@@ -7,7 +7,7 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, PyTree
 
-from .._checks import check_count
+from .._checks import check_count, check_number
 from .._misc import tree_dot, tree_where
 from ._base import AbstractSymmetricSolver
 
@@ -61,8 +61,8 @@ class ConjugateGradient(AbstractSymmetricSolver[lx.AbstractLinearOperator]):
             pass `throw=False` to `lx.linear_solve`, unless `rtol` is 0.
         """
         if max_steps is not None:
-            check_count("max_steps", max_steps, 1)
-        self.rtol = rtol
+            max_steps = check_count("max_steps", max_steps, 1)
+        self.rtol = check_number("rtol", rtol, "at least 0", schedule=False)
         self.max_steps = max_steps
 
     def init(

@@ -3,7 +3,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._checks import check_count
+from .._checks import check_count, check_number
 from .._operator import Factor, identity, matmul
 from ._factored import AbstractFactoredSolver
 
@@ -35,9 +35,10 @@ class NewtonSchulz(AbstractFactoredSolver):
         - `tolerance`: of the residual, in units of $\lVert I \rVert_F$.
         - `max_iterations`: two matrix products each.
         """
-        check_count("max_iterations", max_iterations, 1)
-        self.tolerance = tolerance
-        self.max_iterations = max_iterations
+        self.tolerance = check_number(
+            "tolerance", tolerance, "at least 0", schedule=False
+        )
+        self.max_iterations = check_count("max_iterations", max_iterations, 1)
 
     def invert(self, factor: Factor, previous: Factor | None) -> Factor:
         if factor.ndim == 1:

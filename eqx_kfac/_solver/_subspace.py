@@ -37,8 +37,7 @@ class SubspaceIteration(AbstractEigenSolver):
 
         - `iterations`: how many of the steps above, every time.
         """
-        check_count("iterations", iterations, 1)
-        self.iterations = iterations
+        self.iterations = check_count("iterations", iterations, 1)
 
     def eigenbasis(
         self, factor: Factor, vectors: Float[Array, "d d"] | None
