@@ -14,8 +14,10 @@ from jaxtyping import Array, Float
 from ._custom_types import Key, Model
 from ._devices import zeros_of
 from ._fisher import AbstractFisher
-from ._linearise import evaluate, factors, Linearisation, linearise, run, Share, whole
+from ._linearise import evaluate, factors, Linearisation, linearise, Share, whole
 from ._precondition import has_bases, refresh
+from ._program import look, Program
+from ._run import run
 from ._tagged import empty_tags, fill_raw, fill_tags
 from ._through_rows import GradientRows, row_slots, RowSlots
 
@@ -51,20 +53,27 @@ class Batch(eqx.Module):
         model: Model,
         curvature: Model | None = None,
         row_slots: RowSlots | None = None,
+        program: Program | None = None,
     ) -> "LinearisedBatch":
         """Everything a step asks for, at `model`. `curvature` is that so far: blocks like
         [`eqx_kfac.EKFAC`][] take their statistics in its bases. `row_slots` is where the
-        rows of the gradient are to go (not of micro-batches)."""
+        rows of the gradient are to go (not of micro-batches); `program`, what is known of
+        the loss function already."""
         if self.micro_batches > 1:
-            return LinearisedBatch(self, model, curvature, self._share(model), None, None)
+            if program is None:
+                program = look(self.loss_fn, model, self._first_piece(), self.kwargs)
+            share = self._share(model)
+            return LinearisedBatch(self, model, curvature, share, None, None, program)
 
         def fill(model, weights=None):
             filled = fill_tags(model, weights, curvature)
             return filled if row_slots is None else fill_raw(filled, row_slots.slots)
 
-        linearised = linearise(self.loss_fn, model, self.args, self.kwargs, fill=fill)
+        linearised = linearise(
+            *(self.loss_fn, model, self.args, self.kwargs), fill=fill, program=program
+        )
         share = linearised.share
-        return LinearisedBatch(self, model, curvature, share, linearised, row_slots)
+        return LinearisedBatch(self, model, curvature, share, linearised, row_slots, None)
 
     def row_slots(self, model: Model) -> RowSlots | None:
         """Where rows are less work than features."""
@@ -105,6 +114,11 @@ class Batch(eqx.Module):
         like = jax.eval_shape(lambda i, p: fn(i, eqx.combine(p, static))[0], *first)
         total, aux = jax.lax.scan(body, zeros_of(like), (indices, pieces))
         return total, eqx.combine(aux, rest[0])
+
+    def _first_piece(self) -> tuple:
+        """The arguments of the first micro-batch."""
+        pieces, static = eqx.partition(self._pieces(), _has_examples)
+        return eqx.combine(jtu.tree_map(lambda x: x[0], pieces), static)
 
     def _share(self, model: Model) -> Share:
         """The terms of all micro-batches: only the loss knows how many they are. (Of the
@@ -154,6 +168,7 @@ class LinearisedBatch(eqx.Module):
     share: Share
     linearisation: Linearisation | None  # Of the whole, unless it is too big for that.
     row_slots: RowSlots | None
+    program: Program | None = eqx.field(static=True)  # Of a part.
 
     def first(self, examples: int | None) -> "LinearisedBatch":
         """The first `examples` of the batch, at the same model."""
@@ -210,7 +225,10 @@ class LinearisedBatch(eqx.Module):
             batch = self.batch
             fill = ft.partial(fill_tags, curvature=self.bases)
             linearised = linearise(
-                batch.loss_fn, self.model, args, batch.kwargs, self.share, fill
+                *(batch.loss_fn, self.model, args, batch.kwargs),
+                share=self.share,
+                fill=fill,
+                program=self.program,
             )
             return fn(index, linearised)
 

@@ -15,10 +15,12 @@ from ._block import is_statistics, no_l2, Statistics
 from ._custom_types import Key, Model
 from ._devices import cast_varying, placed_like, varying_axes
 from ._fisher import AbstractFisher
-from ._loss import AbstractLoss, AbstractObjective, L2, linear_combination, Sum
-from ._misc import accumulator, common_prefix, symmetric, tree_dot
+from ._loss import AbstractLoss, L2, linear_combination, Sum
+from ._misc import accumulator, symmetric, tree_dot
+from ._program import look, prepared, Program
+from ._run import example_weights, run
 from ._tag import is_trainable, Tag
-from ._tagged import blank, check_tagged, fill_tags, map_tags, naming_layers
+from ._tagged import blank, fill_tags, map_tags, with_tags
 
 
 class Share(eqx.Module):
@@ -67,14 +69,14 @@ class Linearisation(eqx.Module):
         pulled, number = self.pulled(fisher, key)
 
         def pull(index):
-            return map_tags(lambda tag, _: tag.slots, pulled(index))
+            return map_tags(_statistics, pulled(index))
 
         statistics = pull(0)
         if number == 1:
             return statistics
 
         # What depends on inputs alone is the same in every pullback; the rest adds up.
-        zeros = _outputs(map_tags(lambda tag, _: tag.slots, self.model))
+        zeros = _outputs(map_tags(_statistics, self.model))
         outputs = _sum(lambda i: _outputs(pull(i)), number, fisher.batch_size, zeros)
         return jtu.tree_map(
             lambda s, o: Statistics(s.inputs, o),
@@ -171,18 +173,6 @@ class Linearisation(eqx.Module):
         return key
 
 
-def run(
-    loss_fn: Callable, model: Model, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[Sum, Any]:
-    """The objective that `loss_fn` returns, and its aux."""
-    with naming_layers(model):
-        # Copies: an `eqx.nn.State` may be used once only.
-        args, kwargs = jtu.tree_map(lambda x: x, (tuple(args), kwargs))
-        out = loss_fn(model, *args, **kwargs)
-    objective, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
-    return _check_objective(objective), aux
-
-
 def whole(objective: Sum, model: Model) -> Share:
     """The whole batch, which several devices may have parts of."""
     axes = example_axes(objective, model)
@@ -206,11 +196,12 @@ def linearise(
     kwargs: dict[str, Any],
     share: Share | None = None,
     fill: Callable = fill_tags,
+    program: Program | None = None,
 ) -> Linearisation:
     """Runs `loss_fn` once, at a model whose tags are ready to collect: `fill(model,
-    weights)`."""
-    check_tagged(model)
-    filled = fill(model)
+    weights)`. `program` is what is known of the loss function already."""
+    program = look(loss_fn, model, args, kwargs) if program is None else program
+    filled = prepared(fill(model), program)
     objective, pushforward, pullback, aux = filter_linearize(
         lambda model: run(loss_fn, model, args, kwargs), filled
     )
@@ -218,7 +209,7 @@ def linearise(
     if share is not None and not share.is_whole:
         _check_constant_weights(pushforward, filled)
     share = whole(objective, model) if share is None else share
-    weights = _example_weights(objective.losses)
+    weights = example_weights(objective.losses)
     curved, collect = objective, pullback
     if weights is not None or len(objective.curved) < len(objective.terms):
         # The moments of a layer's inputs have to know the weights, which only the loss
@@ -229,7 +220,7 @@ def linearise(
             weights = cast_varying(weights, varying_axes(model))
         curved, _, collect, _ = filter_linearize(
             lambda model: (Sum(run(loss_fn, model, args, kwargs)[0].curved), None),
-            fill(model, weights),
+            prepared(fill(model, weights), program),
         )
     return Linearisation(
         objective, aux, filled, pushforward, pullback, curved, collect, share, axes
@@ -280,27 +271,6 @@ def filter_linearize(fn: Callable, model: Model) -> tuple[Sum, Callable, Callabl
         return transposed
 
     return eqx.combine(out, out_rest), pushforward, pullback, aux
-
-
-def _check_objective(objective: Any) -> Sum:
-    if not isinstance(objective, AbstractObjective):
-        got = type(objective).__name__
-        if isinstance(objective, jax.Array):
-            got = f"an array of type {objective.dtype} and shape {objective.shape}"
-        raise TypeError(
-            "`loss_fn` must return a loss that knows its predictive distribution, such "
-            "as `kfac.SoftmaxCrossEntropy(logits, targets)`, `kfac.SigmoidCrossEntropy` "
-            "or `kfac.SquaredError` (or `(loss, aux)`), but returned "
-            f"{got}. A bare number has no curvature to collect; add penalties to the "
-            "loss object instead: `loss + penalty`."
-        )
-    objective = objective + 0
-    if not objective.losses:
-        raise ValueError(
-            "`loss_fn` returned only penalties, which have no curvature to collect. Add "
-            "them to a loss such as `kfac.SoftmaxCrossEntropy`."
-        )
-    return objective
 
 
 def _value(objective: Sum, share: Share, axes: frozenset) -> Float[Array, ""]:
@@ -354,30 +324,6 @@ def _psum(x: Array, axes: frozenset) -> Array:
     return jax.lax.psum(cast_varying(x, axes), tuple(sorted(axes)))
 
 
-def _example_weights(losses: list[AbstractLoss]) -> Array | None:
-    """The weights of examples for the input moments of the layers, on the first axes that
-    all weights of the losses have in common. A layer cannot tell which loss it serves: of
-    several losses over the same examples, the mean of the weights is taken."""
-    shapes = [loss.weights.shape for loss in losses if loss.weights is not None]
-    if not shapes:
-        return None
-    shared = common_prefix(*shapes)
-    if not shared:
-        raise ValueError(
-            "Several losses of a sum have weights, over different examples: the weights "
-            f"have shapes {shapes}. Only one batch of examples can be weighted; give the "
-            "weights of the others as fewer examples, or as a coefficient."
-        )
-    axes = len(shared)
-    means = [
-        jnp.mean(loss.term_weights, axis=tuple(range(axes, len(loss.leading))))
-        for loss in losses
-        if loss.leading[:axes] == shared
-    ]
-    dtype = accumulator(*[w.dtype for w in means])
-    return jnp.mean(jnp.stack([w.astype(dtype) for w in means]), axis=0)
-
-
 def _mean_over_layer(tag: Tag, diagonal: Any) -> Any:
     """The mean over each layer's parameters of a diagonal."""
     if not is_trainable(tag, diagonal):
@@ -392,6 +338,48 @@ def _mean_over_layer(tag: Tag, diagonal: Any) -> Any:
     ]
     size = sum(math.prod(m.shape[-2:]) for m in matrices)
     return sum(jnp.sum(m, axis=(-2, -1)) for m in matrices) / size
+
+
+def unseen(
+    loss_fn: Callable,
+    model: Model,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    program: Program,
+) -> tuple[Model, Model]:
+    r"""How much of the gradient of a layer its tag does not see: if all of the layer's
+    parameters reach the losses through it, $\sum g \bar x^\top$ over its rows *is* the
+    gradient in its canonical matrix, whatever is pulled back (here: random numbers).
+
+    **Returns:** for every tag and member of a stack, the norm of the difference over that
+    of the gradient; and the number of rows.
+    """
+
+    fill = lambda model, _=None: with_tags(Tag.fill_seen, model)
+    lin = linearise(loss_fn, model, args, kwargs, fill=fill, program=program)
+    keys = jax.random.split(jax.random.key(0), len(lin.curved.losses))
+
+    def noise(loss, key):
+        leaves, treedef = jtu.tree_flatten(loss.outputs)
+        own = jax.random.split(key, len(leaves))
+        drawn = [
+            jax.random.normal(k, a.shape, a.dtype)
+            for k, a in zip(own, leaves, strict=True)
+        ]
+        return treedef.unflatten(drawn)
+
+    pulled = lin.pull([noise(*pair) for pair in zip(lin.curved.losses, keys)])
+
+    def share(tag, layer):
+        if not is_trainable(tag, layer):
+            return None
+        seen = tag.held.seen.outputs.gradient
+        gradient = tag.form.to_matrix(layer).astype(seen.dtype)
+        norms = [jnp.linalg.norm(a, axis=(-2, -1)) for a in (gradient - seen, gradient)]
+        return jnp.where(norms[0] == 0, 0, norms[0] / norms[1])
+
+    rows = map_tags(lambda tag, _: tag.held.seen.outputs.rows, pulled)
+    return map_tags(share, pulled), rows
 
 
 def _sum(fn: Callable, number: int, at_once: int, zeros: PyTree) -> PyTree:
@@ -412,6 +400,16 @@ def _sum(fn: Callable, number: int, at_once: int, zeros: PyTree) -> PyTree:
         return jtu.tree_map(lambda t, a: t + jnp.sum(a, axis=0), total, several)
 
     return jax.lax.fori_loop(0, steps, body, zeros)
+
+
+def _statistics(tag: Tag, layer: Any) -> Statistics:
+    """Those of one layer, of the examples of all devices."""
+    own = varying_axes(tag.form.parameters(layer))
+
+    def total(a):
+        return _psum(a, varying_axes(a) - own)
+
+    return jtu.tree_map(total, tag.statistics)
 
 
 def _outputs(statistics: Model) -> Model:

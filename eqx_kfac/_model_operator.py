@@ -15,10 +15,11 @@ from jaxtyping import Array, Float, PyTree
 
 from ._custom_types import Model
 from ._fisher import Empirical
-from ._linearise import evaluate, filter_linearize, run, whole
+from ._linearise import evaluate, filter_linearize, whole
 from ._loss import AbstractLoss, L2, Sum
 from ._misc import accumulator, trailing
 from ._operator import AbstractSymmetricOperator, LinearisedOperator, Structure
+from ._run import run
 from ._tagged import empty_tags, naming_layers
 
 

@@ -6,6 +6,7 @@ rows, and what arrives in the slots is evaluated: all ones, if nothing is added 
 anything.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,9 +19,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, partial_eval
 from jaxtyping import Array
 
-from ._block import AbstractBlock, Statistics
-from ._devices import explicit_sharding
-from ._form import AbstractForm, Parameters
+from ._block import AbstractBlock, Columns, columns_of, Statistics
+from ._devices import explicit_sharding, zeros_of
+from ._form import AbstractForm, Rows
+from ._misc import moment
 
 
 class RawRows(NamedTuple):
@@ -31,7 +33,6 @@ class RawRows(NamedTuple):
     g: Array
     stack: int
     axes: int
-    with_inputs: bool  # Whether `x` is an input, or only counts examples.
     swapped: bool = False
     basis: Any = None
 
@@ -63,13 +64,57 @@ class Raw(AbstractBlock):
     def rows(
         self, form: AbstractForm, x: Array, g: Array, weights: Any, stack: int, axes: int
     ) -> RawRows:
-        return RawRows(x, g, stack, axes, not isinstance(form, Parameters))
+        return RawRows(x, g, stack, axes)
 
     def statistics(self, rows: Any, slots: Statistics) -> Statistics:
         if slots.outputs is None:
             return Statistics(inputs=_use(rows, slots.inputs.dtype), outputs=None)
-        inputs = rows.x.astype(slots.inputs.dtype) if rows.with_inputs else None
+        inputs = None if slots.inputs is None else rows.x.astype(slots.inputs.dtype)
         return Statistics(inputs, rows.g.astype(slots.outputs.dtype))
+
+    def factors(self, statistics: Statistics, count: Any, l2: Any) -> Any:
+        return statistics
+
+    def operator(self, factors: Any) -> Any:
+        raise NotImplementedError
+
+
+class Seen(NamedTuple):
+    """The sum of $g x^T$ over rows: the gradient of whatever is pulled back, if all of a
+    layer's uses pass through its tag. And the number of rows."""
+
+    gradient: Any = None
+    rows: Any = None
+
+
+class Sight(AbstractBlock):
+    """Collects the gradient that a tag sees."""
+
+    weighted = False
+    mixes_positions = False
+
+    def __init__(self):
+        pass
+
+    def empty(self) -> Statistics:
+        return Statistics(inputs=Columns(), outputs=Seen())
+
+    def slots(self, form: AbstractForm, layer: Any) -> Statistics:
+        found = columns_of(form, layer)
+        if found is None:
+            return self.empty()
+        columns, shape, zeros = found
+        return Statistics(inputs=columns, outputs=Seen(zeros(*shape), zeros()))
+
+    def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
+        x, g, like = slots.inputs.inputs(rows), rows.g, slots.outputs
+        x, g = (g, x) if rows.swapped else (x, g)
+        x, g = (a.astype(like.gradient.dtype) for a in (x, g))
+        # The number as a function of the data, so that it is added up wherever these are.
+        zero = 0 * jnp.sum(g, axis=tuple(range(rows.stack, g.ndim)))
+        number = zero + math.prod(g.shape[rows.stack : -1])
+        seen = Seen(moment(g, x, rows.stack, like.gradient), number)
+        return Statistics(zeros_of(slots.inputs), seen)
 
     def factors(self, statistics: Statistics, count: Any, l2: Any) -> Any:
         return statistics

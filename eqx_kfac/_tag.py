@@ -9,7 +9,6 @@ JAX can differentiate, it can collect curvature from.
 This file and `_rows.py` are the only ones that touch JAX's extension points.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -24,7 +23,7 @@ from ._block import AbstractBlock, Series, Statistics
 from ._devices import cast_varying, varying_axes
 from ._form import AbstractForm, Parameters
 from ._misc import accumulator
-from ._rows import Raw
+from ._rows import Raw, Sight
 from ._weights import row_weights
 
 
@@ -36,8 +35,33 @@ class Held(NamedTuple):
     basis: Any
     # Of a tag at parameters: a mark for each one that is trained. (Within the loss
     # function, the others are there again.)
-    trained: tuple[Array | None, ...]
+    trained: tuple[Array | None, ...] | None
     raw: Statistics  # Slots for the rows themselves, beside or instead of their sums.
+    seen: Statistics  # Slots for the gradient, as far as the tag sees it.
+    note: Array | None = None  # See `Note`.
+    # Zeros that nothing uses: does the loss function notice them?
+    spare: tuple[Array | None, Array | None, Array | None] = (None, None, None)
+
+
+class Note(NamedTuple):
+    """What a tag should know while a loss function is traced: its number among the tags
+    of the model, and how many examples the losses have. No operation may change it, so it
+    is the *shape* of zeros: `[*stack, *examples, len(examples) + 1, number + 1]`."""
+
+    stack: int  # How many axes of stacked layers there still are.
+    number: int
+    examples: tuple[int, ...]
+
+    @classmethod
+    def read(cls, shape: tuple[int, ...]) -> "Note":
+        *shape, several, number = shape
+        stack = len(shape) - (several - 1)
+        return cls(stack, number - 1, tuple(shape[stack:]))
+
+    def write(self, stack: tuple[int, ...]) -> Array:
+        return jnp.zeros(
+            (*stack, *self.examples, len(self.examples) + 1, self.number + 1)
+        )
 
 
 class Tag(eqx.Module):
@@ -68,14 +92,21 @@ class Tag(eqx.Module):
         self.form = form
         self.block = block
         self.swapped = swapped
-        trained = (None,) * len(form.names) if isinstance(form, Parameters) else ()
-        self.held = Held(block.empty(), None, block.empty_basis(), trained, Raw().empty())
+        # (No empty tuples: what replaces all leaves at once would count them as one.)
+        trained = (None,) * len(form.names) if isinstance(form, Parameters) else None
+        basis, raw, seen = block.empty_basis(), Raw().empty(), Sight().empty()
+        self.held = Held(block.empty(), None, basis, trained, raw, seen)
         self.also = None
 
     @property
     def slots(self) -> Statistics:
         """Where the statistics arrive."""
         return self.held.slots
+
+    @property
+    def statistics(self) -> Statistics:
+        """What arrived there."""
+        return self.block.squared(self.held.slots)
 
     def __call__(
         self, y: Inexact[Array, "*y"], x: Shaped[Array, "*x"]
@@ -100,8 +131,10 @@ class Tag(eqx.Module):
         return self._bind(y, x)
 
     def _bind(self, y: Array, x: Array) -> Array:
-        for block, held in ((self.block, self.held.slots), (Raw(), self.held.raw)):
-            slots, treedef = jtu.tree_flatten(held)
+        held = self.held
+        collected = (self.block, held.slots), (Raw(), held.raw), (Sight(), held.seen)
+        for block, empty in collected:
+            slots, treedef = jtu.tree_flatten(empty)
             if slots:
                 y = self._bind_slots(y, x, block, slots, treedef)
         return y
@@ -116,7 +149,7 @@ class Tag(eqx.Module):
                     "whole model was cast, the slots of its tags included. Cast the "
                     "parameters only, with `kfac.cast(model, dtype)`."
                 )
-        shared = (self.held.weights, self.held.basis)
+        shared = (self.held.weights, self.held.basis, self.held.note)
         shared, shared_treedef = jtu.tree_flatten(shared)
         y, x, slots = cast_varying((y, x, slots), varying_axes((y, x, slots)))
         layout = _Layout(self.form, block, self.swapped, treedef, shared_treedef)
@@ -185,7 +218,17 @@ class Tag(eqx.Module):
         """Whether the slots are filled."""
         return bool(jtu.tree_leaves(self.held))
 
-    def fill(self, layer: Any, weights: Array | None, factors: Any = None) -> "Tag":
+    @property
+    def checking(self) -> bool:
+        """Whether the slots are for the gradient that is seen, to be compared."""
+        return self.held.seen.outputs.gradient is not None
+
+    def fill(
+        self,
+        layer: Any,
+        weights: Array | None,
+        factors: Any = None,
+    ) -> "Tag":
         """This tag, ready to collect. `weights` are example weights, or `None`. `factors`
         are those of the layer so far, if there are any; there may be a basis in them that
         the statistics are to be taken in."""
@@ -195,9 +238,7 @@ class Tag(eqx.Module):
         if not self.block.weighted:
             weights = None
         if weights is not None:
-            stack = self.form.sizes(layer).stack
-            stack = stack[: len(stack) - self.form.groups]
-            weights = jnp.broadcast_to(weights, stack + weights.shape)
+            weights = jnp.broadcast_to(weights, self.stack(layer) + weights.shape)
         held = self.held._replace(slots=slots, weights=weights)
         if factors is not None:
             held = held._replace(basis=self.block.basis(factors))
@@ -209,6 +250,37 @@ class Tag(eqx.Module):
             return self
         return self._holding(self.held._replace(raw=raw, trained=self._marks(layer)))
 
+    def adding_up(self, layer: Any, examples: int, axes: frozenset) -> "Tag":
+        """This tag, ready to collect, with slots in which the gradients of examples add
+        up over all uses of the layer. Devices, along `axes`, have their own examples."""
+        slots = self.block.together(self.form, layer, examples)
+        slots = slots._replace(outputs=cast_varying(slots.outputs, axes))
+        return self._holding(self.held._replace(slots=slots))
+
+    def noting(self, layer: Any, note: Note, spare: bool = False) -> "Tag":
+        """This tag with a note, and with spare zeros, if it is ready to collect."""
+        if not jtu.tree_leaves(self.held):
+            return self
+        stack = self.stack(layer)
+        held = self.held._replace(note=note.write(stack))
+        if spare:  # Of one, a vector, a matrix.
+            shapes = (), (2,), (2, 2)
+            zeros = tuple(jnp.zeros((*stack, *own)) for own in shapes)
+            held = held._replace(spare=zeros)
+        return self._holding(held)
+
+    def stack(self, layer: Any) -> tuple[int, ...]:
+        """The axes along which whole layers are stacked."""
+        stack = self.form.sizes(layer).stack
+        return stack[: len(stack) - self.form.groups]
+
+    def fill_seen(self, layer: Any) -> "Tag":
+        """This tag, ready to collect the gradient that it sees."""
+        seen = Sight().slots(self.form, layer)
+        if not jtu.tree_leaves(seen):
+            return self
+        return self._holding(self.held._replace(seen=seen, trained=self._marks(layer)))
+
     def with_slots(self, other: "Tag") -> "Tag":
         """This tag, to add to the statistics of another one."""
         return self._holding(other.held._replace(trained=self.held.trained))
@@ -217,10 +289,10 @@ class Tag(eqx.Module):
         is_held = lambda node: node is self.held
         return eqx.tree_at(lambda tag: tag.held, self, held, is_leaf=is_held)
 
-    def _marks(self, layer: Any) -> tuple[Array | None, ...]:
+    def _marks(self, layer: Any) -> tuple[Array | None, ...] | None:
         """For the parameters that it is at, one for every member of a stack."""
         if not isinstance(self.form, Parameters):
-            return ()
+            return None
         leaves = zip(self.form.parameters(layer), self.form.ranks, strict=True)
         return tuple(
             None if p is None else jnp.ones(p.shape[: p.ndim - rank], bool)
@@ -251,13 +323,33 @@ class _Layout(NamedTuple):
         k = 2 + self.shared.num_leaves
         return operands[0], operands[1], operands[2:k], operands[k:]
 
+    def note(self, operands) -> Note | None:
+        """That of a tag with these operands, or abstract values of them."""
+        _, _, shared, _ = self.split(operands)
+        *_, note = jtu.tree_unflatten(self.shared, shared)
+        return None if note is None else Note.read(note.shape)
+
 
 tag_p = Primitive("kfac_tag")
 tag_linear_p = Primitive("kfac_tag_linear")
+statistic_p = Primitive("kfac_statistic")  # Marks what came from a transpose.
 
 
 def _value(y, *_, **__):
     return y
+
+
+def _batch_tag(axis, operands, dims, *, layout, **params):
+    """As `_batch`. What is the same for all examples gets their axis nevertheless: else
+    the gradients at it would be added up before they are squared."""
+    if all(d is None for d in dims):
+        note = layout.note(operands)
+        if note is None or axis.size not in note.examples:
+            return tag_p.bind(*operands, layout=layout, **params), None
+        y, *others = operands
+        operands = [jnp.broadcast_to(y, (axis.size, *y.shape)), *others]
+        dims = [0, *dims[1:]]
+    return _batch(tag_p, operands, dims, layout=layout, **params)
 
 
 def _batch(primitive, operands, dims, *, layout, stack, examples):
@@ -311,15 +403,15 @@ def _transpose(ct, *operands, layout, stack, examples):
 
     def statistics(x, ct, *shared):
         axes = stack + examples
-        weights, basis = jtu.tree_unflatten(layout.shared, shared)
+        weights, basis, *_ = jtu.tree_unflatten(layout.shared, shared)
         weights = row_weights(weights, x, stack, axes)
         rows = layout.block.rows(layout.form, x, ct, weights, stack, axes)
         rows = rows._replace(swapped=layout.swapped, basis=basis)
         return jtu.tree_leaves(layout.block.statistics(rows, like))
 
-    if not isinstance(layout.block, Raw):  # Rows have a derivative, sums do not.
-        statistics = _not_differentiable(statistics)
     stats = statistics(x, ct, *shared)
+    if not isinstance(layout.block, Raw):  # Rows have a derivative, sums do not.
+        stats = list(map(statistic_p.bind, stats))
     stats = [
         cast_varying(s, a.manual_axis_type.varying)
         for s, a in zip(stats, avals, strict=True)
@@ -328,27 +420,28 @@ def _transpose(ct, *operands, layout, stack, examples):
     return [ct, *nothing, *wanted]
 
 
-def _not_differentiable(fn: Callable) -> Callable:
-    fn = jax.custom_jvp(fn)
-
-    @fn.defjvp
-    def _(primals, tangents):
-        raise TypeError(
-            "Tried to differentiate curvature statistics. They are defined by a "
-            "transpose rule and have no derivative. If the loss function takes gradients "
-            "with respect to the model itself, take them with respect to "
-            "`kfac.revert(model)`. If curvature is computed inside a function that is "
-            "differentiated, apply `jax.lax.stop_gradient` to the model and the batch "
-            "that it is computed from."
-        )
-
-    return fn
+def _no_derivative(primals, tangents):
+    (statistic,), (tangent,) = primals, tangents
+    if type(tangent) is ad.Zero:
+        return statistic_p.bind(statistic), tangent
+    raise TypeError(
+        "Tried to differentiate curvature statistics. They are defined by a "
+        "transpose rule and have no derivative. If the loss function takes gradients "
+        "with respect to the model itself, take them with respect to "
+        "`kfac.revert(model)`. If curvature is computed inside a function that is "
+        "differentiated, apply `jax.lax.stop_gradient` to the model and the batch "
+        "that it is computed from."
+    )
 
 
-for _p in (tag_p, tag_linear_p):
+for _p in (tag_p, tag_linear_p, statistic_p):
     _p.def_impl(_value)
     _p.def_abstract_eval(_value)
     mlir.register_lowering(_p, mlir.lower_fun(_value, multiple_results=False))
-    batching.primitive_batchers[_p] = jtu.Partial(_batch, _p)
+for _p in (tag_p, tag_linear_p):
     ad.primitive_jvps[_p] = jtu.Partial(_jvp, _p)
+batching.fancy_primitive_batchers[tag_p] = _batch_tag
+batching.primitive_batchers[tag_linear_p] = jtu.Partial(_batch, tag_linear_p)
 ad.primitive_transposes[tag_linear_p] = _transpose
+batching.defvectorized(statistic_p)
+ad.primitive_jvps[statistic_p] = _no_derivative

@@ -133,7 +133,7 @@ def fill_tags(model: Any, weights: Array | None = None, curvature: Any = None) -
     def fill(tag, layer, factors):
         return tag.fill(layer, weights, factors)
 
-    return _with_tags(fill, model, blank(model) if curvature is None else curvature)
+    return with_tags(fill, model, blank(model) if curvature is None else curvature)
 
 
 def fill_raw(model: Any, slots: Any) -> Any:
@@ -142,15 +142,15 @@ def fill_raw(model: Any, slots: Any) -> Any:
     def fill(tag, layer, slots):
         return tag if slots is None else tag.fill_raw(layer, slots)
 
-    return _with_tags(fill, model, slots)
+    return with_tags(fill, model, slots)
 
 
 def empty_tags(model: Any) -> Any:
     """The model (or a tree of gradients of it) without its tags' slots."""
-    return _with_tags(lambda tag, _: tag.empty(), model)
+    return with_tags(lambda tag, _: tag.empty(), model)
 
 
-def _with_tags(fn: Callable, model: Any, *rest: Any) -> Any:
+def with_tags(fn: Callable, model: Any, *rest: Any) -> Any:
     """The model with `fn(tag, layer, *rest)` in the place of each of its tags."""
 
     def apply(layer, *own):

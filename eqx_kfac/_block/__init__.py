@@ -8,6 +8,7 @@ from ._base import (
 from ._diagonal import Diagonal as Diagonal, DiagonalFactors as DiagonalFactors
 from ._ekfac import EKFAC as EKFAC, EKFACFactors as EKFACFactors
 from ._full import Full as Full, FullFactors as FullFactors
+from ._gradients import Columns as Columns, columns_of as columns_of
 from ._identity import Identity as Identity, IdentityFactors as IdentityFactors
 from ._kronecker import Kronecker as Kronecker, KroneckerFactors as KroneckerFactors
 from ._series import Series as Series, SeriesFactors as SeriesFactors

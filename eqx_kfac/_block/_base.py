@@ -3,7 +3,8 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
-from jaxtyping import Array, Float, PyTree
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PyTree
 
 from .._devices import zeros_beside
 from .._form import AbstractForm, Rows, Sizes
@@ -59,6 +60,11 @@ class AbstractFactors(eqx.Module):
         """Numbers (of one layer: no stack axes) that are finite only if all are."""
         return self
 
+    def is_zero(self) -> Bool[Array, ""]:
+        """Whether the curvature (of one layer: no stack axes), but for `l2`, is known to
+        be zero. Symmetric matrices may be [`eqx_kfac.Packed`][]."""
+        return jnp.zeros((), bool)
+
 
 class AbstractBlock(eqx.Module):
     """How a layer's curvature is approximated: what is kept and what operator it is.
@@ -74,6 +80,9 @@ class AbstractBlock(eqx.Module):
     # Whether the operator is a Kronecker product on canonical matrices, or is diagonal in
     # a basis that is one.
     two_sided: ClassVar[bool] = False
+    # Whether it is made of squares of single examples' gradients. If these use the layer
+    # more than once, its slots hold the gradients themselves: see `together`.
+    squares_examples: ClassVar[bool] = False
     # Whether the statistics are taken in a basis that the factors have.
     has_basis: ClassVar[bool] = False
 
@@ -105,6 +114,19 @@ class AbstractBlock(eqx.Module):
     def operator(self, factors: Any) -> Any:
         """The lineax operator that the factors of one layer (no stack axes) denote,
         without its `l2`."""
+
+    #
+    # With `squares_examples`, and a number of `batch_axes`:
+    #
+
+    def together(self, form: AbstractForm, layer: Any, examples: int) -> Statistics:
+        """As `slots`, but for the gradients of so many examples, which add up over the
+        uses of the layer; `squared` then has the statistics."""
+        raise NotImplementedError
+
+    def squared(self, statistics: Statistics) -> Statistics:
+        """The statistics, given what came into either kind of slots."""
+        return statistics
 
     #
     # With `has_basis`:

@@ -1,10 +1,12 @@
 from typing import Any
 
+import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
+from .._misc import moment
 from ._base import AbstractFactors, Statistics
-from ._gradients import AbstractGradientBlock, squares
+from ._gradients import AbstractGradientBlock
 
 
 class DiagonalFactors(AbstractFactors):
@@ -14,6 +16,9 @@ class DiagonalFactors(AbstractFactors):
 
     diagonal: Float[Array, "*stack d_out d_in"]
     l2: Float[Array, "*stack"]
+
+    def is_zero(self) -> Bool[Array, ""]:
+        return jnp.all(self.diagonal == 0)
 
 
 class Diagonal(AbstractGradientBlock):
@@ -36,11 +41,14 @@ class Diagonal(AbstractGradientBlock):
     def shapes(self, d_out: int, d_in: int) -> dict[str, tuple[int, ...]]:
         return dict(squares=(d_out, d_in))
 
-    def moments(self, g: Array, x: Array, stack: int, like: Any) -> Any:
-        return dict(squares=squares(g, x, stack, self.batch_axes, like["squares"]))
+    def moments(self, gradients: Array, stack: int, like: Any) -> Any:
+        return dict(squares=jnp.sum(gradients**2, axis=stack))
+
+    def moments_of_rows(self, g: Array, x: Array, stack: int, like: Any) -> Any:
+        return dict(squares=moment(g**2, x**2, stack, like["squares"]))
 
     def factors(self, statistics: Statistics, count: Any, l2: Any) -> DiagonalFactors:
-        total = statistics.outputs["squares"]
+        total = statistics.outputs.squares["squares"]
         diagonal = total / count.astype(total.dtype)
         return DiagonalFactors(diagonal, l2.astype(diagonal.dtype))
 

@@ -4,13 +4,13 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from .._devices import zeros_of
 from .._form import AbstractForm, Rows
-from .._operator import KroneckerBasis, matmul, SpectralOperator
+from .._operator import KroneckerBasis, matmul, SpectralOperator, vanishes
 from ._base import AbstractBlock, AbstractFactors, Statistics
-from ._gradients import Columns, columns_of, squares
+from ._gradients import Columns, columns_of, Squares, squares
 from ._kronecker import Kronecker
 from ._sharing import AbstractSharing, Expand
 
@@ -28,6 +28,9 @@ class EKFACFactors(AbstractFactors):
     eigenvalues: Float[Array, "*stack d_out d_in"]
     l2: Float[Array, "*stack"]
     symmetric = ("input_factor", "output_factor")
+
+    def is_zero(self) -> Bool[Array, ""]:
+        return vanishes(self.input_factor) | vanishes(self.output_factor)
 
 
 class EKFAC(AbstractBlock):
@@ -56,6 +59,7 @@ class EKFAC(AbstractBlock):
     batch_axes: int = eqx.field(static=True)
     mixes_positions = True
     two_sided = True
+    squares_examples = True
     has_basis = True
 
     def __init__(
@@ -78,7 +82,8 @@ class EKFAC(AbstractBlock):
 
     def empty(self) -> Statistics:
         empty = self.kronecker.empty()
-        return Statistics((empty.inputs, Columns()), (empty.outputs, None))
+        outputs = empty.outputs, Squares(None, None)
+        return Statistics((empty.inputs, Columns()), outputs)
 
     def slots(self, form: AbstractForm, layer: Any) -> Statistics:
         found = columns_of(form, layer)
@@ -86,23 +91,40 @@ class EKFAC(AbstractBlock):
             return self.empty()
         columns, shape, zeros = found
         slots = self.kronecker.slots(form, layer)
-        return Statistics((slots.inputs, columns), (slots.outputs, zeros(*shape)))
+        outputs = slots.outputs, Squares(None, zeros(*shape))
+        return Statistics((slots.inputs, columns), outputs)
 
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
         (inputs, columns), (outputs, like) = slots.inputs, slots.outputs
         moments = self.kronecker.statistics(rows, Statistics(inputs, outputs))
-        eigenvalues = zeros_of(like)
+        eigenvalues, stack = zeros_of(like), rows.stack  # None yet, without a basis.
         if rows.basis.output_vectors is not None:
-            x = _rotated(columns.inputs(rows), rows.basis.input_vectors, rows.stack)
-            g = rows.g.astype(like.dtype)
-            g = _rotated(g, rows.basis.output_vectors, rows.stack)
-            eigenvalues = squares(g, x, rows.stack, self.batch_axes, like)
+            x = _rotated(columns.inputs(rows), rows.basis.input_vectors, stack)
+            g = _rotated(rows.g.astype(x.dtype), rows.basis.output_vectors, stack)
+            if like.gradients is None:
+                square = squares(g, x, stack, self.batch_axes, like.squares)
+                eigenvalues = Squares(None, square)
+            else:
+                eigenvalues = like.filled(g, x, stack, self.batch_axes)
         return Statistics(
             (moments.inputs, zeros_of(columns)), (moments.outputs, eigenvalues)
         )
 
+    def together(self, form: AbstractForm, layer: Any, examples: int) -> Statistics:
+        slots = self.slots(form, layer)
+        outputs, eigenvalues = slots.outputs
+        eigenvalues = eigenvalues.together(form, layer, examples)
+        return slots._replace(outputs=(outputs, eigenvalues))
+
+    def squared(self, statistics: Statistics) -> Statistics:
+        outputs, (gradients, _) = statistics.outputs
+        if gradients is None:
+            return statistics
+        eigenvalues = jnp.sum(gradients**2, axis=gradients.ndim - 3)
+        return statistics._replace(outputs=(outputs, Squares(None, eigenvalues)))
+
     def factors(self, statistics: Statistics, count: Any, l2: Any) -> EKFACFactors:
-        (inputs, _), (outputs, squares) = statistics.inputs, statistics.outputs
+        (inputs, _), (outputs, (_, squares)) = statistics.inputs, statistics.outputs
         kronecker = self.kronecker.factors(Statistics(inputs, outputs), count, l2)
         diagonal = kronecker.input_factor.ndim == l2.ndim + 1
         return EKFACFactors(

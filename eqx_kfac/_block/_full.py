@@ -1,10 +1,10 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from .._misc import moment
-from .._operator import KroneckerOperator
+from .._operator import KroneckerOperator, vanishes
 from ._base import AbstractFactors, Statistics
 from ._gradients import AbstractGradientBlock
 
@@ -17,6 +17,9 @@ class FullFactors(AbstractFactors):
     matrix: Float[Array, "*stack size size"]
     l2: Float[Array, "*stack"]
     symmetric = ("matrix",)
+
+    def is_zero(self) -> Bool[Array, ""]:
+        return vanishes(self.matrix)
 
 
 class Full(AbstractGradientBlock):
@@ -32,13 +35,12 @@ class Full(AbstractGradientBlock):
     def shapes(self, d_out: int, d_in: int) -> dict[str, tuple[int, ...]]:
         return dict(second=(d_out * d_in, d_out * d_in))
 
-    def moments(self, g: Array, x: Array, stack: int, like: Any) -> Any:
-        gradients = self.gradients(g, x, stack)
+    def moments(self, gradients: Array, stack: int, like: Any) -> Any:
         vectors = gradients.reshape(*gradients.shape[: stack + 1], -1)
         return dict(second=moment(vectors, vectors, stack, like["second"]))
 
     def factors(self, statistics: Statistics, count: Any, l2: Any) -> FullFactors:
-        total = statistics.outputs["second"]
+        total = statistics.outputs.squares["second"]
         matrix = total / count.astype(total.dtype)
         return FullFactors(matrix, l2.astype(matrix.dtype))
 

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jaxtyping import Array, Float
 
 from .._checks import check_count
-from .._devices import zeros_of
+from .._devices import gathered, zeros_of
 from .._form import AbstractForm, Rows
 from .._misc import accumulator, moment
 from ._base import AbstractBlock, sizes_and_zeros, Statistics
@@ -55,6 +56,7 @@ class AbstractGradientBlock(AbstractBlock):
     # The cotangents are, and nothing else enters.
     weighted: bool = eqx.field(static=True, default=False, init=False, repr=False)
     mixes_positions: bool = eqx.field(static=True, default=True, init=False, repr=False)
+    squares_examples = True
 
     def __init__(self, batch_axes: int = 1):
         """**Arguments:**
@@ -66,20 +68,28 @@ class AbstractGradientBlock(AbstractBlock):
 
     @abc.abstractmethod
     def moments(
+        self, gradients: Float[Array, "*stack examples d_out d_in"], stack: int, like: Any
+    ) -> Any:
+        """Sums over examples, of the shapes `like`."""
+
+    def moments_of_rows(
         self,
         g: Float[Array, "*rows d_out"],
         x: Float[Array, "*rows d_in"],
         stack: int,
         like: Any,
     ) -> Any:
-        """Sums over rows, or over `self.gradients(g, x, stack)`, of the shapes `like`."""
+        """The same, of examples with one row each: where it can be done without writing
+        their gradients out."""
+        gradients = example_gradients(g, x, stack, self.batch_axes)
+        return self.moments(gradients, stack, like)
 
     @abc.abstractmethod
     def shapes(self, d_out: int, d_in: int) -> dict[str, tuple[int, ...]]:
         """The shapes of the moments, by name, for a canonical matrix."""
 
     def empty(self) -> Statistics:
-        return Statistics(Columns(), dict.fromkeys(self.shapes(0, 0)))
+        return Statistics(Columns(), Squares(None, dict.fromkeys(self.shapes(0, 0))))
 
     def slots(self, form: AbstractForm, layer: Any) -> Statistics:
         found = columns_of(form, layer)
@@ -87,22 +97,54 @@ class AbstractGradientBlock(AbstractBlock):
             return self.empty()
         columns, shape, zeros = found
         shapes = self.shapes(*shape)
-        return Statistics(columns, {name: zeros(*s) for name, s in shapes.items()})
+        squares = {name: zeros(*s) for name, s in shapes.items()}
+        return Statistics(columns, Squares(None, squares))
 
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
-        x, like = slots.inputs.inputs(rows), slots.outputs
-        g = rows.g.astype(x.dtype)
-        return Statistics(zeros_of(slots.inputs), self.moments(g, x, rows.stack, like))
+        x, stack = slots.inputs.inputs(rows), rows.stack
+        g, (gradients, like) = rows.g.astype(x.dtype), slots.outputs
+        if gradients is not None:
+            outputs = slots.outputs.filled(g, x, stack, self.batch_axes)
+        elif has_positions(g, stack, self.batch_axes):
+            found = example_gradients(g, x, stack, self.batch_axes)
+            outputs = Squares(None, self.moments(found, stack, like))
+        else:
+            outputs = Squares(None, self.moments_of_rows(g, x, stack, like))
+        return Statistics(zeros_of(slots.inputs), outputs)
 
-    def has_positions(self, g: Array, stack: int) -> bool:
-        """Whether several rows belong to one example."""
-        return has_positions(g, stack, self.batch_axes)
+    def together(self, form: AbstractForm, layer: Any, examples: int) -> Statistics:
+        slots = self.slots(form, layer)
+        return slots._replace(outputs=slots.outputs.together(form, layer, examples))
 
-    def gradients(
-        self, g: Array, x: Array, stack: int
-    ) -> Float[Array, "*stack examples d_out d_in"]:
-        """Those of single examples, written out."""
-        return example_gradients(g, x, stack, self.batch_axes)
+    def squared(self, statistics: Statistics) -> Statistics:
+        gradients, like = statistics.outputs
+        if gradients is None:
+            return statistics
+        like = jtu.tree_map(jax.typeof, like)
+        moments = self.moments(gradients, gradients.ndim - 3, like)
+        return statistics._replace(outputs=Squares(None, moments))
+
+
+class Squares(NamedTuple):
+    """Slots for what is made of squares of examples' gradients; these stay empty where
+    there are slots for the gradients themselves."""
+
+    gradients: Any
+    squares: Any
+
+    def filled(self, g: Array, x: Array, stack: int, batch_axes: int) -> "Squares":
+        """The gradients of one use."""
+        gradients = example_gradients(g, x, stack, batch_axes)
+        gradients = gathered(gradients.astype(self.gradients.dtype), stack)
+        return Squares(gradients, zeros_of(self.squares))
+
+    def together(self, form: AbstractForm, layer: Any, examples: int) -> "Squares":
+        """Slots for gradients."""
+        found = columns_of(form, layer)
+        if found is None:
+            return self
+        _, shape, zeros = found
+        return self._replace(gradients=zeros(examples, *shape))
 
 
 def has_positions(g: Array, stack: int, batch_axes: int) -> bool:

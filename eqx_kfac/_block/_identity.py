@@ -4,7 +4,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from .._devices import zeros_of
 from ._base import AbstractFactors, Statistics
@@ -18,6 +18,9 @@ class IdentityFactors(AbstractFactors):
     scale: Float[Array, "*stack"]
     l2: Float[Array, "*stack"]
     shape: tuple[int, int] = eqx.field(static=True)
+
+    def is_zero(self) -> Bool[Array, ""]:
+        return self.scale == 0
 
 
 class Identity(AbstractGradientBlock):
@@ -34,17 +37,20 @@ class Identity(AbstractGradientBlock):
     def shapes(self, d_out: int, d_in: int) -> dict[str, tuple[int, ...]]:
         return dict(rows=(d_out,), columns=(d_in,))
 
-    def moments(self, g: Array, x: Array, stack: int, like: Any) -> Any:
-        # The squared norms of all rows; of the columns, only their number counts.
-        if self.has_positions(g, stack):
-            norms = jnp.sum(self.gradients(g, x, stack) ** 2, axis=-1)
-        else:
-            norms = g**2 * jnp.sum(x**2, axis=-1, keepdims=True)
+    def moments(self, gradients: Array, stack: int, like: Any) -> Any:
+        return self._norms(jnp.sum(gradients**2, axis=-1), stack, like)
+
+    def moments_of_rows(self, g: Array, x: Array, stack: int, like: Any) -> Any:
+        return self._norms(g**2 * jnp.sum(x**2, axis=-1, keepdims=True), stack, like)
+
+    def _norms(self, norms: Array, stack: int, like: Any) -> Any:
+        """The squared norms of all rows; of the columns, only their number counts."""
         rows = jnp.sum(norms, axis=tuple(range(stack, norms.ndim - 1)))
         return dict(rows=rows, columns=zeros_of(like["columns"]))
 
     def factors(self, statistics: Statistics, count: Any, l2: Any) -> IdentityFactors:
-        rows, columns = statistics.outputs["rows"], statistics.outputs["columns"]
+        squares = statistics.outputs.squares
+        rows, columns = squares["rows"], squares["columns"]
         shape = rows.shape[-1], columns.shape[-1]
         scale = jnp.sum(rows, axis=-1) / count.astype(rows.dtype) / math.prod(shape)
         return IdentityFactors(scale=scale, l2=l2.astype(scale.dtype), shape=shape)

@@ -3,12 +3,12 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from .._devices import zeros_of
 from .._form import AbstractForm, Rows, Vectors
 from .._misc import trailing
-from .._operator import diagonal, KroneckerOperator
+from .._operator import diagonal, KroneckerOperator, vanishes
 from ._base import AbstractBlock, AbstractFactors, sizes_and_zeros, Statistics
 from ._sharing import AbstractSharing, Expand
 
@@ -43,6 +43,9 @@ class KroneckerFactors(AbstractFactors):
     output_factor: Float[Array, "..."]
     l2: Float[Array, "*stack"]
     symmetric = ("input_factor", "output_factor")
+
+    def is_zero(self) -> Bool[Array, ""]:
+        return vanishes(self.input_factor) | vanishes(self.output_factor)
 
     def bounds(self) -> PyTree[Array]:
         # |sum a b|^2 <= sum a^2 sum b^2

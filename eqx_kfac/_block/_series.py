@@ -2,11 +2,11 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from .._form import AbstractForm, Rows
 from .._misc import moment, trailing
-from .._operator import SeriesOperator
+from .._operator import SeriesOperator, vanishes
 from ._base import AbstractBlock, AbstractFactors, sizes_and_zeros, Statistics
 
 
@@ -32,6 +32,9 @@ class SeriesFactors(AbstractFactors):
     length: Float[Array, "*stack"]
     l2: Float[Array, "*stack"]
     symmetric = ("input_factor", "output_factor")
+
+    def is_zero(self) -> Bool[Array, ""]:
+        return vanishes(self.input_factor) | vanishes(self.output_factor)
 
 
 class Series(AbstractBlock):

@@ -32,23 +32,25 @@ class TNT(AbstractGradientBlock):
     def shapes(self, d_out: int, d_in: int) -> dict[str, tuple[int, ...]]:
         return dict(left=(d_out, d_out), right=(d_in, d_in))
 
-    def moments(self, g: Array, x: Array, stack: int, like: Any) -> Any:
-        left, right = like["left"], like["right"]
-        if self.has_positions(g, stack):
-            a = self.gradients(g, x, stack)
-            return dict(
-                left=moment(a.mT, a.mT, stack, left), right=moment(a, a, stack, right)
-            )
+    def moments(self, gradients: Array, stack: int, like: Any) -> Any:
+        a = gradients
+        return dict(
+            left=moment(a.mT, a.mT, stack, like["left"]),
+            right=moment(a, a, stack, like["right"]),
+        )
+
+    def moments_of_rows(self, g: Array, x: Array, stack: int, like: Any) -> Any:
         # (g x^T) (g x^T)^T = |x|^2 g g^T
         x_norm = jnp.sum(x**2, axis=-1, keepdims=True)
         g_norm = jnp.sum(g**2, axis=-1, keepdims=True)
         return dict(
-            left=moment(g * x_norm, g, stack, left),
-            right=moment(x * g_norm, x, stack, right),
+            left=moment(g * x_norm, g, stack, like["left"]),
+            right=moment(x * g_norm, x, stack, like["right"]),
         )
 
     def factors(self, statistics: Statistics, count: Any, l2: Any) -> KroneckerFactors:
-        left, right = statistics.outputs["left"], statistics.outputs["right"]
+        squares = statistics.outputs.squares
+        left, right = squares["left"], squares["right"]
         trace = jnp.trace(left, axis1=-2, axis2=-1)[..., None, None]
         output_factor = left / count.astype(left.dtype)
         return KroneckerFactors(

@@ -11,12 +11,14 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float
 
+from .._batch import Batch
 from .._custom_types import Key, Model
 from .._devices import over_stack
-from .._estimate import curvature
 from .._fisher import AbstractFisher, Empirical, Exact
-from .._linearise import run
+from .._linearise import unseen
 from .._misc import trailing
+from .._program import look
+from .._run import run
 from .._tag import is_trainable, Tag
 from .._tagged import check_tagged, flatten_tags, map_tags, update_layers
 from ._table import block_shown, sizes_shown, table
@@ -32,11 +34,18 @@ class LayerCheck:
     block: str
     stack: tuple[int, ...]
     shape: str  # Of the canonical matrix.
+    # ‖∇ - Σ g x̄ᵀ‖ / ‖∇‖ of a gradient of the losses: the share of it that did not pass
+    # through the tag.
+    unseen: np.ndarray
+    shared: bool  # Whether an example has several rows.
+    # Of a layer that is too large, the following are NaN.
     error: np.ndarray  # ‖F̂ - F‖ / ‖F‖, Frobenius.
     cosine: np.ndarray  # ⟨F̂, F⟩ / (‖F̂‖ ‖F‖).
     ratio: np.ndarray  # tr F̂ / tr F: 1 if the scale is right.
     diagonal_error: np.ndarray  # ‖diag F̂ - diag F‖ / ‖diag F‖.
     tolerance: float
+    scalar: bool  # Whether one of its factors is a number.
+    too_large: bool  # More than `limit` parameters.
     consistent: bool  # Whether `from_matrix` is the inverse of `to_matrix`.
 
     @property
@@ -48,18 +57,23 @@ class LayerCheck:
     def verdict(self) -> str:
         """In words."""
         error, ratio = _worst(self.error, 0.0), _worst(self.ratio, 1.0)
-        cosine = float(np.min(self.cosine))
+        cosine, unseen = float(np.min(self.cosine)), _worst(self.unseen, 0.0)
         if not self.consistent:
             return "WRONG: `from_matrix` does not undo `to_matrix`"
+        if not unseen <= self.tolerance:
+            return f"WRONG: its tag did not see {unseen:.2%} of its gradient"
+        if self.too_large:
+            return "sees its gradient; too large to compare its block"
         if not np.isfinite(error):
             return "WRONG: not finite"
         if self.exact:
             return "exact"
-        if 1 - cosine <= self.tolerance:
+        proportional = np.sqrt(np.clip(1 - cosine**2, 0, 1)) <= self.tolerance
+        if proportional and not self.shared and not self.scalar:
             return f"WRONG SCALE: exact, but for a factor of {ratio:.4g}"
         if np.all(self.diagonal_error <= self.tolerance):
             return "approximate, with the exact diagonal"
-        if cosine < 0.5 or not 1 / 3 < ratio < 3:
+        if not self.shared and (cosine < 0.5 or not 1 / 3 < ratio < 3):
             return "SUSPICIOUS: see `kfac.verify` with a batch of one example"
         return "approximate"
 
@@ -80,11 +94,12 @@ class Verification:
         return all(check.exact for check in self.layers)
 
     def __repr__(self) -> str:
-        header = "path form block shape error cosine ratio verdict".split()
+        header = "path form block shape unseen error cosine ratio verdict".split()
         rows = [
             (
                 *(c.path or "(the model)", c.form, c.block, c.shape),
-                *(_worst(c.error, 0.0), float(np.min(c.cosine)), _worst(c.ratio, 1.0)),
+                *(_worst(c.unseen, 0.0), _worst(c.error, 0.0)),
+                *(float(np.min(c.cosine)), _worst(c.ratio, 1.0)),
                 c.verdict,
             )
             for c in self.layers
@@ -106,6 +121,11 @@ def verify(
     wrong scale, a wrong input or a forgotten bias in a layer, a form or a block of your
     own.
 
+    First of all, whether every tag sees all of its layer's gradient: `unseen` is the
+    share of it that did not pass through the tag, because the layer's parameters are used
+    or changed outside of the layer, or its derivative in the input is used. It must be
+    zero.
+
     Take a few examples and a small model. With *one* example, in which a layer is used
     once, [`eqx_kfac.Kronecker`][] is exact, whatever the model: then everything else than
     `exact` is a mistake. With more examples an approximation is one; `ratio`, the trace
@@ -120,14 +140,16 @@ def verify(
         [`eqx_kfac.Empirical`][], the mean over examples of the outer products of their
         gradients.
     - `key`: for the Fisher estimate.
-    - `limit`: the most parameters of one layer: a dense block has their square.
+    - `limit`: the most parameters of a layer whose block is compared: a dense block has
+        their square. Larger layers are only checked for what their tag does not see.
 
     **Returns:**
 
     A [`eqx_kfac.Verification`][]: `report.layers`, `report[path]`, `report.exact`;
     `print(report)` is a table. What an `L2` term adds is in neither of the two blocks.
 
-    **Raises:** `ValueError` if a layer has more than `limit` parameters.
+    **Raises:** as [`eqx_kfac.curvature`][], but for parameters that pass by their tag:
+    these are in the report.
 
     !!! Example
 
@@ -138,26 +160,26 @@ def verify(
     check_tagged(model)
     found, _ = flatten_tags(lambda tag, layer: (tag, layer), model)
     places = [(path, *pair) for path, pair in found]
-    for path, tag, layer in places:
-        size = _size(tag, layer)
-        if size > limit:
-            raise ValueError(
-                f"The layer `{path}` has {size} parameters, and its exact block their "
-                f"square in entries. Verify a smaller model of the same kind, or pass "
-                f"`limit={size}` or more."
-            )
     empirical = isinstance(fisher, Empirical)
 
-    def both(model, args, key, kwargs):
-        factors = curvature(loss_fn, fisher)(model, *args, key=key, **kwargs)
-        guesses = jtu.tree_leaves(_operators(model, factors))
-        return guesses, _exact_rows(model, loss_fn, args, kwargs, empirical)
+    def looked_at(model, args, key, kwargs):
+        program = look(loss_fn, model, args, kwargs, uses=False)
+        batch = Batch(loss_fn, args, kwargs).linearise(model, program=program)
+        factors = batch.curvature(fisher, key)
+        shares = unseen(loss_fn, model, args, kwargs, program)
+        guesses = jtu.tree_leaves(_operators(model, factors, limit))
+        rows = _exact_rows(model, loss_fn, args, kwargs, empirical, limit)
+        return [jtu.tree_leaves(s) for s in shares], batch.share.count, guesses, rows
 
-    guesses, rows = eqx.filter_jit(both)(model, args, key, kwargs)
-    checks = [
-        _check(path, tag, layer, matrix, row)
-        for (path, tag, layer), matrix, row in zip(places, guesses, rows, strict=True)
-    ]
+    found = eqx.filter_jit(looked_at)(model, args, key, kwargs)
+    (shares, numbers), count, guesses, rows = found
+    compared = iter(zip(guesses, rows, strict=True))
+    checks = []
+    for place, share, number in zip(places, shares, numbers, strict=True):
+        _, tag, layer = place
+        matrices = None if _size(tag, layer) > limit else next(compared)
+        shared = bool(np.any(np.asarray(number) > np.asarray(count)))
+        checks.append(_check(*place, np.asarray(share), shared, matrices))
     return Verification(tuple(checks))
 
 
@@ -166,11 +188,11 @@ def _size(tag: Tag, layer: Any) -> int:
     return sizes.d_out * (sizes.d_in + sizes.bias)
 
 
-def _operators(model: Model, factors: Model) -> Model:
-    """`[*stack, size, size]` for every tag."""
+def _operators(model: Model, factors: Model, limit: int) -> Model:
+    """`[*stack, size, size]` for every tag of a layer that is not too large."""
 
     def dense(tag, layer, factors):
-        if factors is None:
+        if factors is None or _size(tag, layer) > limit:
             return None
         as_matrix = lambda factors: tag.block.operator(factors).as_matrix()
         return over_stack(as_matrix, factors.l2.ndim)(factors)
@@ -179,13 +201,15 @@ def _operators(model: Model, factors: Model) -> Model:
 
 
 def _exact_rows(
-    model: Model, loss_fn: Callable, args: Any, kwargs: Any, empirical: bool
+    model: Model, loss_fn: Callable, args: Any, kwargs: Any, empirical: bool, limit: int
 ) -> list[Float[Array, "rows ..."]]:
-    r"""For every tag, matrices `[rows, *stack, d_out, d_in]` whose outer products add up
-    to the exact block."""
+    r"""For every tag of a layer that is not too large, matrices `[rows, *stack, d_out,
+    d_in]` whose outer products add up to the exact block."""
 
     def canonical(tag, layer):
-        return tag.form.to_matrix(layer) if is_trainable(tag, layer) else None
+        if not is_trainable(tag, layer) or _size(tag, layer) > limit:
+            return None
+        return tag.form.to_matrix(layer)
 
     def replace(tag, layer, new, matrix):
         return new if matrix is None else tag.form.from_matrix(matrix, new)
@@ -236,27 +260,36 @@ def _only(a: Array, i: Any) -> Array:
     return a * trailing(is_i, a)
 
 
-def _check(path: str, tag: Tag, layer: Any, approximate: Any, rows: Any) -> LayerCheck:
+def _check(
+    path: str, tag: Tag, layer: Any, share: np.ndarray, shared: bool, matrices: Any
+) -> LayerCheck:
     sizes = tag.form.sizes(layer)
-    size = _size(tag, layer)
-    rows = np.asarray(rows, float).reshape(len(rows), -1, size)
-    exact = np.einsum("rsi,rsj->sij", rows, rows)
-    guess = np.asarray(approximate, float).reshape(-1, size, size)
-    numbers = np.array([_compare(a, b) for a, b in zip(guess, exact, strict=True)])
-    numbers = np.moveaxis(numbers.reshape(*sizes.stack, 4), -1, 0)
+    numbers = np.full((4, *sizes.stack), np.nan)
+    if matrices is not None:
+        size = _size(tag, layer)
+        approximate, rows = (np.asarray(a, float) for a in matrices)
+        rows = rows.reshape(len(rows), -1, size)
+        exact = np.einsum("rsi,rsj->sij", rows, rows)
+        guess = approximate.reshape(-1, size, size)
+        pairs = zip(guess, exact, strict=True)
+        numbers = np.array([_compare(a, b) for a, b in pairs])
+        numbers = np.moveaxis(numbers.reshape(*sizes.stack, 4), -1, 0)
     error, cosine, ratio, diagonal_error = map(np.asarray, numbers)
-    eps = jnp.finfo(approximate.dtype).eps
     return LayerCheck(
         path=path,
         form=type(tag.form).__name__,
         block=block_shown(tag.block),
         stack=sizes.stack,
         shape=sizes_shown(*sizes[:4]),
+        unseen=share.astype(float),
+        shared=shared,
         error=error,
         cosine=cosine,
         ratio=ratio,
         diagonal_error=diagonal_error,
-        tolerance=float(10 * np.sqrt(eps)),
+        tolerance=float(10 * np.sqrt(np.finfo(share.dtype).eps)),
+        scalar=1 in (sizes.d_out, sizes.d_in + sizes.bias),
+        too_large=matrices is None,
         consistent=_consistent(tag, layer),
     )
 

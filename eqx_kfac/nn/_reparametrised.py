@@ -5,6 +5,7 @@ fixed: the tag is at a zero that is added to the output, times $s$."""
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -36,8 +37,10 @@ class WeightNorm(AbstractTagged, eqx.nn.WeightNorm):
         y = super(WeightNorm, layer).__call__(x, key=key)  # pyright: ignore
         if not self.tag["weight"].collecting:
             return y
-        scale = self.g / self._norm(self.layer.weight)
-        return _tagged(self.tag["weight"], y, x, scale.reshape(-1))
+        norm = self._norm(self.layer.weight)
+        if self.tag["weight"].checking:
+            y = _with_fixed(layer.layer, layer.g / jax.lax.stop_gradient(norm), x)
+        return _tagged(self.tag["weight"], y, x, (self.g / norm).reshape(-1))
 
 
 class SpectralNorm(AbstractTagged, eqx.nn.SpectralNorm):
@@ -64,6 +67,8 @@ class SpectralNorm(AbstractTagged, eqx.nn.SpectralNorm):
         u, v = state.get(self.uv_index)
         matrix = self.layer.weight.reshape(len(u), len(v))
         scale = 1 / jnp.einsum("i,ij,j->", u, matrix, v)
+        if self.tag["weight"].checking:
+            y = _with_fixed(layer.layer, jax.lax.stop_gradient(scale), x)
         return _tagged(self.tag["weight"], y, x, scale[None]), state
 
 
@@ -87,6 +92,11 @@ def _rank(inner: Any) -> int:
 def _supports(layer: Any) -> bool:
     kinds = (eqx.nn.Linear, eqx.nn.Conv, eqx.nn.ConvTranspose)
     return layer.weight_name == "weight" and isinstance(layer.layer, kinds)
+
+
+def _with_fixed(layer: Any, scale: Array, x: Any) -> Array:
+    """The layer inside, its weight times a scale that does not depend on it."""
+    return eqx.tree_at(lambda m: m.weight, layer, layer.weight * scale)(x)
 
 
 def _tagged(tag: Tag, y: Array, x: Any, scale: Array) -> Array:

@@ -1,0 +1,296 @@
+"""How values flow through a traced function: what each depends on, whether it is known to
+be zero, and which are the same expressions."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+
+class Value(NamedTuple):
+    """What is known of a value: expressions with the same `key` are the same; `sources`
+    are the bits of what it depends on."""
+
+    key: int
+    sources: int = 0
+
+
+ZERO = Value(0)  # Zero for certain. (What it depends on does not matter.)
+
+
+class Around(NamedTuple):
+    """What is around an operation."""
+
+    loops: tuple[int | None, ...] = ()  # How many times they go round, if known.
+    apart: bool = False  # A function whose derivative is not that of its operations.
+
+
+class Expressions:
+    """All expressions so far, and which of them are known not to be negative."""
+
+    def __init__(self):
+        self.keys = {}
+        self.nonnegative = set()
+
+
+class Flow:
+    """Follows values through jaxprs. `visit(eqn, values, around)` gives the values of an
+    operation's results and something to be kept in `seen`, or `None` for what is known of
+    every operation; `kept` are the sources that a value has even if it has no derivative
+    in them. Flows that share their `expressions` give equal ones the same key."""
+
+    def __init__(self, expressions: Expressions, visit: Callable, kept: int):
+        self.expressions = expressions
+        self.visit = visit
+        self.kept = kept
+        self.seen = []
+        self.opaque = False  # Whether any operation could not be looked into.
+
+    def source(self, *name: Any, sources: int = 0) -> Value:
+        """A value that is known by its name."""
+        keys = self.expressions.keys
+        return Value(keys.setdefault(name, len(keys) + 1), sources)
+
+    def follow(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Value],
+        inputs: Sequence[Value],
+        around: Around = Around(),
+    ) -> list[Value]:
+        """The values that a jaxpr returns."""
+        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs]))
+
+        def read(atom):
+            return self._literal(atom) if hasattr(atom, "val") else known[atom]
+
+        for eqn in jaxpr.eqns:
+            values = [read(atom) for atom in eqn.invars]
+            results = self._results(eqn, values, around)
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def constant(self, value: Any, sources: int = 0) -> Value:
+        """An array that is not traced: known by what is in it, if that is not much."""
+        if isinstance(value, jax.core.Tracer):
+            return self.source("tracer", id(value), sources=sources)
+        kind = np.shape(value), str(getattr(value, "dtype", type(value)))
+        plain = isinstance(value, (np.ndarray, np.generic, int, float, bool))
+        if not plain or np.size(value) > 2**16:
+            return self.source("array", *kind, sources=sources)
+        array = np.asarray(value)
+        if not array.any() and array.dtype.kind in "fiub":
+            return ZERO
+        return self.source("constant", *kind, array.tobytes(), sources=sources)
+
+    def _literal(self, atom: Any) -> Value:
+        if np.ndim(atom.val) == 0 and not np.any(atom.val):
+            return ZERO
+        return self.source("literal", str(atom.aval), repr(atom.val))
+
+    def _results(self, eqn: Any, values: list[Value], around: Around) -> list[Value]:
+        visited = self.visit(eqn, values, around)
+        if visited is not None:
+            results, seen = visited
+            self.seen += seen
+            return results
+        name, params = eqn.primitive.name, eqn.params
+        if name == "scan":
+            return self._scan(params, values, around)
+        if name == "while":
+            return self._while(params, values, around)
+        if name == "cond":
+            return self._cond(params, values, around)
+        inner = list(_jaxprs(list(params.values())))
+        if len(inner) == 1 and len(_open(inner[0]).invars) == len(values):
+            apart = around.apart or name == "custom_vjp_call"
+            return self._closed(inner[0], values, around._replace(apart=apart))
+        if inner or any(map(_is_program, params.values())):
+            return self._unknown(eqn, values, inner)
+        return self._operation(eqn, values)
+
+    def _closed(self, jaxpr: Any, values: list[Value], around: Around) -> list[Value]:
+        consts = map(self.constant, getattr(jaxpr, "consts", ()))
+        return self.follow(_open(jaxpr), list(consts), values, around)
+
+    def _operation(self, eqn: Any, values: list[Value]) -> list[Value]:
+        name = eqn.primitive.name
+        zero = [v.key == ZERO.key for v in values]
+        if values and _is_zero(name, zero):
+            return [ZERO] * len(eqn.outvars)
+        if (name in ("add", "add_any") and any(zero)) or (name == "sub" and zero[1]):
+            return [values[zero.index(False)]]
+        at_least_zero = name == "abs" or (name == "max" and any(zero))
+        if name == "max" and any(zero):
+            (other,) = [v for v, z in zip(values, zero, strict=True) if not z]
+            if other.key in self.expressions.nonnegative:
+                return [other]
+        sources = 0
+        for v in values:
+            sources |= v.sources
+        shapes = [str(a.aval) for a, z in zip(eqn.invars, zero, strict=True) if z]
+        parts = name, tuple(v.key for v in values), *shapes, _static(eqn.params)
+        results = []
+        for i, out in enumerate(eqn.outvars):
+            smooth = name not in _FLAT and jnp.issubdtype(out.aval.dtype, jnp.inexact)
+            kept = sources if smooth else sources & self.kept
+            results.append(self.source("of", *parts, i, sources=kept))
+        if at_least_zero:
+            self.expressions.nonnegative.update(v.key for v in results)
+        return results
+
+    def _unknown(self, eqn: Any, values: list[Value], inner: list) -> list[Value]:
+        """An operation that is not made of operations that could be followed."""
+        self.opaque = True
+        apart = Around((None,), apart=True)
+        for jaxpr in inner:
+            inputs = [self.source("unknown", i) for i in range(len(_open(jaxpr).invars))]
+            self._closed(jaxpr, inputs, apart)
+        sources = 0
+        for v in values:
+            sources |= v.sources & self.kept
+        keys = tuple(v.key for v in values if v.key != ZERO.key)
+        return [
+            self.source("unknown", eqn.primitive.name, keys, i, sources=sources)
+            for i in range(len(eqn.outvars))
+        ]
+
+    def _scan(self, params: Any, values: list[Value], around: Around) -> list[Value]:
+        m, n, length = params["num_consts"], params["num_carry"], params["length"]
+        consts, carry, xs = values[:m], values[m : m + n], values[m + n :]
+        xs = [
+            x if x == ZERO else self.source("slice", x.key, sources=x.sources) for x in xs
+        ]
+        inside = around._replace(loops=(*around.loops, length))
+
+        def body(carry):
+            return self._closed(params["jaxpr"], [*consts, *carry, *xs], inside)
+
+        carried, results = self._carried(body, carry, n)
+        name = "scan", length, params["reverse"]
+        return self._looped(name, carry, carried, results[:n], results[n:])
+
+    def _while(self, params: Any, values: list[Value], around: Around) -> list[Value]:
+        m, n = params["cond_nconsts"], params["body_nconsts"]
+        of_cond, of_body, carry = values[:m], values[m : m + n], values[m + n :]
+        inside = around._replace(loops=(*around.loops, None))
+
+        def body(carry):
+            results = self._closed(params["body_jaxpr"], [*of_body, *carry], inside)
+            return results + self._closed(
+                params["cond_jaxpr"], [*of_cond, *carry], inside
+            )
+
+        carried, results = self._carried(body, carry, len(carry))
+        new, going = results[: len(carry)], results[len(carry) :]
+        return self._looped(("while", going[0].key), carry, carried, new, [])
+
+    def _carried(self, body: Callable, carry: list[Value], n: int) -> tuple[list, list]:
+        """What a loop carries, at any time, and what its body then returns."""
+        kinds = [v == ZERO for v in carry]
+        sources = [v.sources for v in carry]
+        start = len(self.seen)
+        while True:
+            del self.seen[start:]
+            number = iter(range(n))
+            carried = [
+                ZERO if zero else self.source("carry", next(number), sources=bits)
+                for zero, bits in zip(kinds, sources, strict=True)
+            ]
+            results = body(carried)
+            new_kinds = [z and r == ZERO for z, r in zip(kinds, results)]
+            new_sources = [s | r.sources for s, r in zip(sources, results)]
+            if (new_kinds, new_sources) == (kinds, sources):
+                return carried, results
+            kinds, sources = new_kinds, new_sources
+
+    def _looped(
+        self, name: tuple, carry: list, carried: list, new: list, ys: list
+    ) -> list[Value]:
+        """The results of a loop, known by everything in it that is not zero."""
+        there = [i for i, v in enumerate(carried) if v != ZERO]
+        loop = (*name, tuple((carry[i].key, new[i].key) for i in there))
+        out = [ZERO] * len(carried)
+        for place, i in enumerate(there):
+            sources = carry[i].sources | new[i].sources
+            out[i] = self.source("loop", loop, place, sources=sources)
+        return out + [self._derived(("loop", loop), y) for y in ys]
+
+    def _derived(self, how: Any, value: Value) -> Value:
+        if value == ZERO:
+            return value
+        return self.source("derived", how, value.key, sources=value.sources)
+
+    def _cond(self, params: Any, values: list[Value], around: Around) -> list[Value]:
+        index, *operands = values
+        branches = [self._closed(b, operands, around) for b in params["branches"]]
+        results = []
+        for choices in zip(*branches, strict=True):
+            if all(c == ZERO for c in choices):
+                results.append(ZERO)
+                continue
+            sources = index.sources & self.kept
+            for c in choices:
+                sources |= c.sources
+            keys = tuple(c.key for c in choices)
+            results.append(self.source("cond", index.key, keys, sources=sources))
+        return results
+
+
+_ZERO_OF_ZEROS = frozenset(
+    "abs add add_any all_gather broadcast_in_dim concatenate convert_element_type copy "
+    "copy_p cumsum dot_general dynamic_slice dynamic_update_slice expand_dims gather "
+    "integer_pow max min mul neg optimization_barrier pad pcast psum pvary "
+    "reduce_max reduce_min reduce_precision reduce_sum reshape reshard rev scatter-add "
+    "scatter_add select_n sharding_constraint sign slice split sqrt square squeeze "
+    "stop_gradient sub transpose".split()
+)
+# Without a derivative.
+_FLAT = frozenset("stop_gradient sign floor ceil round".split())
+# Zero, if the first operand is: the others only say where.
+_PLACED = frozenset("gather dynamic_slice".split())
+
+
+def _is_zero(name: str, zero: list[bool]) -> bool:
+    """Whether the results of an operation are, given which of its operands are."""
+    if all(zero) and name in _ZERO_OF_ZEROS:
+        return True
+    if name in ("mul", "dot_general", "conv_general_dilated"):
+        return any(zero)
+    return zero[0] and name in ("div", "integer_pow", *_PLACED)
+
+
+def _jaxprs(value: Any) -> Iterator[Any]:
+    """Those among the parameters of an operation."""
+    if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _jaxprs(item)
+
+
+def _open(jaxpr: Any) -> Any:
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _is_program(value: Any) -> bool:
+    """Whether a parameter of an operation is a function in disguise."""
+    return isinstance(value, jtu.PyTreeDef) or (
+        callable(value) and not isinstance(value, (type, np.dtype, jnp.dtype))
+    )
+
+
+def _static(value: Any) -> Any:
+    """A parameter of an operation, as something to compare."""
+    if isinstance(value, dict):
+        return tuple((k, _static(v)) for k, v in sorted(value.items()))
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_static, value))
+    if isinstance(value, (int, float, complex, str, bytes, type(None))):
+        return value
+    if isinstance(value, np.ndarray):
+        return value.shape, value.tobytes()
+    return type(value).__name__ if _is_program(value) else str(value)
