@@ -28,6 +28,7 @@ from ._solver import AbstractDampedSolver, Cholesky
 from ._state import check_state, ScaleByKFACState
 from ._tag import is_trainable
 from ._tagged import map_tags
+from ._trial import in_range
 
 
 def scale_by_kfac(
@@ -41,13 +42,15 @@ def scale_by_kfac(
 ) -> optax.GradientTransformationExtraArgs:
     r"""K-FAC preconditioning, $\nabla h \mapsto \hat F^{-1} \nabla h$, as an optax
     transformation to be chained with others. Its `update` takes the curvature as an extra
-    argument; leaving it out keeps the average as it is.
+    argument; `curvature=None` keeps the average as it is. Before there is any, and while
+    a number is out of its range, the updates of tagged layers are zero.
 
     **Arguments:** as [`eqx_kfac.KFAC`][], but `fallback` transforms the gradients of the
     parameters that no tag covers (`optax.scale_by_adam()`, say), and what follows in the
     chain applies to its result too.
 
-    **Raises:** `ValueError` from `init`, as [`eqx_kfac.KFAC`][] does.
+    **Raises:** `ValueError` from `init`, as [`eqx_kfac.KFAC`][] does; `TypeError` from
+    `update` if `curvature` is left out, or lost by a wrapper (`optax.lookahead`, say).
 
     !!! Example
 
@@ -79,37 +82,42 @@ def scale_by_kfac(
 
     def init(params) -> Any:
         params = _unmask(params)
-        check_covered(params, fallback)
-        curvature, inverse = init_factors(params, solver, packed)
-        return ScaleByKFACState(
-            step=jnp.zeros((), jnp.int32),
-            curvature=curvature,
-            inverse=inverse,
-            weight=jnp.zeros((), float),
-            fallback=init_fallback(params, fallback),
-        )
+        if _is_placeholder(params):
+            trees = _in_place_of(params, fallback)
+        else:
+            check_covered(params, fallback)
+            curvature, inverse = init_factors(params, solver, packed)
+            others = init_fallback(params, fallback)
+            trees = dict(curvature=curvature, inverse=inverse, fallback=others)
+        step, weight = jnp.zeros((), jnp.int32), jnp.zeros((), float)
+        return ScaleByKFACState(step=step, weight=weight, **trees)
 
-    def update(updates, state, params=None, *, curvature=None, **extra) -> Any:
+    def update(updates, state, params=None, *, curvature=_missing, **extra) -> Any:
         del extra
+        _check_given(curvature, "kfac.scale_by_kfac")
         updates, params = _unmask(updates), _unmask(params)
         check_state(state, eqx.filter_eval_shape(init, updates))
-        damping_now = at(damping, state.step)
+        damping_now, rho = at(damping, state.step), at(ema, state.step)
+        fine = _are_in_range(damping=(damping, damping_now), ema=(ema, rho))
         averaged, weight = state.curvature, state.weight
         if curvature is not None:
-            new, rho = _trained(curvature, updates), at(ema, state.step)
-            averaged, weight, _ = include(averaged, weight, updates, new, rho)
+            new = _trained(curvature, updates)
+            averaged, weight, _ = include(averaged, weight, updates, new, rho, fine)
         due = state.step, state.weight, inverse_period
         if has_bases(updates):
             averaged = when_due(
-                *due, lambda: refreshed(averaged, updates, solver)[0], averaged
+                *due, lambda: refreshed(averaged, updates, solver)[0], averaged, fine
             )
         inverse = when_due(
             *due,
             lambda: refactorise(state.inverse, averaged, updates, solver, damping_now)[0],
             state.inverse,
+            fine,
         )
         gradient, _ = partition_tagged(updates)
         natural = precondition(gradient, averaged, inverse, solver, damping_now)
+        ready = fine & (weight > 0)
+        natural = jtu.tree_map(lambda n: jnp.where(ready, n, 0), natural)
         others, fallback_state = update_fallback(
             updates, state.fallback, params, fallback
         )
@@ -135,9 +143,12 @@ def kfac(
 ) -> optax.GradientTransformationExtraArgs:
     """[`eqx_kfac.KFAC`][] as an optax optimizer: the same arguments, the same steps.
 
-    Its `update` takes `curvature` (leaving it out keeps the average as it is) and `value`
-    as extra arguments. The choices that concern estimating the curvature (`fisher`,
-    `curvature_period`, `burn_in`) are the caller's, who estimates it.
+    Its `update` takes `curvature` (`None` keeps the average as it is; until there is one,
+    steps are rejected) and `value` as extra arguments. The choices that concern
+    estimating the curvature (`fisher`, `curvature_period`, `burn_in`) are the caller's,
+    who estimates it.
+
+    **Raises:** as [`eqx_kfac.scale_by_kfac`][].
 
     !!! Example
 
@@ -167,8 +178,13 @@ def kfac(
     injected = {name: value for name, value in chosen.items() if eqx.is_array(value)}
 
     def init(params) -> Any:
+        params = _unmask(params)
+        if _is_placeholder(params):
+            trees = _in_place_of(params, fallback)
+            state = optimizer._init_with(velocity=params, iterates=None, **trees)
+        else:
+            state = optimizer.init(params)
         # Of one type for good, also where optax joins states of two branches.
-        state = optimizer.init(_unmask(params))
         numbers = {name: getattr(state, name) for name in NUMBERS}
         fixed = {
             k: None if v is None else jnp.array(v, float) for k, v in numbers.items()
@@ -176,9 +192,10 @@ def kfac(
         return dataclasses.replace(state, **fixed)
 
     def update(
-        updates, state, params=None, *, curvature=None, value=None, **extra
+        updates, state, params=None, *, curvature=_missing, value=None, **extra
     ) -> Any:
         del extra
+        _check_given(curvature, "kfac.kfac")
         updates, params = _unmask(updates), _unmask(params)
         if curvature is not None:
             curvature = _trained(curvature, updates)
@@ -186,6 +203,43 @@ def kfac(
         return optimizer.update(updates, state, params, curvature=curvature, value=value)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+_missing = object()
+
+
+def _check_given(curvature: Any, name: str) -> None:
+    if curvature is _missing:
+        raise TypeError(
+            f"The `update` of `{name}` needs the curvature as an extra argument: "
+            "`optimizer.update(grads, opt_state, params, curvature=curvature)`, from "
+            "`kfac.value_grad_and_curvature(loss_fn)`; or `curvature=None`, to keep the "
+            "average as it is. Some wrappers (`optax.lookahead`, "
+            "`optimistix.OptaxMinimiser`) drop extra arguments: wrap something else."
+        )
+
+
+def _are_in_range(**numbers: tuple) -> Any:
+    """Whether numbers that may change, `(choice, current value)` each, are in range."""
+
+    def may_change(choice):
+        return callable(choice) or eqx.is_array(choice)
+
+    changing = {name: value for name, (c, value) in numbers.items() if may_change(c)}
+    return in_range(changing) if changing else True
+
+
+def _is_placeholder(params: Any) -> bool:
+    """Whether `optax.tree.map_params` asks where the state has trees like the
+    parameters. (It is not told what these are.)"""
+    return type(params).__name__ == "_ParamsPlaceholder"
+
+
+def _in_place_of(params: Any, fallback: Any) -> dict[str, Any]:
+    """Leaves for trees of which no part is like the parameters."""
+    others = None if fallback is None else fallback.init(params)
+    leaf = jnp.zeros(())
+    return dict(curvature=leaf, inverse=leaf, fallback=others)
 
 
 def _is_masked(node: Any) -> bool:

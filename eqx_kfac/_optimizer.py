@@ -36,7 +36,7 @@ from ._schedule import at, when_due
 from ._solver import AbstractDampedSolver, Cholesky
 from ._state import check_state, count, Info, init_faults, init_iterates, KFACState
 from ._through_rows import GradientRows
-from ._trial import is_fine, Proposal, Trial
+from ._trial import Proposal, Start, start, Trial
 from ._turns import Turns, when_in_turn
 
 
@@ -207,22 +207,28 @@ class KFAC(eqx.Module):
         check_covered(model, self.fallback)
         tagged, _ = partition_tagged(model)
         curvature, inverse = init_factors(model, self.solver, self.packed)
-        step = jnp.zeros((), jnp.int32)
-        state = KFACState(
-            step=step,
+        state = self._init_with(
             curvature=curvature,
             inverse=inverse,
-            weight=jnp.zeros((), float),
             velocity=jtu.tree_map(jnp.zeros_like, tagged),
             fallback=init_fallback(model, self.fallback),
             iterates=None if self.averaging is None else init_iterates(model),
+        )
+        # Within `shard_map`, every device may have a model of its own.
+        return cast_varying(state, varying_axes(model))
+
+    def _init_with(self, **trees: Any) -> KFACState:
+        """The initial state with what depends on the model."""
+        step = jnp.zeros((), jnp.int32)
+        return KFACState(
+            step=step,
+            weight=jnp.zeros((), float),
             refactorise=jnp.zeros((), bool),
             rejected=jnp.zeros((), jnp.int32),
             faults=init_faults(),
             **{name: at(self._initial(name), step) for name in NUMBERS},
+            **trees,
         )
-        # Within `shard_map`, every device may have a model of its own.
-        return cast_varying(state, varying_axes(model))
 
     def step(
         self,
@@ -252,9 +258,11 @@ class KFAC(eqx.Module):
             stacked.
 
         **Returns:** `(model, state, info)`. If something is not finite, or the loss rises
-        by more than `max_increase`, `info.rejected` is true, `info.faults` says why, and
-        model and state stay as they are (but for counters, a damping that adapts, and
-        curvature that was itself finite).
+        by more than `max_increase`, or anything else that `info.faults` tells of,
+        `info.rejected` is true, and model and state stay as they are (but for counters, a
+        damping that adapts, curvature that was itself finite, and the momentum of a step
+        that led uphill, which starts again from zero). What else the loss function gave
+        out is that of a bad batch: see `info.choose`.
 
         **Raises:** `ValueError` for `through_rows` together with `micro_batches`, or
         within a `shard_map`.
@@ -265,9 +273,10 @@ class KFAC(eqx.Module):
         slots = batch.row_slots(model) if self.through_rows else None
         linearised = batch.linearise(model, state.curvature, slots)
         value, aux, grads, rows = linearised.value_and_grads()
-        averaged = self._collect(linearised, state, is_fine(value, grads), key)
+        begun = start(value, grads, state, self._rules)
+        averaged = self._collect(linearised, state, begun.fine, key)
         updates, state, info = self._updates(
-            model, state, averaged, value, grads, rows, linearised
+            model, state, averaged, begun, rows, linearised
         )
         info = dataclasses.replace(info, aux=aux)
         return eqx.apply_updates(model, updates), state, info
@@ -278,7 +287,7 @@ class KFAC(eqx.Module):
         state: KFACState,
         model: Model,
         *,
-        curvature: Model | None = None,
+        curvature: Model | None,
         value: Float[Array, ""] | None = None,
     ) -> tuple[Model, KFACState]:
         """The same step with gradients and curvature from anywhere, as optax has it.
@@ -288,7 +297,8 @@ class KFAC(eqx.Module):
         - `grads`: shaped like the model.
         - `state`, `model`: as in `step`. `model` may be filtered to its arrays.
         - `curvature`: from [`eqx_kfac.value_grad_and_curvature`][] or
-            [`eqx_kfac.curvature`][]; `None` keeps the average as it is.
+            [`eqx_kfac.curvature`][]; `None` keeps the average as it is (steps are
+            rejected until there is one).
         - `value`: the loss, if it is at hand; a step is rejected if it is not finite.
 
         **Returns:** `(updates, state)`; apply with `eqx.apply_updates`.
@@ -301,11 +311,12 @@ class KFAC(eqx.Module):
         grads = eqx.filter(grads, eqx.is_inexact_array)
         state = self._prepare(state, grads if model is None else model)
         value = jnp.zeros(()) if value is None else value
-        fine, old = is_fine(value, grads), (state.curvature, state.weight)
-        averaged = (*old, fine)
+        begun = start(value, grads, state, self._rules)
+        old = state.curvature, state.weight
+        averaged = (*old, begun.fine & (state.weight > 0))
         if curvature is not None:
-            averaged = include(*old, grads, curvature, state.ema, fine)
-        return self._updates(model, state, averaged, value, grads, None, None)[:2]
+            averaged = include(*old, grads, curvature, state.ema, begun.fine)
+        return self._updates(model, state, averaged, begun, None, None)[:2]
 
     @property
     def _rules(self) -> Rules:
@@ -369,13 +380,12 @@ class KFAC(eqx.Module):
         model: Model,
         state: KFACState,
         averaged: tuple[Model, Float[Array, ""], Bool[Array, ""]],
-        value: Float[Array, ""],
-        grads: Model,
+        begun: Start,
         rows: GradientRows | None,
         linearised: LinearisedBatch | None,
     ) -> tuple[Model, KFACState, Info]:
         """Factorise (if due), precondition, choose the length, look (if due), decide."""
-        curvature, weight, finite = averaged
+        (curvature, weight, finite), grads = averaged, begun.grads
         turns = Turns(grads, self.inverse_period if self.in_turn else 1)
         due = turns, state, self.inverse_period, finite
         if has_bases(grads):
@@ -386,8 +396,7 @@ class KFAC(eqx.Module):
             solver=self.solver,
             state=state,
             model=model,
-            value=value,
-            grads=grads,
+            start=begun,
             rows=rows,
             curvature=curvature,
             finite=finite,
@@ -462,6 +471,10 @@ class KFAC(eqx.Module):
             momentum=proposal.momentum,
         )
         kept = {name: getattr(state, name) for name in taken}
+        # Of what led uphill, not the same again: it would for ever.
+        uphill = info.faults.update | info.faults.increase
+        stopped = jtu.tree_map(jnp.zeros_like, state.velocity)
+        kept["velocity"] = tree_where(uphill, stopped, state.velocity)
         rule, rejected, damping = self._rules.damping, info.rejected, info.damping
         ratio = info.reduction_ratio
         if rule is not None and ratio is not None:

@@ -5,6 +5,7 @@ over trees that are shaped like the model."""
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
@@ -90,6 +91,29 @@ def is_finite(curvature: Model) -> Bool[Array, ""]:
     layers = jtu.tree_leaves(curvature, is_leaf=is_factors)
     bounds = [over_stack(type(f).bounds, f.l2.ndim)(f) for f in layers if is_factors(f)]
     return all_finite(bounds)
+
+
+def unseen(grads: Model, curvature: Model) -> Bool[Array, ""]:
+    """Whether any layer, or one of a stack, has a gradient but no curvature at all."""
+
+    def is_zero(tag, _, factors):
+        if factors is None:
+            return None
+        axes = factors.l2.ndim
+        return over_stack(type(factors).is_zero, axes)(factors) & (factors.l2 == 0)
+
+    def is_missed(tag, layer, zero):
+        if zero is None:
+            return None
+        return zero & jnp.any(tag.form.to_matrix(layer) != 0, axis=(-2, -1))
+
+    def any_of(flags):
+        return jnp.any(jnp.concatenate([f.reshape(-1) for f in jtu.tree_leaves(flags)]))
+
+    zeros = map_tags(is_zero, grads, curvature)
+    missed = lambda: any_of(map_tags(is_missed, grads, zeros))
+    # Gradients are only looked at where there is any reason to.
+    return jax.lax.cond(any_of(zeros), missed, lambda: any_of(zeros))
 
 
 def has_bases(model: Model) -> bool:

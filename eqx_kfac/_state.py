@@ -7,7 +7,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ._custom_types import Model
 from ._misc import accumulator
@@ -19,9 +20,15 @@ class Faults(eqx.Module):
     [`eqx_kfac.KFACState`][], how often so far. All but `factorisation` reject the
     step."""
 
+    hyperparameters: Array  # A number in the state was out of its range.
     loss: Array  # The loss was not finite before the step.
     gradient: Array  # The loss was finite, its gradient was not.
-    curvature: Array  # Both were finite, the curvature was not.
+    curvature: Array  # Both were finite, the curvature was not, or there is none yet.
+    # A layer's curvature was exactly zero, its gradient was not: it did not come through
+    # the layer's tag, but from a weight that is used without calling the layer, say, or
+    # from a loss that curvature was not taken of. `kfac.verify` names the layer. (Not
+    # looked for in `KFAC.step` if scalars are added to the loss: they have no curvature.)
+    unseen: Array
     factorisation: Array  # It could not be inverted: the previous inverse is still used.
     update: Array  # The update was not finite.
     increase: Array  # The loss after the step was not finite, or rose by too much.
@@ -29,7 +36,9 @@ class Faults(eqx.Module):
     @property
     def rejecting(self) -> Array:
         """Whether the step was not taken."""
-        return self.loss | self.gradient | self.curvature | self.update | self.increase
+        steps = self.update | self.increase
+        batches = self.loss | self.gradient | self.curvature | self.unseen
+        return self.hyperparameters | batches | steps
 
 
 class Iterates(eqx.Module):
@@ -61,7 +70,7 @@ class KFACState(eqx.Module):
     curvature: Model
     inverse: Model
     weight: Float[Array, ""]  # Total weight of the moving average; 0 before the first.
-    velocity: Model  # The previous update.
+    velocity: Model  # The previous update; zero after one that led uphill.
     fallback: Any
     iterates: Iterates | None
     learning_rate: Float[Array, ""]  # As last chosen, if a rule chooses it.
@@ -105,8 +114,40 @@ class Info(eqx.Module):
     # Whether the gradient was preconditioned through the rows, where these are fewer.
     through_rows: Bool[Array, ""] | None
     update_norm: Float[Array, ""]
-    rejected: Bool[Array, ""]  # The step was not taken: parameters and momentum stay.
+    rejected: Bool[Array, ""]  # The step was not taken: parameters stay.
     faults: Faults  # Why.
+
+    def choose(self, new: PyTree, old: PyTree) -> PyTree:
+        """What a step changed beside the model, if that step was taken. An `eqx.nn.State`
+        that has seen a bad batch, say, would make all later steps bad, too.
+
+        **Arguments:**
+
+        - `new`: as it is after the step.
+        - `old`: as it was before, of the same structure.
+
+        **Returns:** the arrays of `new`, or those of `old` if the step was rejected; what
+        is not an array is that of `old`.
+
+        !!! Example
+
+            ```python
+            def loss_fn(model, bn_state, x, y):
+                logits, bn_state = jax.vmap(
+                    model, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
+                )(x, bn_state)
+                return kfac.SoftmaxCrossEntropy(logits, y), bn_state
+
+            model, state, info = optimizer.step(loss_fn, model, state, bn_state, x, y)
+            bn_state = info.choose(info.aux, bn_state)
+            ```
+        """
+
+        def pick(new, old):
+            is_array = isinstance(old, (jax.Array, np.ndarray))
+            return jnp.where(self.rejected, old, new) if is_array else old
+
+        return jtu.tree_map(pick, new, old)
 
 
 def init_iterates(model: Model) -> Iterates:

@@ -1,6 +1,6 @@
 """What one step would do with a given damping."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -8,14 +8,30 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float
 
-from ._choices import Rules
+from ._batch import LinearisedBatch
+from ._choices import NUMBERS, Rules
 from ._custom_types import Model
+from ._loss import Penalty
 from ._misc import all_finite, tree_dot, tree_norm
-from ._precondition import partition_tagged, precondition
+from ._precondition import partition_tagged, precondition, unseen
 from ._quadratic import Quadratic, quadratic
 from ._solver import AbstractDampedSolver
 from ._state import Faults, Info, KFACState
 from ._through_rows import GradientRows, precondition_through_rows
+
+
+class Start(NamedTuple):
+    """Where a step begins, and whether it can."""
+
+    value: Float[Array, ""]
+    grads: Model
+    gradient_norm: Float[Array, ""]
+    in_range: Bool[Array, ""]  # The numbers in the state.
+
+    @property
+    def fine(self) -> Bool[Array, ""]:
+        """Whether curvature of this batch is to be trusted."""
+        return self.in_range & all_finite((self.value, self.gradient_norm))
 
 
 class Proposal(NamedTuple):
@@ -42,12 +58,11 @@ class Trial(eqx.Module):
     solver: AbstractDampedSolver
     state: KFACState
     model: Model
-    value: Float[Array, ""]
-    grads: Model
+    start: Start
     rows: GradientRows | None  # Of the gradient, if it may be preconditioned by them.
     curvature: Model
     finite: Bool[Array, ""]  # Loss, gradient and curvature.
-    linearised: Any  # A `LinearisedBatch`; `None` if nothing here needs the loss.
+    linearised: LinearisedBatch | None  # If the loss function is there.
 
     def propose(
         self, damping: Float[Array, ""], inverse: Model, others: Model
@@ -84,16 +99,20 @@ class Trial(eqx.Module):
         new_loss, ratio = self._look(proposal)
         # Cheaper than looking at every number; a norm that overflows has diverged too.
         update_norm = tree_norm(proposal.updates)
-        finite_update = self.finite & all_finite(update_norm)
         # Of faults that follow from each other, the first.
         finite_value = all_finite(self.value)
-        finite_grads = is_fine(self.value, self.grads)
+        finite_grads = all_finite(self.start.gradient_norm)
+        missed = self.finite & self._unseen()
+        known = self.finite & ~missed
+        finite_update = known & all_finite(update_norm)
         faults = Faults(
+            hyperparameters=~self.start.in_range,
             loss=~finite_value,
             gradient=finite_value & ~finite_grads,
-            curvature=finite_grads & ~self.finite,
+            curvature=self.start.fine & ~self.finite,
+            unseen=missed,
             factorisation=self.finite & ~factorised,
-            update=self.finite & ~finite_update,
+            update=known & ~finite_update,
             increase=finite_update & self._risen(new_loss),
         )
         return Info(
@@ -104,12 +123,20 @@ class Trial(eqx.Module):
             momentum=proposal.momentum,
             damping=proposal.damping,
             reduction_ratio=ratio,
-            gradient_norm=tree_norm(self.grads),
+            gradient_norm=self.start.gradient_norm,
             through_rows=None if self.rows is None else self.rows.whole,
             update_norm=jnp.where(faults.rejecting, 0, update_norm),
             rejected=faults.rejecting,
             faults=faults,
         )
+
+    @property
+    def value(self) -> Float[Array, ""]:
+        return self.start.value
+
+    @property
+    def grads(self) -> Model:
+        return self.start.grads
 
     @property
     def _gradient(self) -> Model:
@@ -170,6 +197,12 @@ class Trial(eqx.Module):
             return new_loss, None
         return new_loss, self._ratio(new_loss, predicted)
 
+    def _unseen(self) -> Bool[Array, ""]:
+        """Whether a gradient has come from elsewhere than through a tag."""
+        if self.linearised is not None and _is_penalised(self.linearised):
+            return jnp.zeros_like(self.finite)
+        return unseen(self.grads, self.curvature)
+
     def _risen(self, new_loss: Float[Array, ""] | None) -> Bool[Array, ""]:
         """Whether the loss, as far as it was looked at, forbids the step."""
         if new_loss is None:
@@ -201,6 +234,43 @@ class Trial(eqx.Module):
         return jnp.where(no_descent, -jnp.inf, (new_loss - self.value) / predicted)
 
 
-def is_fine(value: Float[Array, ""], grads: Model) -> Bool[Array, ""]:
-    """Whether the loss and its gradient are finite."""
-    return all_finite((value, tree_norm(grads)))
+def _is_penalised(linearised: LinearisedBatch) -> bool:
+    """Whether the objective has terms with a gradient but no curvature."""
+    kinds = set()
+
+    def look(_, linearisation):
+        kinds.update(type(term) for _, term in linearisation.objective.terms)
+        return linearisation.value(), None
+
+    jax.eval_shape(lambda: linearised._total(look)[0])
+    return Penalty in kinds
+
+
+def start(value: Float[Array, ""], grads: Model, state: KFACState, rules: Rules) -> Start:
+    """Where a step begins. Numbers that a rule chooses may be any."""
+    ruled = [rules.learning_rate is not None, rules.momentum is not None]
+    free = {n for n, r in zip(("learning_rate", "momentum"), ruled, strict=True) if r}
+    numbers = {name: getattr(state, name) for name in NUMBERS if name not in free}
+    return Start(value, grads, _norm(grads), in_range(numbers))
+
+
+def in_range(numbers: dict[str, Float[Array, ""] | None]) -> Bool[Array, ""]:
+    """Whether numbers lie in their ranges, to whose bounds a schedule may get."""
+    given = {name: value for name, value in numbers.items() if value is not None}
+    most = [1.0 if NUMBERS[name].startswith("in ") else jnp.inf for name in given]
+    values = jnp.stack([value.astype(float) for value in given.values()])
+    return jnp.all((values >= 0) & (values <= jnp.array(most, float)))
+
+
+def _norm(grads: Model) -> Float[Array, ""]:
+    """The norm of gradients, finite if these are: where a square overflows, it is taken
+    of smaller ones."""
+    norm = tree_norm(grads)
+
+    def of_smaller():
+        limits = jnp.finfo(norm.dtype)
+        scale = jnp.asarray(limits.eps * limits.tiny**0.5, norm.dtype)
+        smaller = jtu.tree_map(lambda g: g.astype(norm.dtype) * scale, grads)
+        return tree_norm(smaller) / scale
+
+    return jax.lax.cond(jnp.isfinite(norm), lambda: norm, of_smaller)

@@ -1269,7 +1269,7 @@ def test_what_needs_the_loss_function(choice):
     grads, state = eqx.filter(model, eqx.is_inexact_array), optimizer.init(model)
     hint = "needs the loss function", "`KFAC.step`"
     with raises(ValueError, f"`{name}=", *hint):
-        optimizer.update(grads, state, model)
+        optimizer.update(grads, state, model, curvature=None)
     if name not in ("max_increase", "averaging"):
         with raises(ValueError, f"`{name}=", "`kfac.kfac` does not have"):
             kfac.kfac(**(dict(learning_rate=0.1) | choice))

@@ -71,7 +71,7 @@ def train(optimizer, number=4, with_value=False, every=1, change=lambda state: s
     update = traced(optimizer, 1 if every == 1 else 2)
     for index in range(number):
         value, grads, curvature = value_grad_and_curvature(model, *make_data(index))
-        extra = dict(curvature=curvature) if index % every == 0 else {}
+        extra = dict(curvature=curvature if index % every == 0 else None)
         extra |= dict(value=value) if with_value else {}
         opt_state = change(opt_state) if index == number // 2 else opt_state
         updates, opt_state = update(grads, opt_state, params_of(model), **extra)
@@ -181,23 +181,75 @@ faces = {
 
 @pytest.mark.parametrize("face", faces)
 def test_without_curvature(face):
-    """The average stays; before there is any, the layers count as dead, (G ⊗ A) = 0."""
+    """The average stays; before there is any, nothing moves."""
     optimizer = faces[face](damping=0.5)
     model = make_model()
     opt_state = optimizer.init(params_of(model))
     _, grads, curvature = value_grad_and_curvature(model, *make_data())
-    updates, _ = optimizer.update(grads, opt_state, params_of(model))
-    expected = jtu.tree_map(lambda g: -learning_rate * g / 0.5, grads)
-    assert_same(updates, params_of(expected), rtol=1e-12)
+    updates, after = optimizer.update(grads, opt_state, params_of(model), curvature=None)
+    assert not any(np.any(u) for u in jtu.tree_leaves(updates))
+    if face == "kfac":
+        assert int(after.rejected) == int(after.faults.curvature) == 1
 
-    _, opt_state = optimizer.update(
+    updates, opt_state = optimizer.update(
         grads, opt_state, params_of(model), curvature=curvature
     )
-    _, after = optimizer.update(grads, opt_state, params_of(model))
+    assert all(np.any(u) for u in jtu.tree_leaves(updates))
+    updates, after = optimizer.update(grads, opt_state, params_of(model), curvature=None)
+    assert all(np.any(u) for u in jtu.tree_leaves(updates))
     find = lambda state: (
         optax.tree.get(state, "curvature"),
         optax.tree.get(state, "weight", filtering=is_scalar),
     )
+    assert_same(find(after), find(opt_state))
+
+
+def drop_extra_arguments(inner):
+    return optax.GradientTransformation(inner.init, lambda g, s, p: inner.update(g, s, p))
+
+
+@pytest.mark.parametrize("face", faces)
+def test_curvature_that_is_left_out(face):
+    model = make_model()
+    _, grads, _ = value_grad_and_curvature(model, *make_data())
+    for wrap in (lambda inner: inner, drop_extra_arguments):
+        optimizer = wrap(faces[face]())
+        opt_state = optimizer.init(params_of(model))
+        with pytest.raises(TypeError, match="curvature=curvature.*curvature=None.*drop"):
+            optimizer.update(grads, opt_state, params_of(model))
+    with pytest.raises(TypeError, match="curvature"):
+        optimizer = kfac.KFAC(0.1)
+        optimizer.update(grads, optimizer.init(model), model)
+
+
+def test_wrappers_that_drop_extra_arguments():
+    model = make_model()
+    _, grads, _ = value_grad_and_curvature(model, *make_data())
+    optimizer = optax.lookahead(kfac.kfac(learning_rate), 2, 0.5)
+    params = optax.LookaheadParams.init_synced(params_of(model))
+    opt_state = optimizer.init(params)
+    with pytest.raises(TypeError, match="optax.lookahead"):
+        optimizer.update(params_of(grads), opt_state, params)
+
+
+@pytest.mark.parametrize("name", ["damping", "ema"])
+@pytest.mark.parametrize("face", faces)
+def test_numbers_out_of_range(face, name):
+    """Nothing moves, and nothing is averaged in."""
+    optimizer = faces[face](**{name: step_function(0.5, -1.0, 1)})
+    model, params = make_model(), params_of(make_model())
+    _, grads, curvature = value_grad_and_curvature(model, *make_data())
+    opt_state = optimizer.init(params)
+    _, opt_state = optimizer.update(grads, opt_state, params, curvature=curvature)
+    find = lambda state: optax.tree.get(state, "curvature")
+    twice = jtu.tree_map(lambda c: 2 * c, curvature)
+    if face == "kfac":
+        updates, after = optimizer.update(grads, opt_state, params, curvature=twice)
+        assert int(after.faults.hyperparameters) == 1
+    else:
+        inner = kfac.scale_by_kfac(**{name: step_function(0.5, -1.0, 1)})
+        updates, after = inner.update(grads, opt_state[0], params, curvature=twice)
+    assert not any(np.any(u) for u in jtu.tree_leaves(updates))
     assert_same(find(after), find(opt_state))
 
 

@@ -477,7 +477,7 @@ def test_moving_average_has_no_bias(ema):
     assert float(state.weight) == pytest.approx(sum(weights), rel=1e-12)
 
     # No curvature this time: the average stays.
-    _, after = update(kfac.KFAC(0.1), model, state, model)
+    _, after = update(kfac.KFAC(0.1), model, state, model, curvature=None)
     assert_same(after.curvature, state.curvature)
     assert float(after.weight) == float(state.weight)
 

@@ -125,3 +125,281 @@ def test_weights_that_depend_on_the_model_in_micro_batches():
         optimizer.step(focal, model, state, x, y, micro_batches=2)
     split, *_ = optimizer.step(constant, model, state, x, y, micro_batches=2)
     assert_same(split, optimizer.step(constant, model, state, x, y)[0])
+
+
+#
+# What was led uphill by momentum
+#
+
+
+def valley(model, x, y):
+    y_model = jax.vmap(model)(x)
+    return kfac.SquaredError(y_model**2, y)
+
+
+def test_momentum_that_leads_uphill_is_not_tried_again():
+    model = kfac.Linear(2, 2, use_bias=False, key=jr.key(0))
+    x = jr.normal(jr.key(1), (8, 2))
+    y = jr.normal(jr.key(2), (8, 2)) ** 2
+    optimizer = kfac.KFAC(0.1, 0.99, 1e-3, fisher=kfac.Exact(), max_increase=0.0)
+    state = optimizer.init(model)
+
+    def body(carry, _):
+        model, state = carry
+        model, state, info = optimizer.step(valley, model, state, x, y)
+        return (model, state), (info.rejected, state.velocity.weight, info.loss)
+
+    _, (rejected, velocity, loss) = jax.lax.scan(body, (model, state), length=100)
+    in_a_row = "".join("01"[int(r)] for r in rejected)
+    assert "1" in in_a_row and "11" not in in_a_row
+    assert not jnp.any(velocity[rejected])
+    assert jnp.all(jnp.diff(loss) <= 0)
+
+
+#
+# What else a step leaves behind
+#
+
+
+class Normed(eqx.Module):
+    linear: kfac.Linear
+    norm: eqx.nn.BatchNorm
+    head: kfac.Linear
+
+    def __init__(self, key):
+        keys = jr.split(key)
+        self.linear = kfac.Linear(D_IN, 5, key=keys[0])
+        self.norm = eqx.nn.BatchNorm(5, "batch", channelwise_affine=False, mode="batch")
+        self.head = kfac.Linear(5, D_OUT, key=keys[1])
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.linear(x), state)
+        return self.head(jnp.tanh(x)), state
+
+
+def normed_loss(model, bn_state, x, y):
+    axes = dict(axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    logits, bn_state = jax.vmap(model, **axes)(x, bn_state)
+    return kfac.SoftmaxCrossEntropy(logits, y), bn_state
+
+
+@pytest.mark.parametrize("choosing", [True, False])
+def test_state_of_a_batch_that_was_rejected(choosing):
+    model, bn_state = eqx.nn.make_with_state(Normed)(jr.key(0))
+    inference = eqx.nn.inference_mode(model)
+    optimizer = kfac.KFAC(0.1, fisher=kfac.Exact())
+    state = optimizer.init(model)
+
+    @eqx.filter_jit
+    def step(model, state, bn_state, x, y):
+        model, state, info = optimizer.step(normed_loss, model, state, bn_state, x, y)
+        new = info.choose(info.aux, bn_state) if choosing else info.aux
+        return model, state, new, info
+
+    for index in range(6):
+        x, y = data(index)
+        x = x.at[0, 0].set(jnp.nan) if index == 2 else x
+        before = bn_state
+        model, state, bn_state, info = step(model, state, bn_state, x, y)
+        assert bool(info.rejected) == (index == 2)
+        moved = jtu.tree_map(lambda a, b: not jnp.array_equal(a, b), bn_state, before)
+        assert any(jtu.tree_leaves(moved)) == (index != 2 or not choosing)
+    finite = [bool(jnp.all(jnp.isfinite(a))) for a in jtu.tree_leaves(bn_state)]
+    out, _ = inference(data()[0][0], bn_state)
+    assert all(finite) == bool(jnp.all(jnp.isfinite(out))) == choosing
+
+
+def test_choosing():
+    model, (x, y) = make_model(), data()
+    optimizer = kfac.KFAC(0.1, fisher=kfac.Exact())
+    new = dict(a=jnp.array([1, 2]), b=jnp.nan * jnp.ones(2), c="new", d=None, e=3)
+    old = dict(a=np.array([3, 4]), b=jnp.ones(2), c="old", d=None, e=4)
+
+    def loss_fn(model, x, y):
+        return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y)
+
+    for bad, want in ((False, new), (True, old)):
+        x = x.at[0].set(jnp.nan) if bad else x
+        _, _, info = optimizer.step(loss_fn, model, optimizer.init(model), x, y)
+        got = info.choose(new, old)
+        assert (got["c"], got["d"], got["e"]) == ("old", None, 4)
+        for name in "ab":
+            assert got[name].dtype == new[name].dtype
+            np.testing.assert_array_equal(got[name], want[name])
+
+
+#
+# Gradients that have not come through a tag
+#
+
+
+class Aside(eqx.Module):
+    """Uses the second layer (or the second one of its members) by its tag only, or by its
+    weight only."""
+
+    first: kfac.Linear
+    second: kfac.Linear
+    head: kfac.Linear
+
+    def __init__(self, block, stacked):
+        keys = jr.split(jr.key(0), 3)
+        make = lambda key: kfac.Linear(5, 5, use_bias=False, key=key, block=block)
+        self.first = kfac.Linear(D_IN, 5, key=keys[0])
+        self.second = make(keys[1])
+        if stacked:
+            self.second = eqx.filter_vmap(make)(jr.split(keys[1], 2))
+        self.head = kfac.Linear(5, D_OUT, key=keys[2])
+
+    def __call__(self, x, tagged, raw):
+        x = jnp.tanh(self.first(x))
+        if self.second.weight.ndim == 3:
+            use = eqx.filter_vmap(lambda layer, x: layer(x), in_axes=(0, None))
+            both = use(self.second, x)
+            x = both[0] + tagged * both[1] + raw * (self.second.weight[1] @ x)
+        else:
+            x = tagged * self.second(x) + raw * (self.second.weight @ x)
+        return self.head(jnp.tanh(x))
+
+
+def aside_loss(model, batch):
+    logits = jax.vmap(lambda x: model(x, *batch["uses"]))(batch["x"])
+    l2 = kfac.L2(model, batch["l2"])
+    return kfac.SoftmaxCrossEntropy(logits, batch["y"]) + l2
+
+
+def aside_batch(tagged=1.0, raw=0.0, l2=0.0):
+    x, y = data()
+    return dict(x=x, y=y, uses=(jnp.array(tagged), jnp.array(raw)), l2=jnp.array(l2))
+
+
+blocks = {
+    "kronecker": kfac.Kronecker(),
+    "diagonal input": kfac.Kronecker(diagonal_input=True),
+    "diagonals": kfac.Kronecker(diagonal_input=True, diagonal_output=True),
+    "ekfac": kfac.EKFAC(),
+    "full": kfac.Full(),
+    "diagonal": kfac.Diagonal(),
+    "identity": kfac.Identity(),
+    "tnt": kfac.TNT(),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one", "stacked and packed"])
+@pytest.mark.parametrize("name", blocks)
+def test_gradients_that_have_not_come_through_a_tag(name, packed):
+    model = Aside(blocks[name], stacked=packed)
+    optimizer = kfac.KFAC(0.1, fisher=kfac.Exact(), packed=packed)
+
+    @eqx.filter_jit
+    def step(batch):
+        _, state, info = optimizer.step(aside_loss, model, optimizer.init(model), batch)
+        return state, info
+
+    cases = [
+        (aside_batch(), False),
+        (aside_batch(tagged=0.0), False),  # No gradient either.
+        (aside_batch(tagged=0.0, raw=1.0), True),
+        (aside_batch(tagged=0.0, raw=1.0, l2=0.1), False),  # A curvature of its own.
+        (aside_batch(tagged=0.5, raw=0.5), False),  # For `kfac.verify` to find.
+    ]
+    for batch, unseen in cases:
+        state, info = step(batch)
+        assert bool(info.rejected) == bool(info.faults.unseen) == unseen
+        assert int(state.faults.unseen) == int(state.rejected) == unseen
+
+
+def test_recurrent_curvature_of_nothing():
+    make = lambda scale: kfac.SeriesFactors(
+        *(scale * jnp.eye(3) for _ in range(4)), jnp.ones(()), jnp.zeros(())
+    )
+    assert [bool(make(scale).is_zero()) for scale in (0.0, 1.0)] == [True, False]
+
+
+def test_unseen_layers_that_are_frozen():
+    model = Aside(kfac.Kronecker(), False)
+    frozen = eqx.tree_at(lambda m: m.second, jtu.tree_map(eqx.is_array, model), False)
+    params, static = eqx.partition(model, frozen)
+    optimizer = kfac.KFAC(0.1, fisher=kfac.Exact())
+
+    def loss_fn(params, batch):
+        return aside_loss(eqx.combine(params, static), batch)
+
+    batch = aside_batch(tagged=0.0, raw=1.0)
+    _, _, info = optimizer.step(loss_fn, params, optimizer.init(params), batch)
+    assert not bool(info.rejected)
+
+
+def test_unseen_layers_by_update():
+    model = Aside(kfac.Kronecker(), False)
+    optimizer = kfac.KFAC(0.1)
+    estimate = kfac.value_grad_and_curvature(aside_loss, kfac.Exact())
+    for raw in (0.0, 1.0):
+        batch = aside_batch(tagged=0.0, raw=raw)
+        _, grads, curvature = estimate(model, batch)
+        state = optimizer.init(model)
+        _, state = optimizer.update(grads, state, model, curvature=curvature)
+        assert int(state.faults.unseen) == int(state.rejected) == raw
+
+
+@pytest.mark.parametrize("raw", [0.0, 1.0])
+def test_unseen_layers_on_several_devices(raw):
+    model = Aside(kfac.Kronecker(), True)
+    mesh = jax.make_mesh((8,), ("batch",), (jax.sharding.AxisType.Auto,))
+    optimizer = kfac.KFAC(0.1, fisher=kfac.Exact())
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def step(params, batch):
+        model = eqx.combine(params, static)
+        _, _, info = optimizer.step(aside_loss, model, optimizer.init(model), batch)
+        return info.faults
+
+    specs = dict(x=P("batch"), y=P("batch"), uses=P(), l2=P())
+    sharded = jax.shard_map(step, mesh=mesh, in_specs=(P(), specs), out_specs=P())
+    faults = jax.jit(sharded)(params, aside_batch(tagged=0.0, raw=raw))
+    assert bool(faults.unseen) == bool(raw)
+
+
+def test_penalties_have_no_curvature():
+    """A head of zeros: other layers have no gradient yet, but for the penalty."""
+    model = make_model()
+    head = lambda m: m.layers[-1].weight
+    model = eqx.tree_at(head, model, jnp.zeros_like(head(model)))
+    optimizer = kfac.KFAC(0.1, fisher=kfac.Exact())
+
+    def loss_fn(model, x, y):
+        norm = jnp.sum(model.layers[0].weight ** 2)
+        return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y) + 1e-3 * norm
+
+    for micro_batches in (1, 2):
+        _, _, info = optimizer.step(
+            loss_fn, model, optimizer.init(model), *data(), micro_batches=micro_batches
+        )
+        assert not bool(info.rejected)
+
+
+#
+# Large numbers
+#
+
+
+@pytest.mark.parametrize("size", [1e18, 1e30, 1e36])
+def test_gradients_whose_squares_overflow(size):
+    """Are fine: the step is that of a loss in smaller units."""
+    model = kfac.cast(make_model(), jnp.float32)
+    x, y = data()
+    x, size = x.astype(jnp.float32), jnp.float32(size)
+
+    def loss_fn(model, x, y, size):
+        return size * kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y)
+
+    @eqx.filter_jit
+    def step(size):
+        optimizer = kfac.KFAC(0.1, damping=1e-2 * size, fisher=kfac.Exact())
+        return optimizer.step(loss_fn, model, optimizer.init(model), x, y, size)
+
+    (got, _, info), (want, _, small) = step(size), step(jnp.float32(1))
+    assert not bool(info.rejected)
+    assert reference.error(info.gradient_norm / size, small.gradient_norm) < 1e-5
+    assert_same(got, want, 1e-4)
+    _, _, info = step(jnp.float32(3e38))
+    assert bool(info.rejected) and not bool(info.faults.gradient)

@@ -460,4 +460,4 @@ def test_update():
     model = mlp()
     grads = eqx.filter_grad(lambda m: loss_fn(m, X, Y).value)(model)
     with pytest.raises(ValueError, match="through_rows"):
-        optimizer.update(grads, optimizer.init(model), model)
+        optimizer.update(grads, optimizer.init(model), model, curvature=None)

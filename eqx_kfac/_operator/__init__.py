@@ -18,6 +18,7 @@ from ._packed import (
     Packed as Packed,
     packed_like as packed_like,
     unpacked as unpacked,
+    vanishes as vanishes,
 )
 from ._series import chain_gain as chain_gain, SeriesOperator as SeriesOperator
 from ._spectral import (

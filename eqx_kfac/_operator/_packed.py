@@ -5,7 +5,9 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, PyTree, Shaped
+from jaxtyping import Array, Bool, PyTree, Shaped
+
+from ._factor import diagonal
 
 
 class Packed(eqx.Module):
@@ -31,6 +33,14 @@ class Packed(eqx.Module):
         """$n$"""
         rows, columns = self.rectangle.shape[-2:]
         return rows + columns // 2
+
+    def diagonal(self) -> Shaped[Array, "*stack n"]:
+        """Their diagonals."""
+        rows, columns = self.rectangle.shape[-2:]
+        flat = self.rectangle.reshape(*self.rectangle.shape[:-2], -1)
+        first = flat[..., :: columns + 1]
+        last = flat[..., 1 :: columns + 1][..., : self.size - rows]
+        return jnp.concatenate([first, last], axis=-1)
 
     def matrix(self) -> Shaped[Array, "*stack n n"]:
         """The matrices."""
@@ -60,6 +70,12 @@ def pack(matrix: Shaped[Array, "*stack n n"]) -> Packed:
 
 def is_packed(node: Any) -> bool:
     return isinstance(node, Packed)
+
+
+def vanishes(factor: Any) -> Bool[Array, ""]:
+    """Whether a positive semidefinite matrix (or diagonal, or `Packed`) is zero."""
+    entries = factor.diagonal() if is_packed(factor) else diagonal(factor)
+    return jnp.all(entries == 0)
 
 
 def unpacked(tree: PyTree) -> PyTree:
