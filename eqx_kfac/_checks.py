@@ -60,6 +60,27 @@ def check_count(name: str, value: Any, least: int) -> int:
     return value
 
 
+def check_key(key: Any) -> None:
+    """Raises unless `key` is a single PRNG key, or `None`."""
+    if key is None:
+        return
+    if not isinstance(key, (jax.Array, np.ndarray)):
+        raise TypeError(
+            f"`key` must be a PRNG key, such as `jax.random.key(0)`, but is {key!r}."
+        )
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not typed and key.dtype != jnp.uint32:
+        raise TypeError(
+            "`key` must be a PRNG key, such as `jax.random.key(0)`, but is an array of "
+            f"type {key.dtype} and shape {key.shape}."
+        )
+    if key.ndim != (0 if typed else 1):
+        raise ValueError(
+            f"`key` must be one PRNG key, but is an array of keys, of shape {key.shape}. "
+            "Pass one of them, such as `jax.random.fold_in(key, step)`."
+        )
+
+
 def check_flag(name: str, value: Any) -> None:
     """Raises unless `value` is a boolean."""
     if not isinstance(value, bool):
@@ -70,7 +91,9 @@ def check_instance(name: str, value: Any, cls: type, example: str) -> None:
     """Raises unless `value` is an instance of `cls`."""
     if isinstance(value, cls):
         return
-    hint = f"such as `{example}`"
     if isinstance(value, type) and issubclass(value, cls):
-        hint = f"not its class: did you mean `kfac.{value.__name__}()`?"
-    raise TypeError(f"`{name}` must be an object {hint}, but is {value!r}.")
+        raise TypeError(
+            f"`{name}` must be an object, not its class: did you mean "
+            f"`kfac.{value.__name__}()`?"
+        )
+    raise TypeError(f"`{name}` must be an object such as `{example}`, but is {value!r}.")

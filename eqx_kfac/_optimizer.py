@@ -10,6 +10,7 @@ import jax.tree_util as jtu
 import optax
 from jaxtyping import Array, Bool, Float
 
+from ._arguments import check_init, check_step, check_update
 from ._batch import Batch, LinearisedBatch
 from ._checks import check_count, plain
 from ._choices import check_choices, check_without_loss, NUMBERS, Rules, rules_of
@@ -204,6 +205,7 @@ class KFAC(eqx.Module):
         **Raises:** `ValueError` naming the parameters that no tagged layer covers, unless
         there is a `fallback`.
         """
+        check_init(model)
         check_covered(model, self.fallback)
         tagged, _ = partition_tagged(model)
         curvature, inverse = init_factors(model, self.solver, self.packed)
@@ -267,6 +269,7 @@ class KFAC(eqx.Module):
         **Raises:** `ValueError` for `through_rows` together with `micro_batches`, or
         within a `shard_map`.
         """
+        check_step(loss_fn, model, state, key)
         micro_batches = check_count("micro_batches", micro_batches, 1)
         state = self._prepare(state, model)
         batch = Batch(loss_fn, args, kwargs, micro_batches)
@@ -308,6 +311,7 @@ class KFAC(eqx.Module):
         model: `averaging`.
         """
         check_without_loss(vars(self), "update")
+        check_update(grads, state, model, value)
         grads = eqx.filter(grads, eqx.is_inexact_array)
         state = self._prepare(state, grads if model is None else model)
         value = jnp.zeros(()) if value is None else value

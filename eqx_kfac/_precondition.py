@@ -159,9 +159,34 @@ def include(
 ) -> tuple[Model, Float[Array, ""], Bool[Array, ""]]:
     """As `average`, with an estimate from elsewhere, if that is finite and to `take`; and
     whether it was taken."""
+    _check_curvature(new, model)
     new = _in_bases_of(curvature, model, new, weight == 0)
     take = take & all_finite(new)
     return *average(curvature, weight, new, ema, take), take
+
+
+def _check_curvature(curvature: Model, model: Model) -> None:
+    """Raises unless curvature is that of exactly the parameters of a model."""
+
+    def shapes(tree):
+        leaves, _ = jtu.tree_flatten_with_path(tree)
+        return {jtu.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
+
+    have = shapes(eqx.filter_eval_shape(unpacked, curvature))
+    want = shapes(eqx.filter_eval_shape(init_curvature, model))
+    wrong = [path for path in [*want, *have] if have.get(path) != want.get(path)]
+    if wrong:
+        path = wrong[0]
+        raise ValueError(
+            "The curvature does not belong to these parameters: its "
+            f"`{path}` is {_described(have, path)}, but should be "
+            f"{_described(want, path)}. Estimate it for the same part of the model that "
+            "`init` got: `kfac.value_grad_and_curvature(loss_fn)(trained, ...)`."
+        )
+
+
+def _described(shapes: dict, path: str) -> str:
+    return f"an array of shape {shapes[path]}" if path in shapes else "missing"
 
 
 def _in_bases_of(

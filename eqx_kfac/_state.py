@@ -216,7 +216,8 @@ def count(faults: Faults, new: Faults) -> Faults:
 
 
 def check_state(state: Any, expected: Any) -> None:
-    """Raises unless a state has the structure and the shapes of the `expected` one."""
+    """Raises unless a state has the structure and the shapes of the `expected` one, and
+    what it keeps of the layers its types."""
 
     def any_packed(tree):
         return any(map(is_packed, jtu.tree_leaves(tree, is_leaf=is_packed)))
@@ -230,6 +231,8 @@ def check_state(state: Any, expected: Any) -> None:
             f"kfac.{'packed' if want else 'unpacked'}(state)`."
         )
     _check_same_shapes(state, expected)
+    for name in ("curvature", "inverse", "velocity", "iterates"):
+        _check_same_types(name, getattr(state, name, None), getattr(expected, name, None))
 
 
 def _check_same_shapes(state: Any, expected: Any) -> None:
@@ -250,6 +253,18 @@ def _check_same_shapes(state: Any, expected: Any) -> None:
         "`optimizer.init(model)`, with the same optimizer and the same trained "
         "parameters that `step` (or `update`) gets."
     )
+
+
+def _check_same_types(name: str, part: Any, expected: Any) -> None:
+    leaves, _ = jtu.tree_flatten_with_path(part)
+    for (path, have), want in zip(leaves, jtu.tree_leaves(expected), strict=True):
+        if jnp.result_type(have) != want.dtype:
+            raise ValueError(
+                f"The state's `.{name}{jtu.keystr(path)}` is of type "
+                f"{jnp.result_type(have)}, but should be of type {want.dtype}: a state "
+                "must not be cast. For less precision, cast the parameters within the "
+                "loss function: `kfac.cast(model, jnp.bfloat16)`."
+            )
 
 
 def _described(shapes: dict, path: str) -> str:

@@ -1,10 +1,12 @@
 """Tagged layers in a model."""
 
 import contextlib
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array
 
@@ -16,7 +18,8 @@ def is_tagged(node: Any) -> bool:
     """Whether `node` is a tagged layer: a Module with a `tag` that is a `Tag`, or several
     by name, if its parameters are those of several linear maps."""
     tag = getattr(node, "tag", None) if isinstance(node, eqx.Module) else None
-    return isinstance(tag, Tag) or (isinstance(tag, dict) and len(tag) > 0)
+    several = isinstance(tag, dict) and len(tag) > 0 and all(map(_is_tag, tag.values()))
+    return _is_tag(tag) or several
 
 
 def map_tags(fn: Callable, tree: Any, *rest: Any, others: Callable = lambda *_: None):
@@ -86,13 +89,50 @@ class _Leaf:
 
 
 def check_tagged(model: Any) -> None:
-    """Raises if there is nothing in a model that curvature could be collected from."""
+    """Raises if there is nothing in a model that curvature could be collected from, or
+    parameters that there is none of."""
+    for path, tag, layer in tagged_layers(model):
+        _check_parameters(f"layer `{path}`" if path else "model", tag, layer)
     if not any(is_trainable(tag, layer) for _, tag, layer in tagged_layers(model)):
         raise ValueError(
             "The model has no tagged layer with parameters to train, so there is no "
             "curvature to collect. Convert it with `kfac.convert(model)`, or write its "
             "layers with `kfac.Linear`."
         )
+
+
+def _check_parameters(where: str, tag: Tag, layer: Any) -> None:
+    missing = [name for name in tag.form.names if not _has(layer, name)]
+    if missing:
+        raise ValueError(
+            f"The {where} has a tag with the form `{tag.form}`, which is that of a layer "
+            f"with {names(tag.form.names)}, but it has no {names(missing)}. Give it a "
+            "field of that name (`None` if there is no such parameter), or its tag "
+            "another form."
+        )
+    for name, p in zip(tag.form.names, tag.form.parameters(layer), strict=True):
+        what = f"The parameter `{name}` of the {where}"
+        if p is not None and not jnp.issubdtype(p.dtype, jnp.floating):
+            raise TypeError(
+                f"{what} is of type {p.dtype}, but curvature is that of real "
+                "floating-point numbers. (A complex parameter is two: its real and its "
+                "imaginary part.) Freeze it (`eqx.partition` it out of the model), or "
+                "leave its layer without a tag: `kfac.convert(model, blocks={path: "
+                "None})`."
+            )
+        if p is not None and p.size == 0:
+            raise ValueError(
+                f"{what} has shape {p.shape}: there is nothing to train. Freeze it "
+                "(`eqx.partition` it out of the model), or leave out the layer."
+            )
+
+
+def _has(layer: Any, name: str) -> bool:
+    try:
+        operator.attrgetter(name)(layer)
+    except AttributeError:
+        return False
+    return True
 
 
 class LayerError(ValueError):
@@ -111,13 +151,13 @@ def naming_layers(model: Any):
         yield
     except LayerError as error:
         looks = jtu.tree_structure(empty_tags(error.layer))
-        paths = [
-            path
+        paths = {  # In their order, each once.
+            path: None
             for path, _, layer in tagged_layers(model)
             if jtu.tree_structure(empty_tags(layer)) == looks
-        ]
+        }
         if paths:
-            error.add_note(f"The layer is {names(paths)} of the model.")
+            error.add_note(f"The layer is {names(list(paths))} of the model.")
         raise
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
 
-from .._checks import check_count
+from .._checks import check_count, check_key
 from .._custom_types import Key
 from .._loss import AbstractLoss
 from ._base import AbstractFisher
@@ -45,6 +45,7 @@ class _Samples(AbstractFisher):
                 "`key=...`, a fresh one every step. (Or use `fisher=kfac.Exact()` or "
                 "`fisher=kfac.Empirical()`, which need none.)"
             )
+        check_key(key)
         keys = jax.random.split(jax.random.fold_in(key, index), len(losses))
         samples = [self.sample(loss, k) for loss, k in zip(losses, keys, strict=True)]
         # The mean over samples.

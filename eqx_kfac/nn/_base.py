@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 import equinox as eqx
 import numpy as np
 
-from .._block import AbstractBlock, Diagonal, Kronecker
+from .._block import AbstractBlock, AbstractSharing, Diagonal, Kronecker
+from .._checks import check_instance
 from .._form import AbstractForm, Convolution, Dense, Lookup, Parameters
 from .._tag import Tag
+from ._inputs import check_floating, check_input
 
 
 class AbstractTagged(eqx.Module):
@@ -21,7 +23,9 @@ class AbstractTagged(eqx.Module):
 
     def __init__(self, *args: Any, block: AbstractBlock | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.tag = type(self).tags(self, block or self.default)
+        if block is not None:
+            check_block("block", block)
+        self.tag = type(self).tags(self, self.default if block is None else block)
 
     @classmethod
     @abc.abstractmethod
@@ -47,7 +51,14 @@ class TaggedOutputs(AbstractTagged):
         return Tag(form, block)
 
     def __call__(self, x: Any, *, key: Any = None) -> Any:
+        check_input(self, x)
+        if self.tag.collecting:
+            self.check_dtype(x)
         return self.tag(super().__call__(x, key=key), x)  # pyright: ignore
+
+    def check_dtype(self, x: Any) -> None:
+        """Raises if there is no curvature of inputs of this type."""
+        check_floating(self, x)
 
 
 class TaggedParameters(AbstractTagged):
@@ -67,8 +78,20 @@ class TaggedParameters(AbstractTagged):
         return Tag(Parameters(**cls.ranks(layer)), block)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        check_input(self, x)
         layer = self.tag.parameters(self, x)
         return super(TaggedParameters, layer).__call__(x, *args, **kwargs)  # pyright: ignore
+
+
+def check_block(name: str, block: Any) -> None:
+    """Raises unless `block` is one."""
+    if isinstance(block, AbstractSharing):
+        shown = f"kfac.{type(block).__name__}()"
+        raise TypeError(
+            f"`{name}` must be a block, but `{shown}` is only a part of one: did you "
+            f"mean `kfac.Kronecker({shown})`?"
+        )
+    check_instance(name, block, AbstractBlock, "kfac.EKFAC()")
 
 
 def with_fields_of(cls: type, layer: Any, **extra: Any) -> Any:

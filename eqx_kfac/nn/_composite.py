@@ -5,7 +5,7 @@ from typing import Any
 import equinox as eqx
 
 from .._block import AbstractBlock
-from ._base import with_fields_of
+from ._base import check_block, with_fields_of
 from ._linear import Linear
 
 
@@ -30,5 +30,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
 
 
 def _tagged(layer: eqx.nn.Linear, block: AbstractBlock | None) -> Linear:
+    if block is not None:
+        check_block("block", block)
     tag = Linear.tags(layer, Linear.default if block is None else block)
     return with_fields_of(Linear, layer, tag=tag)

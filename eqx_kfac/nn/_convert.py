@@ -4,11 +4,11 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax.tree_util as jtu
 
-from .._block import AbstractBlock, Kronecker
+from .._block import AbstractBlock, AbstractSharing, Kronecker
 from .._misc import names
 from .._tag import Tag
 from .._tagged import is_tagged
-from ._base import AbstractTagged, with_fields_of
+from ._base import AbstractTagged, check_block, with_fields_of
 from ._composite import MLP, MultiheadAttention
 from ._conv import (
     Conv,
@@ -135,10 +135,7 @@ class _Choice:
     """Which block a layer gets; and which of the choices that were given nobody got."""
 
     def __init__(self, blocks: Blocks):
-        if isinstance(blocks, type):
-            raise TypeError(
-                f"`blocks` must be a block, not its class: `kfac.{blocks.__name__}()`."
-            )
+        _check_blocks(blocks)
         self.blocks = blocks
         self.unused = set(blocks) if isinstance(blocks, Mapping) else set()
 
@@ -151,11 +148,8 @@ class _Choice:
         if not isinstance(blocks, Mapping):
             block = blocks(path, layer)
             block = default if isinstance(block, str) and block == "default" else block
-            if not isinstance(block, AbstractBlock | None):
-                raise TypeError(
-                    "`blocks` must return a block, `None` or 'default', but returned "
-                    f"{block!r} for `{path}`."
-                )
+            if block is not None:
+                check_block(f"blocks({path!r}, ...)", block)
             return block
         paths = [k for k in blocks if isinstance(k, str) and _is_below(path, k)]
         keys = sorted(paths, key=len)[-1:] or [k for k in blocks if k is type(layer)]
@@ -169,6 +163,18 @@ class _Choice:
                 "given in `blocks`. Paths are as in `kfac.convert(model)`'s state, such "
                 "as `.layers[0]`; types are those of `equinox.nn`."
             )
+
+
+def _check_blocks(blocks: Any) -> None:
+    if isinstance(blocks, Mapping):
+        for key, block in blocks.items():
+            if block is not None:
+                check_block(f"blocks[{key!r}]", block)
+        return
+    # Parts of blocks can be called, too, and so can classes.
+    is_function = callable(blocks) and not isinstance(blocks, (type, AbstractSharing))
+    if not (blocks is None or is_function):
+        check_block("blocks", blocks)
 
 
 def _is_below(path: str, prefix: str) -> bool:

@@ -1,12 +1,16 @@
 from typing import Any
 
 import equinox as eqx
-from jaxtyping import Array, Inexact
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, ArrayLike, Inexact
 
 from .._block import AbstractBlock, Diagonal
 from .._form import Parameters
 from .._tag import Tag
-from ._base import TaggedParameters
+from .._tagged import LayerError
+from ._base import check_block, TaggedParameters
 
 
 class LayerNorm(TaggedParameters, eqx.nn.LayerNorm):
@@ -42,6 +46,17 @@ class BatchNorm(TaggedParameters, eqx.nn.BatchNorm):
     def ranks(layer: Any) -> dict[str, int]:
         return dict(weight=1, bias=1)
 
+    def __call__(self, x: Any, state: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(x, state, **kwargs)
+        except NameError as error:
+            raise LayerError(
+                self,
+                f"`kfac.BatchNorm` takes means over the axis {self.axis_name!r}, but "
+                "there is no such axis. Name it: `jax.vmap(model, axis_name="
+                f"{self.axis_name!r}, in_axes=(0, None), out_axes=(0, None))(x, state)`.",
+            ) from error
+
 
 class PReLU(TaggedParameters, eqx.nn.PReLU):
     """`equinox.nn.PReLU`, with a tag at its slope."""
@@ -70,14 +85,19 @@ class Parameter(eqx.Module):
     value: Inexact[Array, "..."]
     tag: Tag
 
-    def __init__(self, value: Inexact[Array, "..."], block: AbstractBlock = Diagonal()):
+    def __init__(
+        self, value: Inexact[ArrayLike, "..."], block: AbstractBlock = Diagonal()
+    ):
         """**Arguments:**
 
-        - `value`: what it is to begin with.
+        - `value`: what it is to begin with, floating-point numbers.
         - `block`: how its curvature is approximated.
+
+        **Raises:** `TypeError` for anything else.
         """
-        self.value = value
-        self.tag = Tag(Parameters(value=value.ndim), block)
+        check_block("block", block)
+        self.value = _floating(value)
+        self.tag = Tag(Parameters(value=self.value.ndim), block)
 
     def __call__(self, x: Any) -> Inexact[Array, "..."]:
         """**Arguments:**
@@ -86,5 +106,27 @@ class Parameter(eqx.Module):
             to the value is wanted for each one.
 
         **Returns:** the value.
+
+        **Raises:** `ValueError` if there is no array of JAX's in `x`, while curvature is
+        being collected.
         """
+        arrays = [a for a in jtu.tree_leaves(x) if isinstance(a, jax.Array)]
+        if self.tag.collecting and not arrays:
+            raise LayerError(
+                self,
+                "`kfac.Parameter` is called with something that belongs to the example, "
+                f"such as the model's input, but got {x!r}: curvature needs to know for "
+                "which example it is used.",
+            )
         return self.tag.parameters(self, x).value
+
+
+def _floating(value: Any) -> Array:
+    array = jnp.asarray(value) if eqx.is_array_like(value) else None
+    if array is None or not jnp.issubdtype(array.dtype, jnp.floating):
+        got = repr(value) if array is None else f"numbers of type {array.dtype}"
+        raise TypeError(
+            "`kfac.Parameter` is an array of floating-point numbers, such as "
+            f"`kfac.Parameter(jnp.zeros(3))`, but got {got}."
+        )
+    return array.astype(array.dtype)  # Whose type is not weak, as Python's numbers'.

@@ -1,3 +1,5 @@
+from typing import Any
+
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
@@ -7,11 +9,15 @@ from .._form import Dense
 from .._tag import Tag
 from .._tagged import LayerError
 from ._base import TaggedOutputs
+from ._inputs import check_integer
 
 
 class Embedding(TaggedOutputs, eqx.nn.Embedding):
     """`equinox.nn.Embedding`, with a tag. Of the input factor only the diagonal exists:
     how often each row was looked up."""
+
+    def check_dtype(self, x: Any) -> None:
+        check_integer(self, x)
 
     def attend(
         self, x: Inexact[Array, " embedding_size"]

@@ -4,8 +4,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-from .._tagged import LayerError
 from ._base import TaggedOutputs
+from ._inputs import check_floating, check_input
 
 
 class Linear(TaggedOutputs, eqx.nn.Linear):
@@ -28,23 +28,10 @@ class Linear(TaggedOutputs, eqx.nn.Linear):
         **Raises:** `ValueError` for an input of another shape; while curvature is being
         collected, for an integer input.
         """
-        shape = () if self.in_features == "scalar" else (self.in_features,)
-        if jnp.shape(x) != shape:
-            raise LayerError(
-                self,
-                f"`kfac.Linear({self.in_features!r}, {self.out_features!r})` acts on one "
-                f"input of shape {shape}, but got an array of shape {jnp.shape(x)}. For "
-                "batched inputs use `jax.vmap(layer)(x)`.",
-            )
-        if self.tag.collecting and not _is_inexact(x):
-            raise LayerError(
-                self,
-                f"`kfac.Linear({self.in_features!r}, {self.out_features!r})` got an "
-                f"input of type {jnp.result_type(x)}. Curvature needs floating-point "
-                "inputs: convert them first, e.g. with `x.astype(jnp.float32)`.",
-            )
         if not self.tag.collecting:
             return super().__call__(x, key=key)
+        check_input(self, x)
+        check_floating(self, x)
         return self.tag(self._forward(x), x)
 
     def _forward(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
@@ -54,7 +41,3 @@ class Linear(TaggedOutputs, eqx.nn.Linear):
         y = jnp.tensordot(jnp.atleast_1d(x), self.weight, axes=(0, 1))
         y = y if self.bias is None else y + self.bias
         return jnp.squeeze(y) if self.out_features == "scalar" else y
-
-
-def _is_inexact(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)

@@ -14,6 +14,7 @@ from .._form import Parameters, Within
 from .._misc import trailing
 from .._tag import Tag
 from ._base import AbstractTagged, form_of
+from ._inputs import check_input
 
 
 class WeightNorm(AbstractTagged, eqx.nn.WeightNorm):
@@ -33,6 +34,7 @@ class WeightNorm(AbstractTagged, eqx.nn.WeightNorm):
         return _supports(layer) and layer.axis in (0, None)
 
     def __call__(self, x: Any, *, key: Any = None) -> Array:
+        check_input(self, x, self.layer)
         layer = self.tag["others"].parameters(self, x)
         y = super(WeightNorm, layer).__call__(x, key=key)  # pyright: ignore
         if not self.tag["weight"].collecting:
@@ -60,6 +62,7 @@ class SpectralNorm(AbstractTagged, eqx.nn.SpectralNorm):
         return _supports(layer)
 
     def __call__(self, x: Any, state: Any, **kwargs: Any) -> tuple[Array, Any]:
+        check_input(self, x, self.layer)
         layer = self.tag["others"].parameters(self, x) if "others" in self.tag else self
         y, state = super(SpectralNorm, layer).__call__(x, state, **kwargs)
         if not self.tag["weight"].collecting:

@@ -12,7 +12,9 @@ from jaxtyping import Array, PyTree
 from .._block import AbstractBlock, Kronecker
 from .._form import Gates, Part
 from .._tag import Tag
+from .._tagged import LayerError
 from ._base import AbstractTagged, with_fields_of
+from ._inputs import check_input
 
 
 class LSTMCell(AbstractTagged, eqx.nn.LSTMCell):
@@ -28,6 +30,7 @@ class LSTMCell(AbstractTagged, eqx.nn.LSTMCell):
         return Tag(Gates(weights, Part("bias")), block)
 
     def __call__(self, input: Array, hidden: Any, *, key: Any = None) -> Any:
+        _check_cell(self, input, hidden[0])
         if not self.tag.collecting:
             return super().__call__(input, hidden, key=key)
         return self.remember(input, hidden, None)[0]
@@ -62,6 +65,7 @@ class GRUCell(AbstractTagged, eqx.nn.GRUCell):
         return {name: Tag(form, block) for name, form in forms.items()}
 
     def __call__(self, input: Array, hidden: Array, *, key: Any = None) -> Array:
+        _check_cell(self, input, hidden)
         if not any(tag.collecting for tag in self.tag.values()):
             return super().__call__(input, hidden, key=key)
         return self.remember(input, hidden, dict.fromkeys(self.tag))[0]
@@ -85,6 +89,18 @@ class GRUCell(AbstractTagged, eqx.nn.GRUCell):
         extra = dict(bias=bias, bias_n=bias_n, use_bias=True)
         cell = with_fields_of(eqx.nn.GRUCell, self, **extra)
         return cell(input, hidden), new
+
+
+def _check_cell(cell: Any, input: Any, hidden: Any) -> None:
+    check_input(cell, input)
+    shape = jnp.shape(hidden)
+    if shape != (cell.hidden_size,):
+        raise LayerError(
+            cell,
+            f"`kfac.{type(cell).__name__}` has a hidden state of shape "
+            f"({cell.hidden_size},), but got one of shape {shape}. For batches use "
+            "`jax.vmap(cell)(input, hidden)`.",
+        )
 
 
 def scan_cell(cell: Any, hidden: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
