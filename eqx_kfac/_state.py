@@ -25,9 +25,9 @@ class Faults(eqx.Module):
     gradient: Array  # The loss was finite, its gradient was not.
     curvature: Array  # Both were finite, the curvature was not, or there is none yet.
     # A layer's curvature was exactly zero, its gradient was not: it did not come through
-    # the layer's tag, but from a weight that is used without calling the layer, say, or
-    # from a loss that curvature was not taken of. `kfac.verify` names the layer. (Not
-    # looked for in `KFAC.step` if scalars are added to the loss: they have no curvature.)
+    # the layer's tag (`kfac.verify` names the layer), or from a loss that curvature was
+    # not taken of, or from outputs so certain that they have none. Not looked for in
+    # `KFAC.step` if scalars are added to the loss: they have a gradient only.
     unseen: Array
     factorisation: Array  # It could not be inverted: the previous inverse is still used.
     update: Array  # The update was not finite.

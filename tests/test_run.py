@@ -229,47 +229,31 @@ def test_choosing():
 
 
 #
-# Gradients that have not come through a tag
+# Gradients without curvature
 #
 
 
-class Aside(eqx.Module):
-    """Uses the second layer (or the second one of its members) by its tag only, or by its
-    weight only."""
-
+class Stack(eqx.Module):
     first: kfac.Linear
     second: kfac.Linear
     head: kfac.Linear
 
     def __init__(self, block, stacked):
         keys = jr.split(jr.key(0), 3)
-        make = lambda key: kfac.Linear(5, 5, use_bias=False, key=key, block=block)
+        make = lambda key: kfac.Linear(5, 5, key=key, block=block)
         self.first = kfac.Linear(D_IN, 5, key=keys[0])
-        self.second = make(keys[1])
-        if stacked:
-            self.second = eqx.filter_vmap(make)(jr.split(keys[1], 2))
+        self.second = eqx.filter_vmap(make)(jr.split(keys[1], 2 if stacked else 1))
         self.head = kfac.Linear(5, D_OUT, key=keys[2])
 
-    def __call__(self, x, tagged, raw):
+    def __call__(self, x):
         x = jnp.tanh(self.first(x))
-        if self.second.weight.ndim == 3:
-            use = eqx.filter_vmap(lambda layer, x: layer(x), in_axes=(0, None))
-            both = use(self.second, x)
-            x = both[0] + tagged * both[1] + raw * (self.second.weight[1] @ x)
-        else:
-            x = tagged * self.second(x) + raw * (self.second.weight @ x)
-        return self.head(jnp.tanh(x))
+        use = eqx.filter_vmap(lambda layer, x: layer(x), in_axes=(0, None))
+        return self.head(jnp.tanh(jnp.sum(use(self.second, x), axis=0)))
 
 
-def aside_loss(model, batch):
-    logits = jax.vmap(lambda x: model(x, *batch["uses"]))(batch["x"])
-    l2 = kfac.L2(model, batch["l2"])
-    return kfac.SoftmaxCrossEntropy(logits, batch["y"]) + l2
-
-
-def aside_batch(tagged=1.0, raw=0.0, l2=0.0):
-    x, y = data()
-    return dict(x=x, y=y, uses=(jnp.array(tagged), jnp.array(raw)), l2=jnp.array(l2))
+def certain_loss(model, x, y, scale=1.0):
+    """With a large scale, outputs are so certain that they have no curvature."""
+    return kfac.SoftmaxCrossEntropy(scale * jax.vmap(model)(x), y)
 
 
 blocks = {
@@ -284,28 +268,39 @@ blocks = {
 }
 
 
+def without_last_member(layer):
+    """What is there of the last layer of a stack becomes zero."""
+    zero = lambda a: a.at[-1].set(0) if eqx.is_inexact_array(a) else a
+    return jtu.tree_map(zero, layer)
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["one", "stacked and packed"])
 @pytest.mark.parametrize("name", blocks)
-def test_gradients_that_have_not_come_through_a_tag(name, packed):
-    model = Aside(blocks[name], stacked=packed)
-    optimizer = kfac.KFAC(0.1, fisher=kfac.Exact(), packed=packed)
+def test_gradients_without_curvature(name, packed):
+    model = Stack(blocks[name], stacked=packed)
+    optimizer = kfac.KFAC(0.1, packed=packed)
+    estimate = kfac.value_grad_and_curvature(certain_loss, kfac.Exact())
+    _, grads, curvature = eqx.filter_jit(estimate)(model, *data())
+    second = lambda tree: tree.second
+    zeroed = eqx.tree_at(second, curvature, without_last_member(curvature.second))
+    spared = eqx.tree_at(lambda c: c.second.l2, zeroed, replace_fn=lambda a: a + 0.1)
+    still = eqx.tree_at(second, grads, without_last_member(grads.second))
 
     @eqx.filter_jit
-    def step(batch):
-        _, state, info = optimizer.step(aside_loss, model, optimizer.init(model), batch)
-        return state, info
+    def update(grads, curvature):
+        return optimizer.update(grads, optimizer.init(model), model, curvature=curvature)
 
     cases = [
-        (aside_batch(), False),
-        (aside_batch(tagged=0.0), False),  # No gradient either.
-        (aside_batch(tagged=0.0, raw=1.0), True),
-        (aside_batch(tagged=0.0, raw=1.0, l2=0.1), False),  # A curvature of its own.
-        (aside_batch(tagged=0.5, raw=0.5), False),  # For `kfac.verify` to find.
+        (grads, curvature, False),
+        (grads, zeroed, True),
+        (grads, spared, False),
+        (still, zeroed, False),
+        (still, curvature, False),
     ]
-    for batch, unseen in cases:
-        state, info = step(batch)
-        assert bool(info.rejected) == bool(info.faults.unseen) == unseen
+    for some_grads, some_curvature, unseen in cases:
+        updates, state = update(some_grads, some_curvature)
         assert int(state.faults.unseen) == int(state.rejected) == unseen
+        assert any(map(np.any, jtu.tree_leaves(updates))) != unseen
 
 
 def test_recurrent_curvature_of_nothing():
@@ -315,48 +310,48 @@ def test_recurrent_curvature_of_nothing():
     assert [bool(make(scale).is_zero()) for scale in (0.0, 1.0)] == [True, False]
 
 
-def test_unseen_layers_that_are_frozen():
-    model = Aside(kfac.Kronecker(), False)
-    frozen = eqx.tree_at(lambda m: m.second, jtu.tree_map(eqx.is_array, model), False)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_outputs_without_curvature(micro_batches):
+    model, (x, y) = Stack(kfac.Kronecker(), True), data()
+    optimizer = kfac.KFAC(0.1, fisher=kfac.Exact())
+    step = eqx.filter_jit(optimizer.step)
+    for scale, unseen in ((1.0, False), (1e6, True)):
+        batch = dict(scale=jnp.array(scale), micro_batches=micro_batches)
+        new, _, info = step(certain_loss, model, optimizer.init(model), x, y, **batch)
+        assert bool(info.rejected) == bool(info.faults.unseen) == unseen
+        assert float(info.gradient_norm) > 0.1
+        assert jnp.array_equal(new.head.weight, model.head.weight) == unseen
+
+
+def test_frozen_layers_without_curvature():
+    model, (x, y) = Stack(kfac.Kronecker(), False), data()
+    frozen = jtu.tree_map(eqx.is_array, model)
+    frozen = eqx.tree_at(lambda m: (m.first, m.second), frozen, (False, False))
     params, static = eqx.partition(model, frozen)
     optimizer = kfac.KFAC(0.1, fisher=kfac.Exact())
 
-    def loss_fn(params, batch):
-        return aside_loss(eqx.combine(params, static), batch)
+    def loss_fn(params, x, y):
+        return certain_loss(eqx.combine(params, static), x, y)
 
-    batch = aside_batch(tagged=0.0, raw=1.0)
-    _, _, info = optimizer.step(loss_fn, params, optimizer.init(params), batch)
+    _, _, info = optimizer.step(loss_fn, params, optimizer.init(params), x, y)
     assert not bool(info.rejected)
 
 
-def test_unseen_layers_by_update():
-    model = Aside(kfac.Kronecker(), False)
-    optimizer = kfac.KFAC(0.1)
-    estimate = kfac.value_grad_and_curvature(aside_loss, kfac.Exact())
-    for raw in (0.0, 1.0):
-        batch = aside_batch(tagged=0.0, raw=raw)
-        _, grads, curvature = estimate(model, batch)
-        state = optimizer.init(model)
-        _, state = optimizer.update(grads, state, model, curvature=curvature)
-        assert int(state.faults.unseen) == int(state.rejected) == raw
-
-
-@pytest.mark.parametrize("raw", [0.0, 1.0])
-def test_unseen_layers_on_several_devices(raw):
-    model = Aside(kfac.Kronecker(), True)
+@pytest.mark.parametrize("scale", [1.0, 1e6])
+def test_layers_without_curvature_on_several_devices(scale):
+    model = Stack(kfac.Kronecker(), True)
     mesh = jax.make_mesh((8,), ("batch",), (jax.sharding.AxisType.Auto,))
     optimizer = kfac.KFAC(0.1, fisher=kfac.Exact())
     params, static = eqx.partition(model, eqx.is_array)
 
-    def step(params, batch):
-        model = eqx.combine(params, static)
-        _, _, info = optimizer.step(aside_loss, model, optimizer.init(model), batch)
+    def step(params, x, y):
+        model, state = eqx.combine(params, static), optimizer.init(params)
+        _, _, info = optimizer.step(certain_loss, model, state, x, y, scale=scale)
         return info.faults
 
-    specs = dict(x=P("batch"), y=P("batch"), uses=P(), l2=P())
-    sharded = jax.shard_map(step, mesh=mesh, in_specs=(P(), specs), out_specs=P())
-    faults = jax.jit(sharded)(params, aside_batch(tagged=0.0, raw=raw))
-    assert bool(faults.unseen) == bool(raw)
+    specs = dict(in_specs=(P(), P("batch"), P("batch")), out_specs=P())
+    faults = jax.jit(jax.shard_map(step, mesh=mesh, **specs))(params, *data())
+    assert bool(faults.unseen) == (scale > 1)
 
 
 def test_penalties_have_no_curvature():
