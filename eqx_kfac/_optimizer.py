@@ -314,7 +314,7 @@ class KFAC(eqx.Module):
         check_update(grads, state, model, value)
         grads = eqx.filter(grads, eqx.is_inexact_array)
         state = self._prepare(state, grads if model is None else model)
-        value = jnp.zeros(()) if value is None else value
+        value = jnp.zeros(()) if value is None else jnp.asarray(value)
         begun = start(value, grads, state, self._rules)
         old = state.curvature, state.weight
         averaged = (*old, begun.fine & (state.weight > 0))
