@@ -14,6 +14,7 @@ from ._block import AbstractFactors
 from ._custom_types import Model
 from ._devices import over_stack
 from ._loss import linear_combination
+from ._misc import names
 from ._operator import (
     AbstractSymmetricOperator,
     eigenvalues,
@@ -28,7 +29,7 @@ from ._operator import (
 )
 from ._precondition import partition_tagged
 from ._solver import AbstractDampedSolver, Eigh
-from ._tagged import map_tags, update_layers
+from ._tagged import flatten_tags, map_tags, update_layers
 
 
 class BlockDiagonalOperator(AbstractSymmetricOperator):
@@ -64,6 +65,8 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
         - `curvature`: what [`eqx_kfac.curvature`][] returns, or `state.curvature` of an
             optimizer.
         - `model`: the model that it belongs to.
+
+        **Raises:** `ValueError` naming the layers of the model that it has nothing of.
         """
 
         def block(tag, layer, factors):
@@ -78,6 +81,13 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
             operator = over_stack(tag.block.operator, factors.l2.ndim)(factors)
             return _Block(operator, factors.l2)
 
+        found, _ = flatten_tags(lambda tag, layer, own: own, model, curvature)
+        missing = [path for path, factors in found if factors is None]
+        if missing:
+            raise ValueError(
+                f"There is no curvature of the layers {names(missing)}. Pass the part of "
+                "the model that it was taken of, without the layers that are frozen."
+            )
         self.blocks = map_tags(block, model, unpacked(curvature))
         self.structure = Structure(partition_tagged(model)[0])
 

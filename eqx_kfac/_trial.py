@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 from ._batch import LinearisedBatch
 from ._choices import NUMBERS, Rules
 from ._custom_types import Model
+from ._forward import check_pushes_forward
 from ._loss import Penalty
 from ._misc import all_finite, tree_dot, tree_norm
 from ._precondition import partition_tagged, precondition, unseen
@@ -171,6 +172,10 @@ class Trial(eqx.Module):
         """The quadratic model of the tagged parameters along `directions`."""
         rule = self.rules.learning_rate or self.rules.momentum
         linearised = self.linearised.first(None if rule is None else rule.examples)
+        what = (
+            "Give numbers for learning rate, momentum and damping: rules for these need"
+        )
+        check_pushes_forward(what, linearised.gram, *directions)
         gram = linearised.gram(*directions)
         return quadratic(gram, self._gradient, directions, damping)
 

@@ -1342,3 +1342,35 @@ def test_average_of_an_optimizer_that_has_none():
     model = make_model()
     with raises(ValueError, "does not average", "averaging=0.99"):
         kfac.averaged(model, explicit.init(model))
+
+
+@jax.custom_vjp
+def only_backward(x):
+    return jnp.tanh(x)
+
+
+only_backward.defvjp(lambda x: (jnp.tanh(x),) * 2, lambda y, g: (g * (1 - y**2),))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_loss_without_forward_derivative(micro_batches):
+    model, (x, y) = make_model(), make_data()
+
+    def loss_fn(model, x, y):
+        h = jax.vmap(model)(x)
+        return kfac.SquaredError(only_backward(h), y)
+
+    def step(*numbers):
+        optimizer = kfac.KFAC(*numbers, fisher=kfac.Exact())
+        state = optimizer.init(model)
+        run = eqx.filter_jit(optimizer.step)
+        return run(loss_fn, model, state, x, y, micro_batches=micro_batches)
+
+    _, _, info = step(0.1, 0.9, 0.1)
+    assert not bool(info.rejected)
+    rule = kfac.LevenbergMarquardt(1.0)
+    for numbers in ((QUADRATIC,), (0.1, QUADRATIC), (0.1, 0.9, rule)):
+        with raises(TypeError, "numbers", "`jax.custom_vjp`", "`jax.custom_jvp`"):
+            step(*numbers)
+    with raises(TypeError, "kfac.GaussNewton", "`jax.custom_jvp`"):
+        kfac.GaussNewton(loss_fn, model, x, y).as_matrix()

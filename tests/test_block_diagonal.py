@@ -456,3 +456,16 @@ def test_stops_and_says_why():
     solution = many(b)
     assert list(map(int, solution.stats["num_steps"])) == [3, 1]
     close(solution.value[1], b[1])
+
+
+def test_layers_without_curvature_are_named():
+    model = mlp(jr.key(0))
+    curvature = curvature_of(model)
+    first = lambda tree: tree.layers[0]
+    missing = eqx.tree_at(first, curvature, None)
+    with pytest.raises(ValueError, match=r"\.layers\[0\].*frozen"):
+        kfac.BlockDiagonalOperator(missing, model)
+    nothing = jtu.tree_map(lambda _: None, model.layers[0])
+    part = eqx.tree_at(first, model, nothing)
+    operator = kfac.BlockDiagonalOperator(missing, part)
+    assert operator.in_size() < kfac.BlockDiagonalOperator(curvature, model).in_size()

@@ -543,3 +543,27 @@ def test_factor_of_a_sharded_batch(kind):
     spec = PartitionSpec("batch")
     mapped = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)
     close(jax.jit(mapped)(x, weights), jax.jit(run)(x, weights), 1e-12)
+
+
+@pytest.mark.parametrize(
+    "kind", [kfac.EmpiricalFisher, kfac.Fisher, kfac.GaussNewton, kfac.Hessian]
+)
+def test_many_parameters_and_examples_in_float32(kind):
+    """As many as XLA needs to go wrong in, against the same in float64."""
+    mlp = eqx.nn.MLP(10, 5, 16, 1, jnp.tanh, dtype=jnp.float32, key=jr.key(0))
+    x = jr.normal(jr.key(1), (200, 10), jnp.float32)
+    y = jr.randint(jr.key(2), (200,), 0, 5)
+
+    def loss_fn(model, x, y):
+        return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y)
+
+    operator = kind(loss_fn, mlp, x, y)
+    wide = lambda a: a.astype(float) if eqx.is_inexact_array(a) else a
+    exact = kind(loss_fn, jtu.tree_map(wide, mlp), x.astype(float), y)
+    assert operator.in_size() == 261
+    for matrix in (
+        operator.as_matrix(),
+        eqx.filter_jit(lambda o: o.as_matrix())(operator),
+    ):
+        assert matrix.dtype == jnp.float32
+        close(matrix.astype(float), exact.as_matrix(), 1e-5)
