@@ -1,6 +1,5 @@
 """The optax faces of K-FAC."""
 
-import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -189,7 +188,7 @@ def kfac(
         fixed = {
             k: None if v is None else jnp.array(v, float) for k, v in numbers.items()
         }
-        return dataclasses.replace(state, **fixed)
+        return state._replace(**fixed)
 
     def update(
         updates, state, params=None, *, curvature=_missing, value=None, **extra
@@ -199,7 +198,7 @@ def kfac(
         updates, params = _unmask(updates), _unmask(params)
         if curvature is not None:
             curvature = _trained(curvature, updates)
-        state = dataclasses.replace(state, **injected)
+        state = state._replace(**injected)
         return optimizer.update(updates, state, params, curvature=curvature, value=value)
 
     return optax.GradientTransformationExtraArgs(init, update)

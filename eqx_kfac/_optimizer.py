@@ -343,7 +343,7 @@ class KFAC(eqx.Module):
                 return at(chosen, state.step)
             return value if eqx.is_array(value) else at(value, state.step)
 
-        state = dataclasses.replace(state, **{name: now(name) for name in NUMBERS})
+        state = state._replace(**{name: now(name) for name in NUMBERS})
         check_state(state, eqx.filter_eval_shape(self.init, model))
         return state
 
@@ -419,8 +419,8 @@ class KFAC(eqx.Module):
         info = trial.judge(proposal, factorised)
         updates = self._decayed(proposal, model, state)
         updates = jtu.tree_map(lambda u: jnp.where(info.rejected, 0, u), updates)
-        state = dataclasses.replace(
-            self._after(model, state, proposal, updates, fallback, info),
+        after = self._after(model, state, proposal, updates, fallback, info)
+        state = after._replace(
             step=state.step + 1,
             curvature=curvature,
             inverse=inverse,
@@ -485,8 +485,7 @@ class KFAC(eqx.Module):
             ratio = jnp.where(rejected, jnp.nan, ratio)
             due = rule.due(state.step) | rejected
             damping = jnp.where(due, rule(damping, ratio), damping)
-        return dataclasses.replace(
-            state,
+        return state._replace(
             damping=damping,
             refactorise=rejected & (rule is not None),
             rejected=state.rejected + rejected.astype(jnp.int32),

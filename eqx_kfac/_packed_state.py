@@ -1,7 +1,6 @@
 """The factors in an optimizer's state: whole, or symmetric matrices in half of the
 memory."""
 
-import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -68,7 +67,7 @@ def _packed(node: Any) -> Any:
     if not _is_state(node):
         return node
     curvature, inverse = _packed_trees(node.curvature, node.inverse)
-    return dataclasses.replace(node, curvature=curvature, inverse=inverse)
+    return node._replace(curvature=curvature, inverse=inverse)
 
 
 def _packed_trees(curvature: Model, inverse: Model) -> tuple[Model, Model]:

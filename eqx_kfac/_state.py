@@ -1,7 +1,7 @@
 """What the optimizers remember from step to step, and what they tell about each."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -59,10 +59,11 @@ class Iterates(eqx.Module):
         return Iterates(jtu.tree_map(blend, self.mean, params), weight)
 
 
-class KFACState(eqx.Module):
+class KFACState(NamedTuple):
     """The state of [`eqx_kfac.KFAC`][]. All arrays; `eqx.tree_at` may change any of them
     between steps, hyper-parameters included (those that follow a schedule or a rule are
-    overwritten by it)."""
+    overwritten by it). A named tuple, for `optax.tree.get` and `optax.tree.set` know
+    no other types."""
 
     step: Int[Array, ""]
     # Shaped like the model, with every tagged layer replaced by its averaged factors, or
@@ -87,7 +88,7 @@ class KFACState(eqx.Module):
     faults: Faults  # And why: counts.
 
 
-class ScaleByKFACState(eqx.Module):
+class ScaleByKFACState(NamedTuple):
     """The state of [`eqx_kfac.scale_by_kfac`][]."""
 
     step: Int[Array, ""]

@@ -201,6 +201,7 @@ def test_without_curvature(face):
         optax.tree.get(state, "curvature"),
         optax.tree.get(state, "weight", filtering=is_scalar),
     )
+    assert None not in find(after)
     assert_same(find(after), find(opt_state))
 
 
@@ -242,6 +243,7 @@ def test_numbers_out_of_range(face, name):
     opt_state = optimizer.init(params)
     _, opt_state = optimizer.update(grads, opt_state, params, curvature=curvature)
     find = lambda state: optax.tree.get(state, "curvature")
+    assert find(opt_state) is not None
     twice = jtu.tree_map(lambda c: 2 * c, curvature)
     if face == "kfac":
         updates, after = optimizer.update(grads, opt_state, params, curvature=twice)
