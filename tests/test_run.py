@@ -398,3 +398,114 @@ def test_gradients_whose_squares_overflow(size):
     assert_same(got, want, 1e-4)
     _, _, info = step(jnp.float32(3e38))
     assert bool(info.rejected) and not bool(info.faults.gradient)
+
+
+#
+# Long runs
+#
+
+
+STEPS = 10_000
+
+
+def long_run(optimizer, dtype, batches):
+    """All steps in one program: what is asked of every one, and the last state."""
+    model = kfac.cast(
+        kfac.convert(eqx.nn.MLP(2, 1, 2, 1, jnp.tanh, key=jr.key(0))), dtype
+    )
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def loss_fn(model, x, y):
+        return kfac.SquaredError(jax.vmap(model)(x), y)
+
+    def body(carry, batch):
+        params, state = carry
+        model, key = eqx.combine(params, static), jr.fold_in(jr.key(1), state.step)
+        model, state, info = optimizer.step(loss_fn, model, state, *batch, key=key)
+        seen = info.rejected, info.faults, info.loss, state.weight, state.damping
+        return (eqx.filter(model, eqx.is_array), state), seen
+
+    start = params, optimizer.init(model)
+    end, seen = jax.jit(lambda s, b: jax.lax.scan(body, s, b))(start, batches)
+    return start, end, jtu.tree_map(np.asarray, seen)
+
+
+def noisy_batches(dtype, seed=0):
+    """A teacher's, one in twenty of them with a NaN; several in a row, and the first."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(STEPS, 4, 2))
+    y = np.tanh(x @ rng.normal(size=(2, 1))) + 0.1 * rng.normal(size=(STEPS, 4, 1))
+    bad = (rng.uniform(size=STEPS) < 0.04) | (np.arange(STEPS) % 1000 < 10)
+    y[bad, 0, 0] = np.nan
+    return tuple(map(lambda a: jnp.asarray(a, dtype), (x, y))), bad
+
+
+def expected_weights(optimizer, taken, ema):
+    """The weight of the average after every step."""
+    weights, weight = [], 0.0
+    for step, fine in enumerate(taken):
+        if fine and (step % optimizer.curvature_period == 0 or weight == 0):
+            number = 1 + optimizer.burn_in if weight == 0 else 1
+            for _ in range(number):
+                weight = (ema if number == 1 else 1.0) * weight + 1
+        weights.append(weight)
+    return np.array(weights)
+
+
+@pytest.mark.parametrize(
+    "dtype, periods",
+    [
+        (jnp.float32, dict(ema=1.0)),
+        (jnp.float64, dict(ema=0.9, curvature_period=3, burn_in=2, inverse_period=1)),
+        (jnp.float64, dict(ema=0.95, curvature_period=2, inverse_period=4, in_turn=True)),
+        (
+            jnp.float32,
+            dict(ema=1.0, curvature_period=7, inverse_period=6, burn_in=5, in_turn=True),
+        ),
+    ],
+    ids=["all", "burn-in", "in turn", "long periods"],
+)
+def test_ten_thousand_steps(dtype, periods):
+    optimizer = kfac.KFAC(0.02, 0.5, 1e-2, max_increase=0.5, averaging=0.999, **periods)
+    batches, bad = noisy_batches(dtype)
+    start, end, seen = long_run(optimizer, dtype, batches)
+    rejected, faults, loss, weight, _ = seen
+    # Counters are those of what happened.
+    params, state = end
+    assert int(state.step) == STEPS
+    assert np.array_equal(faults.loss, bad) and np.array_equal(np.isnan(loss), bad)
+    assert int(state.rejected) == rejected.sum()
+    for name, happened in vars(faults).items():
+        assert int(getattr(state.faults, name)) == happened.sum()
+    assert not np.any(rejected & ~(faults.loss | faults.increase))
+    # So are the weights of averages.
+    want = expected_weights(optimizer, ~bad, periods["ema"])
+    np.testing.assert_allclose(weight, want, 1e-5)
+    every = expected_weights(optimizer, np.ones(STEPS, bool), periods["ema"])
+    assert not np.allclose(weight, every, 1e-5)
+    # Nothing has grown, or changed its type; everything is finite.
+    types = lambda tree: [jax.typeof(a) for a in jtu.tree_leaves(tree)]
+    assert jtu.tree_structure(end) == jtu.tree_structure(start)
+    assert types(end) == types(start)
+    assert all(jnp.all(jnp.isfinite(a)) for a in jtu.tree_leaves(end))
+    fine = loss[~bad]
+    assert np.mean(fine[-1000:]) < 0.5 * np.mean(fine[:10])
+
+
+@pytest.mark.parametrize("at", ["least", "most"])
+def test_ten_thousand_steps_at_the_limits_of_the_damping(at):
+    limits = dict(minimum=1e-3, maximum=1.0, initial=0.1, interval=2)
+    # Ratios that are always good, or never good enough.
+    bounds = dict(least=dict(lower=0.0, upper=0.0), most=dict(lower=9.0, upper=9.0))
+    rule = kfac.LevenbergMarquardt(**limits, **bounds[at])
+    quadratic = kfac.QuadraticModel()
+    optimizer = kfac.KFAC(quadratic, quadratic, rule, ema=1.0, curvature_period=3)
+    batches, bad = noisy_batches(jnp.float32)
+    start, (params, state), seen = long_run(optimizer, jnp.float32, batches)
+    rejected, _, _, _, damping = seen
+    assert np.array_equal(rejected & bad, bad)
+    assert 1e-3 <= damping.min() and damping.max() <= 1 + 1e-6
+    extreme = 1e-3 if at == "least" else 1.0
+    assert np.mean(np.isclose(damping[1000:], extreme, rtol=1e-5)) > 0.3
+    assert int(state.rejected) == rejected.sum() and int(state.step) == STEPS
+    assert all(jnp.all(jnp.isfinite(a)) for a in jtu.tree_leaves((params, state)))
