@@ -125,6 +125,12 @@ def _check_parameters(where: str, tag: Tag, layer: Any) -> None:
                 f"{what} has shape {p.shape}: there is nothing to train. Freeze it "
                 "(`eqx.partition` it out of the model), or leave out the layer."
             )
+    if is_trainable(tag, layer):
+        try:
+            tag.form.sizes(layer)
+        except ValueError as error:  # Of some, all are trained or none.
+            error.add_note(f"This is about the {where}.")
+            raise
 
 
 def _has(layer: Any, name: str) -> bool:

@@ -642,6 +642,26 @@ def test_parameters_without_curvature(make, error, phrases):
             run()
 
 
+def test_parameters_that_are_frozen_together():
+    model = {"layer": kfac.GRUCell(3, 2, key=key)}
+    for names, refused in (
+        (["weight_ih"], True),
+        (["weight_hh", "bias"], True),
+        (["weight_ih", "weight_hh"], False),
+        (["bias"], False),
+    ):
+        frozen = eqx.tree_at(
+            lambda m, names=names: [getattr(m["layer"], name) for name in names],
+            model,
+            [None] * len(names),
+        )
+        if refused:
+            with raises(ValueError, "`weight_ih` and `weight_hh`", "`['layer']`"):
+                exact.init(frozen)
+        else:
+            exact.init(frozen)
+
+
 def test_such_parameters_may_be_frozen():
     layer = kfac.convert(eqx.nn.Linear(3, 2, dtype=jnp.complex64, key=key))
     both = {"layer": kfac.Linear(3, 2, key=key), "frozen": layer}
