@@ -63,7 +63,7 @@ class KFAC(eqx.Module):
     !!! Example
 
         ```python
-        optimizer = kfac.KFAC(learning_rate=1e-2, momentum=0.9, damping=1e-3)
+        optimizer = kfac.KFAC(0.1, momentum=0.9, damping=0.03, norm_constraint=1e-3)
         state = optimizer.init(model)
 
         @eqx.filter_jit

@@ -80,9 +80,11 @@ def look(
     found = trace()
     _check_unnoticed(found, trace(spare=True))
     examples = ()
-    if any(found.is_shared(call) for call in found.calls):
-        examples = found.examples
+    if any(map(found.may_be_shared, found.calls)):
+        # With the number of examples, what is the same for all of them gets their axis.
+        examples, before = found.examples, found
         found = trace(examples)
+        _check_shared(found, before)
     if uses:
         _check_uses(found)
     _check_examples(found)
@@ -141,20 +143,27 @@ class _Found(NamedTuple):
     def is_whole(self, call: Call) -> bool:
         """Whether the outermost example axis of a use counts the examples."""
         if call.examples == ():
-            return self.examples == (1,) or call.around.loops == self.examples
+            return self.examples == (1,) or self.is_by_itself(call)
         return call.examples[0] in self.examples
 
-    def is_shared(self, call: Call) -> bool:
+    def is_by_itself(self, call: Call) -> bool:
+        """Whether a loop, and not an axis, is over all examples."""
+        return call.examples == () and call.around.loops == self.examples != (1,)
+
+    def may_be_shared(self, call: Call) -> bool:
         """Whether a row of it may belong to several examples."""
         loops = call.around.loops
-        if (
-            self.is_apart(call)
-            or self.is_whole(call)
-            or {None, *self.examples} & {*loops}
-        ):
+        if self.is_apart(call) or {None, *self.examples} & {1, *loops}:
             return False
         rows = math.prod(call.examples) * math.prod(loops)
-        return rows < min(self.examples) or not call.sources & _DATA
+        few = not self.is_whole(call) and rows < min(self.examples)
+        return few or self.is_constant(call)
+
+    def is_constant(self, call: Call) -> bool:
+        """Whether the input of a layer never depends on any data, unlike that of others:
+        what its axes count may have nothing to do with the examples."""
+        own = [other.sources & _DATA for other in self.of(call.number)]
+        return not any(own) and any(other.sources & _DATA for other in self.calls)
 
 
 def _trace(
@@ -177,14 +186,16 @@ def _trace(
 
     filled = with_tags(noting, model, numbers)
     params, static = eqx.partition(filled, eqx.is_inexact_array)
-    losses, weights = [], []
+    losses, weights, rest = [], [], []
 
     def objective(params):
         objective, _ = run(loss_fn, eqx.combine(params, static), args, kwargs)
         losses[:] = [loss.leading[0] for loss in objective.losses]
         weights[:] = [jax.eval_shape(example_weights, objective.losses)]
         outputs = [loss.outputs for loss in objective.losses]
-        return outputs, eqx.filter(objective, eqx.is_array)
+        arrays, others = eqx.partition(objective, eqx.is_array)
+        rest[:] = jtu.tree_flatten_with_path(others)[0]
+        return outputs, arrays
 
     closed, shapes = jax.make_jaxpr(objective, return_shape=True)(params)
     flow = Flow(expressions, _visit, _DATA | _STATISTIC)
@@ -193,9 +204,10 @@ def _trace(
     values = flow.follow(closed.jaxpr, consts, inputs)
     number = len(jtu.tree_leaves(shapes[0]))
     paths, _ = jtu.tree_flatten_with_path(shapes[1])
-    everything = {
-        jtu.keystr(path): value for (path, _), value in zip(paths, values[number:])
-    }
+    known = [value for _, value in zip(paths, values[number:], strict=True)]
+    known += [flow.source("number", repr(leaf)) for _, leaf in rest]
+    paths = [jtu.keystr(path) for path, _ in [*paths, *rest]]
+    everything = dict(zip(paths, known, strict=True))
     return _Found(
         places,
         flow.seen,
@@ -320,12 +332,14 @@ def _check_uses(found: _Found) -> None:
             )
 
 
-def _check_examples(found: _Found) -> None:
-    """Raises if the examples are not where the tags look for them."""
-    for call in found.calls:
-        path, tag, _ = found.places[call.number]
-        block = tag.block
-        if found.is_shared(call):
+def _check_shared(found: _Found, before: _Found) -> None:
+    """Raises if rows belong to several examples. A layer that is called inside of the
+    `vmap` over the examples, if on constants, has got their axis since `before`."""
+    for old, call in zip(before.calls, found.calls, strict=True):
+        path = found.places[call.number].path
+        unchanged = found.is_constant(call) and call.examples == old.examples
+        whole = found.is_whole(call) and not unchanged
+        if found.may_be_shared(call) and not whole:
             raise ValueError(
                 f"The layer `{path}` is called outside of the `vmap` over the "
                 f"{found.examples[0]} examples ({_seen(call)}), so that what it returns "
@@ -334,6 +348,13 @@ def _check_examples(found: _Found) -> None:
                 "every example; or make an array that is only looked up a "
                 "`kfac.Parameter`."
             )
+
+
+def _check_examples(found: _Found) -> None:
+    """Raises if the examples are not where the tags look for them."""
+    for call in found.calls:
+        path, tag, _ = found.places[call.number]
+        block = tag.block
         weighted = found.weights is not None and block.weighted
         if not (weighted or block.mixes_positions):
             continue
@@ -390,6 +411,15 @@ def _together(found: _Found) -> Iterator[tuple[int, int]]:
         )
         if not several or not tag.block.squares_examples:
             continue
+        if any(map(found.is_by_itself, calls)):
+            if len(calls) == 1:  # Once in the loop over the examples.
+                continue
+            raise ValueError(
+                f"The layer `{path}` is used several times in a loop over the examples, "
+                f"but its block, `kfac.{type(tag.block).__name__}`, squares the "
+                "gradients of examples. Make the loop a `vmap`, or use "
+                "`kfac.Kronecker()` for the layer."
+            )
         axes = tag.block.batch_axes
         numbers = {math.prod(call.examples[:axes]) for call in calls}
         if len(numbers) > 1:

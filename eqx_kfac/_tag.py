@@ -18,6 +18,7 @@ import jax.tree_util as jtu
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Inexact, Shaped
+from wadler_lindig import AbstractDoc, TextDoc
 
 from ._block import AbstractBlock, Series, Statistics
 from ._devices import cast_varying, varying_axes
@@ -97,6 +98,12 @@ class Tag(eqx.Module):
         basis, raw, seen = block.empty_basis(), Raw().empty(), Sight().empty()
         self.held = Held(block.empty(), None, basis, trained, raw, seen)
         self.also = None
+
+    def __pdoc__(self, **kwargs: Any) -> AbstractDoc:
+        """One line of it, wherever a model is printed. (Tracing prints models: JAX wants a
+        name for what is vmapped.)"""
+        kinds = type(self.form).__name__, type(self.block).__name__
+        return TextDoc(f"Tag({', '.join(kinds)}{', collecting' * self.collecting})")
 
     @property
     def slots(self) -> Statistics:

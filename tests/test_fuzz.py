@@ -1,0 +1,605 @@
+"""Random programs beside a dense oracle: their curvature is right, or they are refused.
+
+A program is a list of stages over a sequence of tokens, each written in one of several
+ways (`vmap`, `scan`, `map`, loops, `cond`, `checkpoint`, `jit`, functions with
+derivatives of their own, ...), between a way to go over the batch and a loss, with a block for all
+layers; and sometimes a mistake. The oracle is the same mathematics in plain loops over
+examples and tokens, with a perturbation at the output of every use of every layer.
+
+    python -m tests.test_fuzz 5000 --seed 1    # more of them, by hand
+"""
+
+import collections
+import dataclasses
+import functools as ft
+import sys
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_kfac as kfac
+
+
+NUMBER = 300
+PARTS = 10
+TOLERANCE = 1e-9
+SAID = None
+
+D = 3  # Of every token.
+BLOCKS = {
+    "kronecker": kfac.Kronecker(),
+    "reduce": kfac.Kronecker(kfac.Reduce()),
+    "full": kfac.Full(),
+    "diagonal": kfac.Diagonal(),
+    "identity": kfac.Identity(),
+    "tnt": kfac.TNT(),
+    "ekfac": kfac.EKFAC(),
+}
+STAGES = {  # And the ways to write them.
+    "tokenwise": ["vmap", "map", "scan", "loop", "flat scan"],
+    "recurrent": ["scan", "loop", "gru"],
+    "twice": ["vmap", "loop"],
+    "normalised": ["vmap", "loop", "twice"],
+    "positions": ["inside", "outside", "parameter"],
+    "stacked": ["scan", "index"],
+    "condition": ["alike", "each"],
+    "mixed": [""],
+}
+REDUCIBLE = {
+    *(("tokenwise", "vmap"), ("normalised", "vmap"), ("stacked", "scan")),
+    *(("stacked", "index"), ("condition", "alike"), ("condition", "each"), ("mixed", "")),
+}
+WRAPPERS = ["", "jit", "checkpoint", "custom_jvp", "custom_vjp"]
+BATCHES = ["vmap", "vmap", "vmap", "map", "loop", "vmap of vmap"]
+LOSSES = ["squared", "softmax", "sigmoid", "two"]
+MISTAKES = ["raw", "scaled", "derivative", "mean", "noise", "balanced"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    kind: str
+    way: str
+    wrapper: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    seed: int
+    stages: tuple[Stage, ...]
+    batch: str
+    examples: int
+    tokens: int
+    loss: str
+    weights: str
+    block: str
+    mistake: str
+
+    def __str__(self):
+        stages = ", ".join(
+            "/".join(filter(None, dataclasses.astuple(s))) for s in self.stages
+        )
+        shape = f"{self.examples}x{self.tokens}"
+        parts = [self.batch, shape, self.loss, self.weights, self.block, self.mistake]
+        return f"{self.seed}: [{stages}] " + " ".join(filter(None, parts))
+
+
+def random_program(seed: int) -> Program:
+    rng = np.random.default_rng(seed)
+
+    def one_of(options):
+        return options[rng.integers(len(options))]
+
+    stages = []
+    for _ in range(rng.integers(1, 4)):
+        kind = one_of(list(STAGES))
+        wrapper = one_of(WRAPPERS) if rng.random() < 0.4 else ""
+        stages.append(Stage(kind, one_of(STAGES[kind]), wrapper))
+    block = one_of(list(BLOCKS))
+    if block == "reduce":  # What it averages is told by how a stage is written.
+        stages = [s for s in stages if (s.kind, s.way) in REDUCIBLE]
+    return Program(
+        seed=seed,
+        stages=tuple(stages),
+        batch=one_of(BATCHES),
+        examples=one_of([1, 3, 4]),
+        tokens=one_of([1, 3]),
+        loss=one_of(LOSSES),
+        weights=one_of(["", "", "mask", "weights"]),
+        block=block,
+        mistake=one_of(MISTAKES) if rng.random() < 0.15 else "",
+    )
+
+
+#
+# The model, and the program as a user writes it.
+#
+
+
+class Model(eqx.Module):
+    stages: list
+    head: eqx.nn.Linear
+
+
+def make_model(program: Program, key: Any) -> Model:
+    linear = lambda key, bias=True: eqx.nn.Linear(D, D, use_bias=bias, key=key)
+    made = []
+    for i, stage in enumerate(program.stages):
+        a, b = jax.random.split(jax.random.fold_in(key, i))
+        match stage.kind, stage.way:
+            case "recurrent", "gru":
+                made.append(eqx.nn.GRUCell(D, D, key=a))
+            case "recurrent", _:
+                made.append([linear(a), linear(b, bias=False)])
+            case "normalised", _:
+                norm = eqx.nn.LayerNorm(D)
+                noise = 0.3 * jax.random.normal(a, (2, D))
+                made.append(
+                    eqx.tree_at(
+                        lambda m: (m.weight, m.bias), norm, (1 + noise[0], noise[1])
+                    )
+                )
+            case "positions", "parameter":
+                made.append(jax.random.normal(a, (program.tokens, D)))
+            case "positions", _:
+                made.append(eqx.nn.Embedding(program.tokens, D, key=a))
+            case "stacked", _:
+                made.append(eqx.filter_vmap(linear)(jax.random.split(a, 2)))
+            case "mixed", _:
+                made.append(None)
+            case _:
+                made.append(linear(a))
+    return Model(made, linear(jax.random.fold_in(key, 99)))
+
+
+def converted(program: Program, model: Model) -> Model:
+    model = kfac.convert(model, blocks=BLOCKS[program.block])
+    tag = lambda m: kfac.Parameter(m) if isinstance(m, jax.Array) else m
+    return eqx.tree_at(lambda m: m.stages, model, list(map(tag, model.stages)))
+
+
+def identity_jvp(fn):
+    @jax.custom_jvp
+    def wrapped(*args):
+        return fn(*args)
+
+    wrapped.defjvp(lambda primals, tangents: jax.jvp(fn, primals, tangents))
+    return wrapped
+
+
+def wrap(wrapper: str, layer: Any, fn: Any) -> Any:
+    """`fn(layer, tokens)`, wrapped in something that does not change it."""
+    arrays, static = eqx.partition(layer, eqx.is_array)
+    pure = lambda arrays, h: fn(eqx.combine(arrays, static), h)
+    match wrapper:
+        case "jit":
+            return ft.partial(jax.jit(pure), arrays)
+        case "checkpoint":
+            return ft.partial(jax.checkpoint(pure), arrays)
+        case "custom_jvp":
+            return ft.partial(identity_jvp(pure), arrays)
+        case "custom_vjp":
+            wrapped = jax.custom_vjp(pure)
+            wrapped.defvjp(lambda *args: jax.vjp(pure, *args), lambda back, g: back(g))
+            return ft.partial(wrapped, arrays)
+    return ft.partial(fn, layer)
+
+
+def written(stage: Stage, layer: Any, h: Any, outside: Any) -> Any:
+    """One stage, as it is written."""
+    match stage.kind, stage.way:
+        case "tokenwise", "vmap":
+            return jnp.tanh(jax.vmap(layer)(h))
+        case "tokenwise", "map":
+            return jnp.tanh(jax.lax.map(layer, h))
+        case "tokenwise", "scan":
+            return jax.lax.scan(lambda c, t: (c, jnp.tanh(layer(t))), None, h)[1]
+        case "tokenwise", "flat scan":
+            step = lambda i, h: h.at[i].set(jnp.tanh(layer(h[i])))
+            return jax.lax.fori_loop(0, len(h), step, h)
+        case "tokenwise", "loop":
+            return jnp.stack([jnp.tanh(layer(t)) for t in h])
+        case "recurrent", way:
+            if way == "gru":
+                step = lambda s, t: (layer(t, s),) * 2
+            else:
+                step = lambda s, t: (jnp.tanh(layer[0](s) + layer[1](t)),) * 2
+            state = jnp.zeros(D)
+            if way == "scan":
+                return jax.lax.scan(step, state, h)[1]
+            states = []
+            for t in h:
+                state, _ = step(state, t)
+                states.append(state)
+            return jnp.stack(states)
+        case "twice", "vmap":
+            return jax.vmap(lambda t: layer(jnp.tanh(layer(t))))(h)
+        case "twice", "loop":
+            return jnp.stack([layer(jnp.tanh(layer(t))) for t in h])
+        case "normalised", "vmap":
+            return jax.vmap(layer)(h)
+        case "normalised", "loop":
+            return jnp.stack([layer(t) for t in h])
+        case "normalised", "twice":
+            return jax.vmap(lambda t: layer(jnp.tanh(layer(t))))(h)
+        case "positions", "inside":
+            return jnp.tanh(h + jax.vmap(layer)(jnp.arange(len(h))))
+        case "positions", "outside":
+            return jnp.tanh(h + outside)
+        case "positions", "parameter":
+            return jnp.tanh(h + (layer if isinstance(layer, jax.Array) else layer(h)))
+        case "stacked", "scan":
+            params, static = eqx.partition(layer, eqx.is_array)
+            step = lambda h, p: (jnp.tanh(jax.vmap(eqx.combine(p, static))(h)), None)
+            return jax.lax.scan(step, h, params)[0]
+        case "stacked", "index":
+            for i in range(2):
+                own = jax.tree.map(lambda a, i=i: a[i], eqx.filter(layer, eqx.is_array))
+                own = eqx.combine(own, layer)
+                h = jnp.tanh(jax.vmap(own)(h))
+            return h
+        case "condition", way:
+            pick = jnp.sum(h) > 0 if way == "each" else jnp.array(True)
+            yes = lambda h: jnp.tanh(jax.vmap(layer)(h))
+            return jax.lax.cond(pick, yes, lambda h: 0.5 * h, h)
+        case _:
+            return h + jnp.mean(h, axis=0)
+
+
+def loss_of(program: Program, outputs: Any, y: Any, weights: Any) -> Any:
+    match program.loss:
+        case "softmax":
+            return kfac.SoftmaxCrossEntropy(outputs, jnp.argmax(y, -1), weights)
+        case "sigmoid":
+            return kfac.SigmoidCrossEntropy(outputs, (y > 0).astype(float), weights)
+        case "two":
+            first = kfac.SquaredError(outputs, y, weights)
+            return first + 0.5 * kfac.SoftmaxCrossEntropy(
+                outputs, jnp.argmax(y, -1), weights
+            )
+    return kfac.SquaredError(outputs, y, weights)
+
+
+def loss_fn(model: Model, program: Program, x: Any, y: Any, weights: Any) -> Any:
+    if program.mistake == "scaled":
+        model = eqx.tree_at(lambda m: m.head.weight, model, replace_fn=lambda w: 2 * w)
+    if program.mistake == "noise":
+        leaves, treedef = jax.tree.flatten(eqx.filter(model, eqx.is_inexact_array))
+        keys = jax.random.split(jax.random.key(0), len(leaves))
+        noisy = [a + 0.1 * jax.random.normal(k, a.shape) for a, k in zip(leaves, keys)]
+        model = eqx.combine(jax.tree.unflatten(treedef, noisy), model)
+    outside = [
+        jax.vmap(layer)(jnp.arange(program.tokens))
+        if (stage.kind, stage.way) == ("positions", "outside")
+        else None
+        for stage, layer in zip(program.stages, model.stages, strict=True)
+    ]
+
+    def one(h):
+        for stage, layer, own in zip(program.stages, model.stages, outside, strict=True):
+            fn = lambda layer, h, stage=stage, own=own: written(stage, layer, h, own)
+            h = wrap(stage.wrapper, layer, fn)(h)
+        out = model.head(jnp.mean(h, axis=0))
+        if program.mistake == "raw":
+            out = out + model.head.weight @ h[0]
+        return out
+
+    if program.mistake == "derivative":
+        plain, one = one, None
+        one = lambda h: jax.jvp(plain, (h,), (jnp.ones_like(h),))[1]
+    match program.batch:
+        case "vmap":
+            outputs = jax.vmap(one)(x)
+        case "vmap of vmap":
+            outputs = jax.vmap(lambda h: jax.vmap(one)(h[None])[0])(x)
+        case "map":
+            outputs = jax.lax.map(one, x)
+        case _:
+            outputs = jnp.stack([one(h) for h in x])
+    loss = loss_of(program, outputs, y, weights)
+    arrays = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
+    if program.mistake == "mean":
+        loss = loss + sum(jnp.mean(a) for a in arrays) / len(arrays)
+    if program.mistake == "balanced":
+        inner = lambda m: loss_fn(
+            m, dataclasses.replace(program, mistake=""), x, y, weights
+        )
+        grads = eqx.filter_grad(lambda m: inner(m).value)(model)
+        norm = sum(jnp.sum(a**2) for a in jax.tree.leaves(grads))
+        loss = loss * jax.lax.stop_gradient(1 / (1 + norm))
+    return loss
+
+
+#
+# The oracle.
+#
+
+
+class Taps:
+    """Uses of layers, one after the other: what went in, and a perturbation of what comes
+    out."""
+
+    def __init__(self, values: Any = None):
+        self.values = values
+        self.inputs = []  # (path, input)
+
+    def __call__(self, path: str, x: Any, y: Any) -> Any:
+        self.inputs.append((path, x))
+        return y if self.values is None else y + self.values[len(self.inputs) - 1]
+
+
+def plain(model: Model, program: Program, h: Any, taps: Taps) -> Any:
+    """The outputs of one example."""
+
+    def linear(path, layer, t):
+        y = layer.weight @ t + (0 if layer.bias is None else layer.bias)
+        return taps(path, t, y)
+
+    def norm(layer, t):
+        scaled = (t - jnp.mean(t)) / jnp.sqrt(jnp.var(t) + layer.eps)
+        return layer.weight * scaled + layer.bias
+
+    for i, (stage, layer) in enumerate(zip(program.stages, model.stages, strict=True)):
+        at = f".stages[{i}]"
+        match stage.kind:
+            case "tokenwise":
+                h = jnp.stack([jnp.tanh(linear(at, layer, t)) for t in h])
+            case "recurrent":
+                state, states = jnp.zeros(D), []
+                for t in h:
+                    if stage.way == "gru":
+                        state = layer(t, state)
+                    else:
+                        a = linear(at + "[0]", layer[0], state)
+                        state = jnp.tanh(a + linear(at + "[1]", layer[1], t))
+                    states.append(state)
+                h = jnp.stack(states)
+            case "twice":
+                h = [linear(at, layer, t) for t in h]
+                h = jnp.stack([linear(at, layer, jnp.tanh(t)) for t in h])
+            case "normalised":
+                if stage.way == "twice":
+                    h = [jnp.tanh(norm(layer, t)) for t in h]
+                h = jnp.stack([norm(layer, t) for t in h])
+            case "positions":
+                if stage.way == "parameter":
+                    table = layer.value
+                else:
+                    unit = jnp.eye(len(h))
+                    table = [taps(at, unit[j], layer.weight[j]) for j in range(len(h))]
+                h = jnp.tanh(h + jnp.stack(list(table)))
+            case "stacked":
+                for j in range(2):
+                    own = jax.tree.map(
+                        lambda a, j=j: a[j], eqx.filter(layer, eqx.is_array)
+                    )
+                    h = jnp.stack([jnp.tanh(linear(f"{at}/{j}", own, t)) for t in h])
+            case "condition":
+                if stage.way == "alike" or float(jax.lax.stop_gradient(jnp.sum(h))) > 0:
+                    h = jnp.stack([jnp.tanh(linear(at, layer, t)) for t in h])
+                else:
+                    h = 0.5 * h
+            case _:
+                h = h + jnp.mean(h, axis=0)
+    return linear(".head", model.head, jnp.mean(h, axis=0))
+
+
+@dataclasses.dataclass
+class Oracle:
+    """For every example: what goes into the uses of layers; and, for every column of a
+    root of the output Fisher, the gradients at what comes out of them, and of the model."""
+
+    paths: list[str]
+    inputs: list[Any]  # Of every row.
+    gradients: list[Any]  # [columns, rows, D]
+    models: list[Any]  # With an axis of columns first.
+    weights: Any
+    count: float
+
+
+def fisher_root(program: Program, out: Any) -> Any:
+    softmax = jax.nn.softmax(out)
+    p = jax.nn.sigmoid(out)
+    categorical = (jnp.eye(D) - softmax[:, None]) * jnp.sqrt(softmax)
+    match program.loss:
+        case "softmax":
+            return categorical
+        case "sigmoid":
+            return jnp.diag(jnp.sqrt(p * (1 - p)))
+        case "two":
+            return jnp.concatenate([jnp.eye(D), 0.5**0.5 * categorical], axis=1)
+    return jnp.eye(D)
+
+
+def oracle(program: Program, model: Model, x: Any, weights: Any) -> Oracle:
+    w = jnp.ones(len(x)) if weights is None else weights
+    found = Oracle([], [], [], [], w, float(jnp.sum(w)))
+    for h, w_n in zip(x, w, strict=True):
+        taps = Taps()
+        out = plain(model, program, h, taps)
+        paths, inputs = zip(*taps.inputs, strict=True)
+        root = jnp.sqrt(w_n) * fisher_root(program, out)
+        through = lambda v, h=h: plain(model, program, h, Taps(v))
+        at_taps = jax.jacrev(through)(jnp.zeros((len(inputs), D)))
+        params, static = eqx.partition(model, eqx.is_inexact_array)
+        of_model = lambda p, h=h: plain(eqx.combine(p, static), program, h, Taps())
+        back = jax.vjp(of_model, params)[1]
+        found.paths.append(paths)
+        found.inputs.append(inputs)
+        found.gradients.append(jnp.einsum("kc,kro->cro", root, at_taps))
+        found.models.append(jax.vmap(lambda ct: back(ct)[0])(root.T))
+    return found
+
+
+def moments(
+    found: Oracle, path: str, bias: bool, average: bool
+) -> tuple[Any, Any] | None:
+    """The two Kronecker factors of the layer at `path`."""
+    a, g, weight = 0.0, 0.0, 0.0
+    quads = zip(found.paths, found.inputs, found.gradients, found.weights, strict=True)
+    for paths, inputs, gradients, w in quads:
+        own = np.array([p == path for p in paths])
+        if not own.any():
+            continue
+        x = np.stack([a for a, o in zip(inputs, own) if o])
+        g_n = np.asarray(gradients)[:, own]
+        if bias:
+            x = np.concatenate([x, np.ones((len(x), 1))], axis=1)
+        if average:
+            x, g_n = x.mean(0, keepdims=True), g_n.sum(1, keepdims=True)
+        a, weight = a + w * x.T @ x, weight + w * len(x)
+        g = g + np.einsum("cro,crp->op", g_n, g_n)
+    if np.ndim(a) == 0:
+        return None  # No example uses it.
+    return a / weight if weight > 0 else 0 * a, g / found.count
+
+
+def close(a: Any, b: Any) -> bool:
+    a, b = np.asarray(a), np.asarray(b)
+    return np.linalg.norm(a - b) <= TOLERANCE * max(np.linalg.norm(b), 1e-3)
+
+
+def wrong(program: Program, found: Oracle, model: Any, curvature: Any) -> list[str]:
+    """The layers whose curvature is not what it should be."""
+    bad = []
+    layers = zip(
+        kfac._tagged.flatten_tags(lambda tag, layer: (tag, layer), model)[0],
+        kfac._tagged.flatten_tags(lambda tag, layer, f: f, model, curvature)[0],
+        strict=True,
+    )
+    for (path, (tag, layer)), (_, factors) in layers:
+        gradients = [
+            dict(
+                kfac._tagged.flatten_tags(
+                    lambda t, m: jax.vmap(t.form.to_matrix)(m), own
+                )[0]
+            )
+            for own in (eqx.combine(m, model_like(model)) for m in found.models)
+        ]
+        matrices = np.concatenate([np.asarray(g[path]) for g in gradients])
+        if matrices.ndim == 3:
+            matrices = matrices[:, None]
+            factors = jax.tree.map(lambda a: a[None], factors)
+        for j in range(matrices.shape[1]):
+            at = f"{path}/{j}" if matrices.shape[1] > 1 else path
+            own = jax.tree.map(lambda a, j=j: a[j], factors)
+            if not is_right(program, found, at, tag, layer, own, matrices[:, j]):
+                bad.append(at)
+    return bad
+
+
+def model_like(model: Any) -> Any:
+    return eqx.filter(model, eqx.is_inexact_array, inverse=True)
+
+
+def is_right(program, found, path, tag, layer, factors, matrices) -> bool:
+    flat = matrices.reshape(len(matrices), -1)
+    exact = flat.T @ flat / found.count
+    match type(tag.block).__name__:
+        case "Full":
+            return close(factors.matrix, exact)
+        case "Diagonal":
+            return close(factors.diagonal.reshape(-1), np.diag(exact))
+        case "Identity":
+            return close(factors.scale, np.trace(exact) / len(exact))
+        case "TNT":
+            left = np.einsum("cij,ckj->ik", matrices, matrices) / found.count
+            right = np.einsum("cji,cjk->ik", matrices, matrices) / found.count
+            trace = np.trace(left)
+            right = right / (trace if trace > 0 else 1)
+            return close(factors.output_factor, left) and close(
+                factors.input_factor, right
+            )
+        case "EKFAC":
+            if not close(jnp.sum(factors.eigenvalues), np.trace(exact)):
+                return False
+    if isinstance(tag.form, kfac.Gates):  # Its maps are inside of the cell.
+        return True
+    average = program.block == "reduce"
+    bias = getattr(layer, "bias", None) is not None
+    expected = moments(found, path, bias, average)
+    if expected is None:
+        return close(factors.output_factor, 0 * factors.output_factor)
+    a, g = expected
+    input_factor = factors.input_factor
+    if input_factor.ndim == 1:
+        input_factor = jnp.diag(input_factor)
+    return close(input_factor, a) and close(factors.output_factor, g)
+
+
+#
+# A program is right, or refused.
+#
+
+
+def check(program: Program) -> str:
+    """What came of a program: `right`, or `refused`."""
+    keys = jax.random.split(jax.random.key(program.seed), 4)
+    model = make_model(program, keys[0])
+    x = jax.random.normal(keys[1], (program.examples, program.tokens, D))
+    y = jax.random.normal(keys[2], (program.examples, D))
+    weights = {
+        "": None,
+        "mask": jnp.arange(program.examples) % 3 != 1,
+        "weights": 1.0 + jnp.arange(program.examples) % 3,
+    }[program.weights]
+    tagged = converted(program, model)
+    args = program, x, y, weights
+    try:
+        value, grads, curvature = kfac.value_grad_and_curvature(loss_fn, kfac.Exact())(
+            tagged, *args
+        )
+    except (ValueError, TypeError) as error:
+        if SAID is not None: SAID[str(error)[:60]+" | "+str(error)[90:150]]+=1
+        said = str(error) + "".join(getattr(error, "__notes__", ()))
+        named = "`.head`" in said or "`.stages[" in said or "The loss function" in said
+        assert named, f"{program} is refused, but no layer is named: {said}"
+        return "refused"
+    of_plain = eqx.filter_value_and_grad(lambda m: loss_fn(m, *args).value)
+    plain_value, plain_grads = of_plain(model)
+    assert close(value, plain_value), f"{program}: another value"
+    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(plain_grads), strict=True)
+    assert all(close(a, b) for a, b in pairs), f"{program}: another gradient"
+    if program.mistake == "scaled":
+        report = kfac.verify(tagged, loss_fn, *args)
+        assert np.all(report[".head"].unseen > 0.1), f"{program}: not named"
+        return "named"
+    found = oracle(program, tagged, x, weights)
+    bad = wrong(program, found, tagged, curvature)
+    assert not bad, f"{program} is silently wrong at {bad}"
+    return "right"
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_programs(part):
+    outcomes = collections.Counter()
+    for seed in range(part, NUMBER, PARTS):
+        outcomes[check(random_program(seed))] += 1
+    assert outcomes["right"] > sum(outcomes.values()) / 3  # Not all is refused.
+
+
+def main(number: int, start: int) -> None:
+    """Goes through many programs, and tells what came of them."""
+    global SAID
+    SAID = collections.Counter()
+    outcomes, failures = collections.Counter(), []
+    for i, seed in enumerate(range(start, start + number)):
+        program = random_program(seed)
+        try:
+            outcomes[check(program)] += 1
+        except Exception as error:
+            failures.append(f"{program}\n    {type(error).__name__}: {error}")
+            print(failures[-1][:600], flush=True)
+        if i % 50 == 49:
+            print(f"{i + 1}: {dict(outcomes)}, {len(failures)} failures", flush=True)
+    for k,v in SAID.most_common(): print(v,k)
+    print(f"{number} programs: {dict(outcomes)}, {len(failures)} failures")
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)
+    arguments = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+    main(int(sys.argv[1]), int(arguments.get("--seed", 0)))

@@ -1,0 +1,481 @@
+"""What is seen in a loss function before it runs: parameters that pass by their tag,
+examples whose gradients would be added up, slots that are noticed."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import pytest
+
+import eqx_kfac as kfac
+
+
+N, D, K = 6, 4, 2
+KEYS = jax.random.split(jax.random.key(0), 9)
+X = jax.random.normal(KEYS[0], (N, D))
+Y = jax.random.normal(KEYS[1], (N, K))
+TOKENS = jax.random.normal(KEYS[2], (N, 5, D))
+WEIGHTS = jnp.array([1.0, 2, 0, 1, 3, 1])
+EXACT = kfac.Exact()
+
+
+def mlp(**kwargs):
+    net = eqx.nn.MLP(D, K, 5, 1, activation=jnp.tanh, key=KEYS[3])
+    return kfac.convert(net, **kwargs)
+
+
+def linear(block=kfac.Kronecker()):
+    return kfac.Linear(D, K, key=KEYS[3], block=block)
+
+
+def base(model, x, y):
+    return kfac.SquaredError(jax.vmap(model)(x), y)
+
+
+def curvature(loss_fn, model, *args, fisher=EXACT):
+    return kfac.curvature(loss_fn, fisher=fisher)(model, *args)
+
+
+def same(a, b, tolerance=1e-12):
+    pairs = zip(jtu.tree_leaves(a), jtu.tree_leaves(b), strict=True)
+    return all(
+        np.linalg.norm(p - q) <= tolerance * max(np.linalg.norm(q), 1e-3)
+        for p, q in pairs
+    )
+
+
+#
+# Parameters that pass by their tag.
+#
+
+
+def weight_alone(m, x, y):
+    hidden = lambda v: jnp.tanh(m.layers[0].weight @ v)
+    return kfac.SquaredError(jax.vmap(lambda v: m.layers[1](hidden(v)))(x), y)
+
+
+def weight_too(m, x, y):
+    out = lambda v: m(v) + m.layers[1].weight @ jnp.ones(5)
+    return kfac.SquaredError(jax.vmap(out)(x), y)
+
+
+def forward_derivative(m, x, y):
+    along = lambda v: jax.jvp(m, (v,), (jnp.ones(D),))[1]
+    return kfac.SquaredError(jax.vmap(along)(x), y)
+
+
+def reverse_derivative(m, x, y):
+    slope = lambda v: jax.grad(lambda v: m(v)[0])(v)[:K]
+    return kfac.SquaredError(jax.vmap(slope)(x), y)
+
+
+def decoder_by_vjp(m, x, y):
+    def out(v):
+        h, back = jax.vjp(m.layers[0], v)
+        return back(jnp.tanh(h))[0][:K] + m.layers[1](h)
+
+    return kfac.SquaredError(jax.vmap(out)(x), y)
+
+
+def scaled(m, x, y):
+    return base(
+        eqx.tree_at(lambda m: m.layers[0].weight, m, replace_fn=lambda w: 10 * w), x, y
+    )
+
+
+def masked(m, x, y):
+    mask = jnp.arange(5.0 * D).reshape(5, D) % 2
+    change = lambda w: w * mask
+    return base(eqx.tree_at(lambda m: m.layers[0].weight, m, replace_fn=change), x, y)
+
+
+def standardised(m, x, y):
+    change = lambda w: (w - jnp.mean(w)) / jnp.std(w)
+    return base(eqx.tree_at(lambda m: m.layers[0].weight, m, replace_fn=change), x, y)
+
+
+class Tied(eqx.Module):
+    """An embedding that is used raw, as the projection onto its rows."""
+
+    embedding: kfac.Embedding
+
+    def __call__(self, i):
+        return self.embedding.weight @ jnp.tanh(self.embedding(i))
+
+
+def tied(m, x, y):
+    return kfac.SoftmaxCrossEntropy(jax.vmap(m)(jnp.arange(N) % 3), jnp.arange(N) % 3)
+
+
+def tied_model():
+    return Tied(kfac.Embedding(3, 4, key=KEYS[3]))
+
+
+BESIDE = [
+    (weight_alone, mlp, ".layers[0]"),
+    (weight_too, mlp, ".layers[1]"),
+    (forward_derivative, mlp, ".layers[0]"),
+    (reverse_derivative, mlp, ".layers[0]"),
+    (decoder_by_vjp, mlp, ".layers[0]"),
+    (tied, tied_model, ".embedding"),
+]
+CHANGED = [
+    (scaled, mlp, ".layers[0]"),
+    (masked, mlp, ".layers[0]"),
+    (standardised, mlp, ".layers[0]"),
+]
+
+
+@pytest.mark.parametrize("loss_fn, make, path", BESIDE)
+def test_parameters_beside_their_tag(loss_fn, make, path):
+    for take in (
+        lambda m: curvature(loss_fn, m, X, Y),
+        lambda m: kfac.KFAC(0.1).step(
+            loss_fn, m, kfac.KFAC(0.1).init(m), X, Y, key=KEYS[8]
+        ),
+    ):
+        with pytest.raises(ValueError) as error:
+            take(make())
+        assert path in str(error.value) and "blocks=" in str(error.value)
+
+
+@pytest.mark.parametrize("loss_fn, make, path", BESIDE + CHANGED)
+def test_verify_names_what_a_tag_does_not_see(loss_fn, make, path):
+    report = kfac.verify(make(), loss_fn, X, Y)
+    assert np.all(report[path].unseen > 1e-2)
+    assert "did not see" in report[path].verdict and "did not see" in repr(report)
+    large = kfac.verify(make(), loss_fn, X, Y, limit=1)  # Needs no dense block.
+    np.testing.assert_allclose(large[path].unseen, report[path].unseen)
+    assert np.all(np.isnan(large[path].error))
+
+
+def test_verify_says_how_much():
+    report = kfac.verify(mlp(), scaled, X, Y)
+    assert report[".layers[1]"].unseen < 1e-12
+    # Of the weight's gradient, a tenth; of the bias's, all.
+    assert 0.5 < report[".layers[0]"].unseen <= 0.9
+
+
+def test_a_tag_sees_all_there_is():
+    for block in (kfac.Kronecker(), kfac.EKFAC(), kfac.Full()):
+        report = kfac.verify(mlp(blocks=block), base, X, Y)
+        assert all(check.unseen < 1e-12 for check in report.layers)
+
+
+def test_layers_that_are_not_called():
+    two = (mlp(), mlp())
+    with pytest.raises(ValueError, match=r"\[1\].layers\[0\].* never calls it"):
+        curvature(lambda m, x, y: base(m[0], x, y), two, X, Y)
+    frozen = (mlp(), None)
+    curvature(lambda m, x, y: base(m[0], x, y), frozen, X, Y)
+
+
+def test_derivatives_that_are_not_trained_through_are_fine():
+    def adversarial(m, x, y):
+        slope = jax.grad(lambda x: base(m, x, y).value)(x)
+        return base(m, x + 0.1 * jnp.sign(slope), y)
+
+    x = X + 0.1 * jnp.sign(jax.grad(lambda x: base(mlp(), x, Y).value)(X))
+    assert same(curvature(adversarial, mlp(), X, Y), curvature(base, mlp(), x, Y))
+
+
+#
+# The loss stays what it is.
+#
+
+
+def leaves(model):
+    return jtu.tree_leaves(eqx.filter(model, eqx.is_inexact_array))
+
+
+def penalised(penalty):
+    return lambda m, x, y: base(m, x, y) + 0.1 * penalty(m)
+
+
+def balanced(m, x, y):
+    grads = eqx.filter_grad(lambda m: base(m, x, y).value)(m)
+    return base(m, x, y) * jax.lax.stop_gradient(1 / optax.tree.norm(grads))
+
+
+def balanced_plainly(m, x, y):
+    grads = eqx.filter_grad(lambda m: base(m, x, y).value)(kfac.revert(m))
+    return base(m, x, y) * jax.lax.stop_gradient(1 / optax.tree.norm(grads))
+
+
+def sharpness_aware(m, x, y):
+    grads = eqx.filter_grad(lambda m: base(m, x, y).value)(m)
+    grads = jax.lax.stop_gradient(grads)
+    norm = optax.tree.norm(grads)
+    return base(eqx.apply_updates(m, jax.tree.map(lambda g: 0.1 * g / norm, grads)), x, y)
+
+
+def meta(m, x, y):
+    grads = eqx.filter_grad(lambda m: base(m, x, y).value)(m)
+    return base(eqx.apply_updates(m, jax.tree.map(lambda g: -0.1 * g, grads)), x, y)
+
+
+def noisy(m, x, y):
+    params, static = eqx.partition(m, eqx.is_inexact_array)
+    arrays, treedef = jtu.tree_flatten(params)
+    keys = jax.random.split(KEYS[4], len(arrays))
+    new = [a + 0.1 * jax.random.normal(k, a.shape) for a, k in zip(arrays, keys)]
+    return base(eqx.combine(treedef.unflatten(new), static), x, y)
+
+
+def in_a_scan(m, x, y):
+    step = lambda total, _: (
+        total + sum(jnp.mean(p) for p in leaves(m)) / len(leaves(m)),
+        None,
+    )
+    return base(m, x, y) + jax.lax.scan(step, 0.0, None, 3)[0]
+
+
+NOTICING = [
+    balanced,
+    sharpness_aware,
+    meta,
+    noisy,
+    in_a_scan,
+    penalised(lambda m: sum(jnp.mean(p) for p in leaves(m)) / len(leaves(m))),
+    penalised(lambda m: jnp.std(jnp.concatenate([p.reshape(-1) for p in leaves(m)]))),
+    penalised(lambda m: float(len(leaves(m)))),
+]
+UNNOTICING = [
+    balanced_plainly,
+    penalised(lambda m: sum(jnp.sum(p**2) for p in leaves(m))),
+    penalised(optax.tree.norm),
+    penalised(lambda m: sum(jnp.sum(jnp.abs(p)) for p in leaves(m))),
+    penalised(
+        lambda m: jnp.std(jax.flatten_util.ravel_pytree(leaves(kfac.revert(m)))[0])
+    ),
+]
+
+
+@pytest.mark.parametrize("loss_fn", NOTICING)
+def test_losses_that_notice_slots_are_refused(loss_fn):
+    with pytest.raises((ValueError, TypeError), match="kfac.revert"):
+        kfac.value_grad_and_curvature(loss_fn, EXACT)(mlp(), X, Y)
+
+
+@pytest.mark.parametrize("loss_fn", UNNOTICING)
+def test_losses_that_do_not_are_the_same(loss_fn):
+    value, grads, _ = kfac.value_grad_and_curvature(loss_fn, EXACT)(mlp(), X, Y)
+    plain = kfac.revert(mlp())
+    expected, slopes = eqx.filter_value_and_grad(lambda m: loss_fn(m, X, Y).value)(plain)
+    assert value == expected
+    assert all(map(np.array_equal, leaves(grads), leaves(slopes)))
+
+
+#
+# Where the examples are.
+#
+
+
+class Recurrent(eqx.Module):
+    W: kfac.Linear
+    U: kfac.Linear
+    out: kfac.Linear
+    unrolled: bool = eqx.field(static=True)
+
+    def __call__(self, xs):
+        step = lambda h, x: (jnp.tanh(self.W(h) + self.U(x)), None)
+        h = jnp.zeros(3)
+        if not self.unrolled:
+            return self.out(jax.lax.scan(step, h, xs)[0])
+        for x in xs:
+            h, _ = step(h, x)
+        return self.out(h)
+
+
+def recurrent(block, unrolled):
+    make = lambda i, o, key: kfac.Linear(i, o, key=key, block=block)
+    return Recurrent(
+        make(3, 3, KEYS[5]), make(D, 3, KEYS[6]), make(3, K, KEYS[7]), unrolled
+    )
+
+
+BLOCKS = [
+    *(kfac.Kronecker(), kfac.Full(), kfac.Diagonal(), kfac.Identity(), kfac.TNT()),
+    kfac.EKFAC(),
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_unrolled_from_a_constant_state(block):
+    """As in a scan, in which every step acts on every example."""
+    unrolled = curvature(base, recurrent(block, True), TOKENS, Y)
+    assert same(unrolled, curvature(base, recurrent(block, False), TOKENS, Y))
+
+
+@pytest.mark.parametrize("unrolled", [False, True])
+def test_full_and_diagonal_are_exact_over_several_uses(unrolled):
+    full = kfac.verify(recurrent(kfac.Full(), unrolled), base, TOKENS, Y)
+    assert full.exact
+    diagonal = kfac.verify(recurrent(kfac.Diagonal(), unrolled), base, TOKENS, Y)
+    for check in diagonal.layers:
+        assert check.diagonal_error < 1e-12 and check.error > 0.1
+    for block in (kfac.Identity(), kfac.TNT(), kfac.EKFAC()):
+        report = kfac.verify(recurrent(block, unrolled), base, TOKENS, Y)
+        assert all(abs(check.ratio - 1) < 1e-12 for check in report.layers)
+    kronecker = kfac.verify(recurrent(kfac.Kronecker(), unrolled), base, TOKENS, Y)
+    assert abs(kronecker.layers[0].ratio - 1) > 0.01  # It takes uses for independent.
+
+
+class Normalised(eqx.Module):
+    norm: kfac.LayerNorm
+    layer: kfac.Linear
+
+    def __call__(self, x):
+        return self.layer(self.norm(jnp.tanh(self.norm(x))))
+
+
+def normalised():
+    norm = kfac.LayerNorm(D)
+    norm = eqx.tree_at(lambda n: n.weight, norm, jnp.arange(1.0, D + 1))
+    return Normalised(norm, linear())
+
+
+def test_a_norm_that_is_called_twice():
+    (check, _) = kfac.verify(normalised(), base, X, Y).layers
+    assert check.diagonal_error < 1e-12
+
+
+def test_steps_of_a_layer_that_is_used_several_times():
+    optimizer = kfac.KFAC(0.1, fisher=EXACT)
+    model = recurrent(kfac.Full(), True)
+    whole = optimizer.step(base, model, optimizer.init(model), TOKENS, Y)
+    parts = optimizer.step(base, model, optimizer.init(model), TOKENS, Y, micro_batches=3)
+    assert same(whole[1].curvature, parts[1].curvature)
+    assert same(leaves(whole[0]), leaves(parts[0]), 1e-10)
+
+
+def test_several_uses_over_devices():
+    mesh = jax.make_mesh((2,), ("batch",), (jax.sharding.AxisType.Auto,))
+    model = recurrent(kfac.Full(), True)
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def local(params, x, y):
+        return kfac.curvature(base, fisher=EXACT)(eqx.combine(params, static), x, y)
+
+    specs = dict(in_specs=(jax.P(), jax.P("batch"), jax.P("batch")), out_specs=jax.P())
+    sharded = jax.jit(jax.shard_map(local, mesh=mesh, **specs))
+    assert same(sharded(params, TOKENS, Y), curvature(base, model, TOKENS, Y))
+
+
+class Positions(eqx.Module):
+    table: kfac.Embedding
+    layer: kfac.Linear
+
+    def __call__(self, xs, positions):
+        return self.layer(jnp.mean(jnp.tanh(xs + positions), 0))
+
+
+def positions_model():
+    return Positions(kfac.Embedding(6, D, key=KEYS[4]), linear())
+
+
+def inside(m, xs, y):
+    look_up = lambda: jax.vmap(m.table)(jnp.arange(xs.shape[1]))
+    return kfac.SquaredError(jax.vmap(lambda v: m(v, look_up()))(xs), y)
+
+
+def outside(m, xs, y):
+    positions = jax.vmap(m.table)(jnp.arange(xs.shape[1]))
+    return kfac.SquaredError(jax.vmap(lambda v: m(v, positions))(xs), y)
+
+
+def with_data(m, xs, y):
+    def one(v, zero):
+        return m(v, jax.vmap(lambda i: m.table(i + zero))(jnp.arange(xs.shape[1])))
+
+    return kfac.SquaredError(jax.vmap(one)(xs, jnp.zeros(len(xs), int)), y)
+
+
+@pytest.mark.parametrize("tokens", [5, 6])  # As many as examples, and not.
+def test_positions(tokens):
+    xs = jax.random.normal(KEYS[5], (N, tokens, D))
+    model = positions_model()
+    assert same(curvature(inside, model, xs, Y), curvature(with_data, model, xs, Y))
+    with pytest.raises(ValueError, match="`.table` is called outside of the `vmap`"):
+        curvature(outside, model, xs, Y)
+
+
+def sequence(m, xs):
+    return jnp.mean(jax.vmap(m)(xs), 0)
+
+
+@jax.custom_vjp
+def with_own_derivative(m, xs):
+    return sequence(m, xs)
+
+
+def _forward(m, xs):
+    return jax.vjp(sequence, m, xs)
+
+
+with_own_derivative.defvjp(_forward, lambda back, g: back(g))
+
+
+def over(fn):
+    def loss_fn(m, xs, y, w=None):
+        return kfac.SquaredError(jax.vmap(lambda v: fn(m, v))(xs), y, w)
+
+    return loss_fn
+
+
+def conditional(predicate):
+    def fn(m, v):
+        zero = lambda v: 0 * sequence(m, v)
+        return jax.lax.cond(predicate(v), lambda v: sequence(m, v), zero, v)
+
+    return over(fn)
+
+
+def mapped(m, xs, y, w=None):
+    return kfac.SquaredError(jax.lax.map(lambda v: sequence(m, v), xs), y, w)
+
+
+def flattened(m, xs, y, w=None):
+    rows = jax.vmap(m)(xs.reshape(-1, D)).reshape(*xs.shape[:2], K)
+    return kfac.SquaredError(jnp.mean(rows, 1), y, w)
+
+
+PROGRAMS = {
+    "custom_vjp": over(with_own_derivative),
+    "cond": conditional(lambda v: True),
+    "cond of each example": conditional(lambda v: v[0, 0] > -1e9),
+    "lax.map": mapped,
+    "flattened": flattened,
+}
+
+
+@pytest.mark.parametrize("tokens", [5, 6])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_which_axis_is_the_batch(name, weighted, tokens):
+    xs = jax.random.normal(KEYS[5], (N, tokens, D))
+    args = xs, Y, (WEIGHTS if weighted else None)
+    told_apart = [kfac.Kronecker(kfac.Reduce()), kfac.Full(), kfac.Diagonal()]
+    for block in (kfac.Kronecker(), *told_apart):
+        take = lambda loss_fn: curvature(loss_fn, linear(block), *args)
+        if name == "cond" or not (weighted or block in told_apart):
+            assert same(take(PROGRAMS[name]), take(over(sequence)))
+            continue
+        with pytest.raises(ValueError, match="which axis of .* counts the examples"):
+            take(PROGRAMS[name])
+    unweighted = linear(kfac.Kronecker(weighted=False))
+    curvature(PROGRAMS[name], unweighted, *args)  # As the message says.
+
+
+def test_one_example_vectorised():
+    loss_fn = lambda m, x, y: kfac.SquaredError(
+        jnp.mean(jnp.vectorize(m, signature="(i)->(o)")(x), 1), y
+    )
+    with pytest.raises(ValueError, match="counts the examples"):
+        curvature(loss_fn, linear(kfac.Full()), TOKENS[:1], Y[:1])
+    assert same(
+        curvature(loss_fn, linear(), TOKENS[:1], Y[:1]),
+        curvature(over(sequence), linear(), TOKENS[:1], Y[:1]),
+    )
