@@ -1,6 +1,6 @@
 """What one step would do with a given damping."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -63,7 +63,7 @@ class Trial(eqx.Module):
     rows: GradientRows | None  # Of the gradient, if it may be preconditioned by them.
     curvature: Model
     finite: Bool[Array, ""]  # Loss, gradient and curvature.
-    linearised: LinearisedBatch | None  # If the loss function is there.
+    linearised: Any  # A `LinearisedBatch`; `None` if the loss function is not there.
 
     def propose(
         self, damping: Float[Array, ""], inverse: Model, others: Model
