@@ -343,7 +343,7 @@ def test_too_many_example_axes(axes, leading, getkey):
 
 
 def test_negative_example_axes():
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(ValueError, match="at least 0"):
         kfac.Exact(-1)
 
 
