@@ -18,6 +18,7 @@ from ._linearise import evaluate, Linearisation, linearise
 from ._loss import Sum
 from ._misc import accumulator
 from ._places import Place, raw_rows, Used, used_places
+from ._program import look
 from ._rows import Use
 from ._tagged import check_tagged, fill_raw
 
@@ -118,13 +119,17 @@ def capture(loss_fn: Callable, fisher: AbstractFisher | None = None) -> Callable
                 "the model. Call it outside, on sharded arrays."
             )
 
-        found, treedef = used_places(loss_fn, model, args, kwargs)
+        # What is not called has no rows, and what passes by a tag is not asked for.
+        program = look(loss_fn, model, args, kwargs, uses=False)
+        found, treedef = used_places(loss_fn, model, args, kwargs, program)
         uses = [_checked(used) for used in found]
         places = [used.place for used in found]
         slots = [place.slots(use) for place, use in zip(places, uses, strict=True)]
         slots = treedef.unflatten(slots)
         fill = lambda model, weights=None: fill_raw(model, slots)
-        linearisation = linearise(loss_fn, model, args, kwargs, fill=fill)
+        linearisation = linearise(
+            loss_fn, model, args, kwargs, fill=fill, program=program
+        )
         inputs, gradients = _collected(linearisation, fisher, key)
         captured = [
             None if use is None else _captured(place, use, x, g, fisher is not None)

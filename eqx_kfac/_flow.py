@@ -29,11 +29,13 @@ class Around(NamedTuple):
 
 
 class Expressions:
-    """All expressions so far, and which of them are known not to be negative."""
+    """All expressions so far; which of them are known not to be negative, and which have
+    zeros among their entries that are not told of: how many, does not matter yet."""
 
     def __init__(self):
         self.keys = {}
         self.nonnegative = set()
+        self.padded = set()
 
 
 class Flow:
@@ -117,29 +119,44 @@ class Flow:
         return self.follow(_open(jaxpr), list(consts), values, around)
 
     def _operation(self, eqn: Any, values: list[Value]) -> list[Value]:
-        name = eqn.primitive.name
+        name, known = eqn.primitive.name, self.expressions
         zero = [v.key == ZERO.key for v in values]
         if values and _is_zero(name, zero):
             return [ZERO] * len(eqn.outvars)
         if (name in ("add", "add_any") and any(zero)) or (name == "sub" and zero[1]):
             return [values[zero.index(False)]]
-        at_least_zero = name == "abs" or (name == "max" and any(zero))
-        if name == "max" and any(zero):
-            (other,) = [v for v, z in zip(values, zero, strict=True) if not z]
-            if other.key in self.expressions.nonnegative:
-                return [other]
+        keys = tuple(v.key for v in values)
+        padded = [v.key in known.padded for v in values]
+        there = [key for key, z in zip(keys, zero, strict=True) if not z]
+        if name == "max" and any(zero) and there[0] in known.nonnegative:
+            return [values[zero.index(False)]]
+        if name == "concatenate" and (any(zero) or any(padded)):
+            keys, pads = tuple(there), True
+        else:
+            pads = all(padded) and values != [] and name in _KEEPS_ZEROS
+        sums = padded[:1] == [True] and (
+            name == "reduce_sum"
+            or (name == "reduce_max" and keys[0] in known.nonnegative)
+        )
+        shapes = ()
+        if not (pads or sums):  # How many zeros there are, matters now.
+            unsure = [z or p for z, p in zip(zero, padded, strict=True)]
+            pairs = zip(eqn.invars, unsure, strict=True)
+            shapes = tuple(str(atom.aval) for atom, u in pairs if u)
         sources = 0
         for v in values:
             sources |= v.sources
-        shapes = [str(a.aval) for a, z in zip(eqn.invars, zero, strict=True) if z]
-        parts = name, tuple(v.key for v in values), *shapes, _static(eqn.params)
         results = []
         for i, out in enumerate(eqn.outvars):
             smooth = name not in _FLAT and jnp.issubdtype(out.aval.dtype, jnp.inexact)
             kept = sources if smooth else sources & self.kept
-            results.append(self.source("of", *parts, i, sources=kept))
-        if at_least_zero:
-            self.expressions.nonnegative.update(v.key for v in results)
+            parts = "of", name, keys, shapes, _static(eqn.params), i
+            results.append(self.source(*parts, sources=kept))
+        found = {v.key for v in results}
+        if name in ("abs", "square") or (name == "max" and any(zero)):
+            known.nonnegative |= found
+        if pads:
+            known.padded |= found
         return results
 
     def _unknown(self, eqn: Any, values: list[Value], inner: list) -> list[Value]:
@@ -247,6 +264,10 @@ _ZERO_OF_ZEROS = frozenset(
     "reduce_max reduce_min reduce_precision reduce_sum reshape reshard rev scatter-add "
     "scatter_add select_n sharding_constraint sign slice split sqrt square squeeze "
     "stop_gradient sub transpose".split()
+)
+# What makes zeros of zeros, entry by entry.
+_KEEPS_ZEROS = frozenset(
+    "abs convert_element_type copy integer_pow mul neg sign sqrt square".split()
 )
 # Without a derivative.
 _FLAT = frozenset("stop_gradient sign floor ceil round".split())

@@ -15,6 +15,7 @@ from ._devices import split_as, zeros_beside
 from ._form import Parameters
 from ._linearise import Linearisation, linearise
 from ._misc import accumulator
+from ._program import Program
 from ._rows import Raw, Use, Uses, uses
 from ._tag import Tag
 from ._tagged import fill_raw, flatten_tags
@@ -68,16 +69,21 @@ class Used(NamedTuple):
 
 
 def used_places(
-    loss_fn: Callable, model: Model, args: Sequence[Any], kwargs: dict[str, Any]
+    loss_fn: Callable,
+    model: Model,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    program: Program | None = None,
 ) -> tuple[list[Used], Any]:
     """All places of a model, and the structure of a model-shaped tree that has one leaf
-    for each."""
+    for each. `program` is what is known of the loss function already."""
     found, treedef = flatten_tags(Place, model)
 
     def counted(model, args, kwargs):
         slots = treedef.unflatten([place.counter() for _, place in found])
         fill = lambda model, weights=None: fill_raw(model, slots)
-        return _counted(linearise(loss_fn, model, args, kwargs, fill=fill))
+        lin = linearise(loss_fn, model, args, kwargs, fill=fill, program=program)
+        return _counted(lin)
 
     numbers = uses(counted, model, args, kwargs)
     return [Used(*at, of_it) for at, of_it in zip(found, numbers, strict=True)], treedef

@@ -144,6 +144,8 @@ class _Found(NamedTuple):
         """Whether the outermost example axis of a use counts the examples."""
         if call.examples == ():
             return self.examples == (1,) or self.is_by_itself(call)
+        if call.axes:  # Within the loss function, devices may have parts of them.
+            return any(number % call.examples[0] == 0 for number in self.examples)
         return call.examples[0] in self.examples
 
     def is_by_itself(self, call: Call) -> bool:
@@ -152,12 +154,17 @@ class _Found(NamedTuple):
 
     def may_be_shared(self, call: Call) -> bool:
         """Whether a row of it may belong to several examples."""
-        loops = call.around.loops
-        if self.is_apart(call) or {None, *self.examples} & {1, *loops}:
+        loops = {*call.around.loops}
+        if self.is_apart(call) or self.examples == (1,) or {None, *self.examples} & loops:
             return False
-        rows = math.prod(call.examples) * math.prod(loops)
-        few = not self.is_whole(call) and rows < min(self.examples)
-        return few or self.is_constant(call)
+        return call.examples == () or self.is_constant(call)
+
+    def has_few_rows(self, call: Call) -> bool:
+        """Whether a use, and all others that are like it, without any axis of examples,
+        are too few to be one for every example."""
+        alike = [c for c in self.of(call.number) if c.examples == ()]
+        rows = sum(math.prod(c.around.loops) for c in alike if self.may_be_shared(c))
+        return call.examples == () and rows < min(self.examples)
 
     def is_constant(self, call: Call) -> bool:
         """Whether the input of a layer never depends on any data, unlike that of others:
@@ -337,9 +344,10 @@ def _check_shared(found: _Found, before: _Found) -> None:
     `vmap` over the examples, if on constants, has got their axis since `before`."""
     for old, call in zip(before.calls, found.calls, strict=True):
         path = found.places[call.number].path
+        if not found.may_be_shared(call):
+            continue
         unchanged = found.is_constant(call) and call.examples == old.examples
-        whole = found.is_whole(call) and not unchanged
-        if found.may_be_shared(call) and not whole:
+        if unchanged or found.has_few_rows(call):
             raise ValueError(
                 f"The layer `{path}` is called outside of the `vmap` over the "
                 f"{found.examples[0]} examples ({_seen(call)}), so that what it returns "

@@ -100,8 +100,8 @@ class Tag(eqx.Module):
         self.also = None
 
     def __pdoc__(self, **kwargs: Any) -> AbstractDoc:
-        """One line of it, wherever a model is printed. (Tracing prints models: JAX wants a
-        name for what is vmapped.)"""
+        """One line, wherever a model is printed. (Also by JAX, which wants a name for
+        whatever is vmapped.)"""
         kinds = type(self.form).__name__, type(self.block).__name__
         return TextDoc(f"Tag({', '.join(kinds)}{', collecting' * self.collecting})")
 

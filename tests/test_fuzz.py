@@ -1,10 +1,10 @@
 """Random programs beside a dense oracle: their curvature is right, or they are refused.
 
 A program is a list of stages over a sequence of tokens, each written in one of several
-ways (`vmap`, `scan`, `map`, loops, `cond`, `checkpoint`, `jit`, functions with
-derivatives of their own, ...), between a way to go over the batch and a loss, with a block for all
-layers; and sometimes a mistake. The oracle is the same mathematics in plain loops over
-examples and tokens, with a perturbation at the output of every use of every layer.
+ways (`vmap`, `scan`, `map`, loops, `cond`, `checkpoint`, `jit`, own derivatives),
+between a way to go over the batch and a loss, with a block for all layers;
+and sometimes a mistake. The oracle is the same mathematics in plain loops over examples
+and tokens, with a perturbation at the output of every use of every layer.
 
     python -m tests.test_fuzz 5000 --seed 1    # more of them, by hand
 """
@@ -389,8 +389,8 @@ def plain(model: Model, program: Program, h: Any, taps: Taps) -> Any:
 
 @dataclasses.dataclass
 class Oracle:
-    """For every example: what goes into the uses of layers; and, for every column of a
-    root of the output Fisher, the gradients at what comes out of them, and of the model."""
+    """For every example: what goes into the uses of layers; for every column of a root of
+    the output Fisher, the gradients at what comes out of them, and of the model."""
 
     paths: list[str]
     inputs: list[Any]  # Of every row.
@@ -553,7 +553,8 @@ def check(program: Program) -> str:
             tagged, *args
         )
     except (ValueError, TypeError) as error:
-        if SAID is not None: SAID[str(error)[:60]+" | "+str(error)[90:150]]+=1
+        if SAID is not None:
+            SAID[str(error)[:60] + " | " + str(error)[90:150]] += 1
         said = str(error) + "".join(getattr(error, "__notes__", ()))
         named = "`.head`" in said or "`.stages[" in said or "The loss function" in said
         assert named, f"{program} is refused, but no layer is named: {said}"
@@ -595,7 +596,8 @@ def main(number: int, start: int) -> None:
             print(failures[-1][:600], flush=True)
         if i % 50 == 49:
             print(f"{i + 1}: {dict(outcomes)}, {len(failures)} failures", flush=True)
-    for k,v in SAID.most_common(): print(v,k)
+    for k, v in SAID.most_common():
+        print(v, k)
     print(f"{number} programs: {dict(outcomes)}, {len(failures)} failures")
 
 

@@ -216,11 +216,11 @@ class HalfBlock(kfac.Kronecker):
     "model, verdict",
     [
         (Own(), "exact"),
-        (Own(Twice()), "WRONG SCALE: exact, but for a factor of 4"),
-        (Own(Transposed()), "SUSPICIOUS"),
+        (Own(Twice()), "WRONG: its tag"),
+        (Own(Transposed()), "WRONG: its tag sees another gradient"),
         (Own(NotInverse()), "WRONG: `from_matrix` does not undo"),
-        (Own(input="scaled"), "SUSPICIOUS"),
-        (Own(input="other"), "approximate"),
+        (Own(input="scaled"), "WRONG: its tag sees another gradient"),
+        (Own(input="other"), "WRONG: its tag did not see 3.74% of its gradient"),
     ],
     ids=["right", "twice", "transposed", "inverse", "scaled", "other"],
 )
@@ -273,15 +273,22 @@ def test_report():
     report = kfac.verify(mlp(kfac.Kronecker(kfac.Reduce())), softmax, X, CLASSES)
     lines = str(report).splitlines()
     assert len(lines) == 4
-    assert lines[0].split() == "path form block shape error cosine ratio verdict".split()
+    assert lines[0].split() == (
+        "path form block shape unseen error cosine ratio verdict".split()
+    )
     assert "Kronecker(Reduce)" in lines[2] and "[4, 3+1]" in lines[2]
     with pytest.raises(StopIteration):
         report["nowhere"]
 
 
 def test_too_big():
-    with pytest.raises(ValueError, match=r"`.layers\[0\]` has 16 parameters.*`limit=16`"):
-        kfac.verify(mlp(), softmax, X, CLASSES, limit=15)
+    report = kfac.verify(mlp(), softmax, X, CLASSES, limit=15)
+    first, last = report.layers
+    assert first.too_large and np.isnan(first.error) and first.unseen < 1e-12
+    assert "too large" in first.verdict and not first.exact and not report.exact
+    whole = kfac.verify(mlp(), softmax, X, CLASSES).layers
+    np.testing.assert_allclose(last.error, whole[1].error, rtol=1e-10)
+    assert not whole[0].too_large and np.isfinite(whole[0].error)
 
 
 #

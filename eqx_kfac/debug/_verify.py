@@ -61,6 +61,8 @@ class LayerCheck:
         if not self.consistent:
             return "WRONG: `from_matrix` does not undo `to_matrix`"
         if not unseen <= self.tolerance:
+            if unseen > 1:
+                return f"WRONG: its tag sees another gradient (off by {unseen:.2%})"
             return f"WRONG: its tag did not see {unseen:.2%} of its gradient"
         if self.too_large:
             return "sees its gradient; too large to compare its block"
