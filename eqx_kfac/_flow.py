@@ -4,10 +4,10 @@ be zero, and which are the same expressions."""
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.core import Tracer
 
 
 class Value(NamedTuple):
@@ -77,7 +77,7 @@ class Flow:
 
     def constant(self, value: Any, sources: int = 0) -> Value:
         """An array that is not traced: known by what is in it, if that is not much."""
-        if isinstance(value, jax.core.Tracer):
+        if isinstance(value, Tracer):
             return self.source("tracer", id(value), sources=sources)
         kind = np.shape(value), str(getattr(value, "dtype", type(value)))
         plain = isinstance(value, (np.ndarray, np.generic, int, float, bool))

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from ._rows import _contains as contains
+from ._rows import contains as contains
 
 
 def check_pushes_forward(what: str, fn: Callable, *args: Any) -> None:

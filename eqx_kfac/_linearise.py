@@ -8,7 +8,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array, Float, PyTree
 
 from ._block import is_statistics, no_l2, Statistics
@@ -18,6 +17,7 @@ from ._fisher import AbstractFisher
 from ._loss import AbstractLoss, L2, linear_combination, Sum
 from ._misc import accumulator, symmetric, tree_dot
 from ._program import look, prepared, Program
+from ._rows import depends
 from ._run import example_weights, run
 from ._tag import is_trainable, Tag
 from ._tagged import blank, fill_tags, map_tags, with_tags
@@ -298,9 +298,7 @@ def _check_constant_weights(pushforward: Callable, model: Model) -> None:
         # Those that are not floating have no gradient.
         return [loss.weights for loss in pushforward(params).losses]
 
-    closed = jax.make_jaxpr(weights)(eqx.filter(model, eqx.is_inexact_array))
-    _, used = dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals))
-    if any(used):
+    if depends(weights, eqx.filter(model, eqx.is_inexact_array)):
         raise ValueError(
             "The weights of a loss depend on the model, so their sum has a gradient too, "
             "of which a micro-batch only knows a part. Use `micro_batches=1`, or take "

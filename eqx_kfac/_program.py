@@ -140,6 +140,12 @@ class _Found(NamedTuple):
         _, tag, layer = self.places[call.number]
         return call.around.apart or call.left > len(tag.stack(layer))
 
+    def repeats(self, call: Call) -> bool:
+        """Whether the same layer is used again and again, in a loop that is not one along
+        a stack of layers."""
+        _, tag, layer = self.places[call.number]
+        return len(call.around.loops) > len(tag.stack(layer)) - call.left
+
     def is_whole(self, call: Call) -> bool:
         """Whether the outermost example axis of a use counts the examples."""
         if call.examples == ():
@@ -163,7 +169,8 @@ class _Found(NamedTuple):
         """Whether a use, and all others that are like it, without any axis of examples,
         are too few to be one for every example."""
         alike = [c for c in self.of(call.number) if c.examples == ()]
-        rows = sum(math.prod(c.around.loops) for c in alike if self.may_be_shared(c))
+        loops = [c.around.loops for c in alike if self.may_be_shared(c)]
+        rows = sum(math.prod(n for n in own if n is not None) for own in loops)
         return call.examples == () and rows < min(self.examples)
 
     def is_constant(self, call: Call) -> bool:
@@ -386,7 +393,7 @@ def _is_ambiguous(found: _Found, call: Call) -> bool:
     """Whether a loop around a use goes round as often as there are examples, so that it
     may be over these, and the axis that looks like them something else."""
     lengths = {n for n in found.examples if n > 1} & {*call.around.loops}
-    return bool(lengths) and call.examples != ()
+    return bool(lengths) and call.examples != () and found.repeats(call)
 
 
 def _check_weights(found: _Found, call: Call, path: str) -> None:
@@ -411,12 +418,9 @@ def _seen(call: Call) -> str:
 def _together(found: _Found) -> Iterator[tuple[int, int]]:
     """The tags of layers that an example may use more than once, if their block squares
     examples' gradients: these are to be added up before."""
-    for number, (path, tag, layer) in enumerate(found.places):
+    for number, (path, tag, _) in enumerate(found.places):
         calls = found.of(number)
-        stack = len(tag.stack(layer))
-        several = len(calls) > 1 or any(
-            len(call.around.loops) > stack - call.left for call in calls
-        )
+        several = len(calls) > 1 or any(map(found.repeats, calls))
         if not several or not tag.block.squares_examples:
             continue
         if any(map(found.is_by_itself, calls)):
@@ -428,7 +432,7 @@ def _together(found: _Found) -> Iterator[tuple[int, int]]:
                 "gradients of examples. Make the loop a `vmap`, or use "
                 "`kfac.Kronecker()` for the layer."
             )
-        axes = tag.block.batch_axes
+        axes = tag.block.batch_axes  # pyright: ignore
         numbers = {math.prod(call.examples[:axes]) for call in calls}
         if len(numbers) > 1:
             raise ValueError(

@@ -186,7 +186,7 @@ def uses(fn: Callable, *args: Any) -> list[Uses]:
     for i in range(len(jaxpr.outvars)):
         wanted = [i == j for j in range(len(jaxpr.outvars))]
         own, _, known = _needed(jaxpr, consts, wanted)
-        devices = _contains(own, "shard_map")
+        devices = contains(own, "shard_map")
         without_data.append(known and not devices)
         kinds = [e.params["use"] for e in _equations(own) if e.primitive is use_p]
         found.append(Uses(None, frozenset(kinds), devices))
@@ -197,6 +197,13 @@ def uses(fn: Callable, *args: Any) -> list[Uses]:
         use._replace(number=np.asarray(next(numbers))) if known else use
         for use, known in zip(found, without_data, strict=True)
     ]
+
+
+def depends(fn: Callable, *args: Any) -> bool:
+    """Whether anything that `fn(*args)` returns depends on its arguments."""
+    closed = jax.make_jaxpr(fn)(*args)
+    everything = [True] * len(closed.out_avals)
+    return any(partial_eval.dce_jaxpr_consts(closed.jaxpr, everything)[2])
 
 
 def _needed(jaxpr: Any, consts: Sequence[Any], wanted: list[bool]) -> Any:
@@ -224,7 +231,7 @@ def _silent(value):
     return value.replace(eqns=eqns, effects=set())
 
 
-def _contains(jaxpr: Any, name: str) -> bool:
+def contains(jaxpr: Any, name: str) -> bool:
     return any(eqn.primitive.name == name for eqn in _equations(jaxpr))
 
 

@@ -55,9 +55,9 @@ class Note(NamedTuple):
 
     @classmethod
     def read(cls, shape: tuple[int, ...]) -> "Note":
-        *shape, several, number = shape
-        stack = len(shape) - (several - 1)
-        return cls(stack, number - 1, tuple(shape[stack:]))
+        *rest, several, number = shape
+        stack = len(rest) - (several - 1)
+        return cls(stack, number - 1, tuple(rest[stack:]))
 
     def write(self, stack: tuple[int, ...]) -> Array:
         return jnp.zeros(
@@ -213,7 +213,8 @@ class Tag(eqx.Module):
         if not self.collecting or not is_trainable(self, layer):
             return layer
         (example, *_) = [a for a in jtu.tree_leaves(x) if isinstance(a, jax.Array)]
-        leaves = zip(self.form.parameters(layer), self.held.trained, strict=True)
+        marks = self.held.trained or ()
+        leaves = zip(self.form.parameters(layer), marks, strict=True)
         trained = tuple(None if mark is None else leaf for leaf, mark in leaves)
         part = self.form.only(layer, trained)
         column = self(self.form.to_matrix(part)[..., 0], example.reshape(-1)[0])
@@ -437,7 +438,8 @@ def _no_derivative(primals, tangents):
         "with respect to the model itself, take them with respect to "
         "`kfac.revert(model)`. If curvature is computed inside a function that is "
         "differentiated, apply `jax.lax.stop_gradient` to the model and the batch "
-        "that it is computed from."
+        "that it is computed from. Of diffrax's adjoints, use "
+        "`RecursiveCheckpointAdjoint` or `DirectAdjoint`, not `BacksolveAdjoint`."
     )
 
 

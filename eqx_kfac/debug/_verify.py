@@ -178,10 +178,10 @@ def verify(
     compared = iter(zip(guesses, rows, strict=True))
     checks = []
     for place, share, number in zip(places, shares, numbers, strict=True):
-        _, tag, layer = place
+        path, tag, layer = place
         matrices = None if _size(tag, layer) > limit else next(compared)
         shared = bool(np.any(np.asarray(number) > np.asarray(count)))
-        checks.append(_check(*place, np.asarray(share), shared, matrices))
+        checks.append(_check(path, tag, layer, np.asarray(share), shared, matrices))
     return Verification(tuple(checks))
 
 
