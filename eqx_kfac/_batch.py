@@ -54,14 +54,16 @@ class Batch(eqx.Module):
         curvature: Model | None = None,
         row_slots: RowSlots | None = None,
         program: Program | None = None,
+        trains: bool = False,
     ) -> "LinearisedBatch":
         """Everything a step asks for, at `model`. `curvature` is that so far: blocks like
         [`eqx_kfac.EKFAC`][] take their statistics in its bases. `row_slots` is where the
         rows of the gradient are to go (not of micro-batches); `program`, what is known of
-        the loss function already."""
+        the loss function already; `trains`, whether it should use all layers."""
+        if program is None:
+            args = self.args if self.micro_batches == 1 else self._first_piece()
+            program = look(self.loss_fn, model, args, self.kwargs, trains=trains)
         if self.micro_batches > 1:
-            if program is None:
-                program = look(self.loss_fn, model, self._first_piece(), self.kwargs)
             share = self._share(model)
             return LinearisedBatch(self, model, curvature, share, None, None, program)
 

@@ -274,7 +274,7 @@ class KFAC(eqx.Module):
         state = self._prepare(state, model)
         batch = Batch(loss_fn, args, kwargs, micro_batches)
         slots = batch.row_slots(model) if self.through_rows else None
-        linearised = batch.linearise(model, state.curvature, slots)
+        linearised = batch.linearise(model, state.curvature, slots, trains=True)
         value, aux, grads, rows = linearised.value_and_grads()
         begun = start(value, grads, state, self._rules)
         averaged = self._collect(linearised, state, begun.fine, key)

@@ -7,6 +7,7 @@ slots than the first: the losses have to be the same expressions."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -16,6 +17,7 @@ import jax.tree_util as jtu
 from ._custom_types import Model
 from ._flow import Around, Expressions, Flow, Value, ZERO
 from ._misc import names
+from ._rows import part_of
 from ._run import example_weights, run
 from ._tag import Note, statistic_p, Tag, tag_p
 from ._tagged import check_tagged, flatten_tags, update_layers, with_tags
@@ -64,9 +66,10 @@ def look(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     uses: bool = True,
+    trains: bool = False,
 ) -> Program:
     """Looks at what a loss function does with the tags of a model; `uses`: also at what
-    it does beside them.
+    it does beside them. `trains`: layers that it does not use at all are a mistake.
 
     **Raises:** `ValueError`, naming layers by their path, for a program whose curvature
     would not be right.
@@ -86,7 +89,7 @@ def look(
         found = trace(examples)
         _check_shared(found, before)
     if uses:
-        _check_uses(found)
+        _check_uses(found, trains)
     _check_examples(found)
     together = dict(_together(found))
     split = [call.axes for call in found.calls if call.number in together]
@@ -217,6 +220,12 @@ def _trace(
     consts = [flow.constant(c, _DATA * bool(c.ndim)) for c in closed.consts]
     values = flow.follow(closed.jaxpr, consts, inputs)
     number = len(jtu.tree_leaves(shapes[0]))
+    if number < len(values):  # What only penalties see is not collected.
+        wanted = [i < number for i in range(len(values))]
+        part, *used = part_of(closed.jaxpr, wanted)
+        flow = Flow(expressions, _visit, _DATA | _STATISTIC)
+        consts, inputs = map(list, map(compress, (consts, inputs), used))
+        values = flow.follow(part, consts, inputs) + values[number:]
     paths, _ = jtu.tree_flatten_with_path(shapes[1])
     known = [value for _, value in zip(paths, values[number:], strict=True)]
     known += [flow.source("number", repr(leaf)) for _, leaf in rest]
@@ -311,29 +320,29 @@ def _check_unnoticed(found: _Found, again: _Found) -> None:
         )
 
 
-def _check_uses(found: _Found) -> None:
+def _check_uses(found: _Found, trains: bool) -> None:
     """Raises if parameters pass by their tag."""
     outputs = 0
     for value in found.outputs:
         outputs |= value.sources
     for number, (path, tag, _) in enumerate(found.places):
         calls = found.of(number)
-        if not calls and not found.opaque:
-            used = "used" if outputs & _source(number) else "there"
+        untagged = outputs & _source(number)
+        if not calls and untagged:
             raise ValueError(
-                f"The layer `{path}` is trained, but the loss function never calls it"
-                + (
-                    f": its parameters {names(tag.form.names)} are used in another way, "
-                    "of which no curvature is collected. Call the layer, or leave it "
-                    f"untagged, `kfac.convert(model, blocks={{{path!r}: None}})`, with a "
-                    "`fallback` for it."
-                    if used == "used"
-                    else ". Freeze it (`eqx.partition` it out of the model that is "
-                    "trained), or remove it."
-                )
+                f"The layer `{path}` is trained, but the loss function never calls it: "
+                f"its parameters {names(tag.form.names)} are used in another way, of "
+                "which no curvature is collected. Call the layer, or leave it untagged, "
+                f"`kfac.convert(model, blocks={{{path!r}: None}})`, with a `fallback`."
+            )
+        if not calls and trains and not found.opaque:
+            raise ValueError(
+                f"The layer `{path}` is trained, but the loss function never calls it. "
+                "Freeze it (`eqx.partition` it out of the model that is trained), or "
+                "remove it."
             )
         by = [call for call in calls if not call.at_zero]
-        if by and outputs & _source(number):
+        if by and untagged:
             raise ValueError(
                 f"Parameters of the layer `{path}` reach the losses by another way than "
                 "through the layer's tag, and no curvature would be collected of that: "

@@ -203,12 +203,18 @@ def depends(fn: Callable, *args: Any) -> bool:
     """Whether anything that `fn(*args)` returns depends on its arguments."""
     closed = jax.make_jaxpr(fn)(*args)
     everything = [True] * len(closed.out_avals)
-    return any(partial_eval.dce_jaxpr_consts(closed.jaxpr, everything)[2])
+    return any(part_of(closed.jaxpr, everything)[2])
+
+
+def part_of(jaxpr: Any, wanted: Sequence[bool]) -> tuple[Any, list[bool], list[bool]]:
+    """The part of a jaxpr that some of its outputs need; and which constants and inputs
+    it has."""
+    return partial_eval.dce_jaxpr_consts(jaxpr, wanted)
 
 
 def _needed(jaxpr: Any, consts: Sequence[Any], wanted: list[bool]) -> Any:
     """The part of a jaxpr that some of its outputs need, and whether it needs no data."""
-    jaxpr, used_consts, used_inputs = partial_eval.dce_jaxpr_consts(jaxpr, wanted)
+    jaxpr, used_consts, used_inputs = part_of(jaxpr, wanted)
     consts = [c for c, used in zip(consts, used_consts, strict=True) if used]
     traced = any(isinstance(c, Tracer) for c in consts)
     return jaxpr, consts, not (any(used_inputs) or traced)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Inexact, Shaped
 from wadler_lindig import AbstractDoc, TextDoc
 
 from ._block import AbstractBlock, Series, Statistics
-from ._devices import cast_varying, varying_axes
+from ._devices import cast_varying, varying_axes, zeros_beside
 from ._form import AbstractForm, Parameters
 from ._misc import accumulator
 from ._rows import Raw, Sight
@@ -59,10 +59,10 @@ class Note(NamedTuple):
         stack = len(rest) - (several - 1)
         return cls(stack, number - 1, tuple(rest[stack:]))
 
-    def write(self, stack: tuple[int, ...]) -> Array:
-        return jnp.zeros(
-            (*stack, *self.examples, len(self.examples) + 1, self.number + 1)
-        )
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the zeros, behind the layer's stack."""
+        return *self.examples, len(self.examples) + 1, self.number + 1
 
 
 class Tag(eqx.Module):
@@ -102,8 +102,11 @@ class Tag(eqx.Module):
     def __pdoc__(self, **kwargs: Any) -> AbstractDoc:
         """One line, wherever a model is printed. (Also by JAX, which wants a name for
         whatever is vmapped.)"""
-        kinds = type(self.form).__name__, type(self.block).__name__
-        return TextDoc(f"Tag({', '.join(kinds)}{', collecting' * self.collecting})")
+        form, block = type(self.form).__name__, type(self.block).__name__
+        sharing = getattr(self.block, "sharing", None)
+        sharing = "" if sharing is None else repr(sharing)
+        collecting = ", collecting" * self.collecting
+        return TextDoc(f"Tag(form={form}(), block={block}({sharing}){collecting})")
 
     @property
     def slots(self) -> Statistics:
@@ -270,11 +273,14 @@ class Tag(eqx.Module):
         if not jtu.tree_leaves(self.held):
             return self
         stack = self.stack(layer)
-        held = self.held._replace(note=note.write(stack))
+        leaf = self.form.some_parameter(layer)
+
+        def zeros(*shape):
+            return zeros_beside(leaf, (*stack, *shape), float, len(stack))
+
+        held = self.held._replace(note=zeros(*note.shape))
         if spare:  # Of one, a vector, a matrix.
-            shapes = (), (2,), (2, 2)
-            zeros = tuple(jnp.zeros((*stack, *own)) for own in shapes)
-            held = held._replace(spare=zeros)
+            held = held._replace(spare=(zeros(), zeros(2), zeros(2, 2)))
         return self._holding(held)
 
     def stack(self, layer: Any) -> tuple[int, ...]:
