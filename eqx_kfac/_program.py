@@ -127,11 +127,16 @@ class _Found(NamedTuple):
 
     places: list[Place]
     calls: list[Call]
-    examples: tuple[int, ...]  # How many there are, of every loss.
+    terms: tuple[tuple[int, ...], ...]  # The shapes of the losses' terms.
     weights: Any  # Of the examples, as an abstract value.
     outputs: list[Value]  # Of the losses.
     everything: dict[str, Value]  # What the objective consists of, by path.
     opaque: bool
+
+    @property
+    def examples(self) -> tuple[int, ...]:
+        """How many there are, of every loss."""
+        return tuple(dict.fromkeys(shape[0] for shape in self.terms))
 
     def of(self, number: int) -> list[Call]:
         return [call for call in self.calls if call.number == number]
@@ -155,7 +160,10 @@ class _Found(NamedTuple):
             return self.examples == (1,) or self.is_by_itself(call)
         if call.axes:  # Within the loss function, devices may have parts of them.
             return any(number % call.examples[0] == 0 for number in self.examples)
-        return call.examples[0] in self.examples
+        # Of the members of an ensemble, the outputs may have an axis, too.
+        members = call.x.shape[: call.stack]
+        behind = [s[len(members) :] for s in self.terms if s[: len(members)] == members]
+        return call.examples[0] in {*self.examples, *(s[0] for s in behind if s)}
 
     def is_by_itself(self, call: Call) -> bool:
         """Whether a loop, and not an axis, is over all examples."""
@@ -207,7 +215,7 @@ def _trace(
 
     def objective(params):
         objective, _ = run(loss_fn, eqx.combine(params, static), args, kwargs)
-        losses[:] = [loss.leading[0] for loss in objective.losses]
+        losses[:] = [loss.leading for loss in objective.losses]
         weights[:] = [jax.eval_shape(example_weights, objective.losses)]
         outputs = [loss.outputs for loss in objective.losses]
         arrays, others = eqx.partition(objective, eqx.is_array)
@@ -234,7 +242,7 @@ def _trace(
     return _Found(
         places,
         flow.seen,
-        tuple(dict.fromkeys(losses)),
+        tuple(losses),
         weights[0],
         values[:number],
         everything,
