@@ -24,10 +24,9 @@ import pytest
 import eqx_kfac as kfac
 
 
-NUMBER = 300
-PARTS = 10
+NUMBER = 120
+PARTS = 4
 TOLERANCE = 1e-9
-SAID = None
 
 D = 3  # Of every token.
 BLOCKS = {
@@ -553,8 +552,6 @@ def check(program: Program) -> str:
             tagged, *args
         )
     except (ValueError, TypeError) as error:
-        if SAID is not None:
-            SAID[str(error)[:60] + " | " + str(error)[90:150]] += 1
         said = str(error) + "".join(getattr(error, "__notes__", ()))
         named = "`.head`" in said or "`.stages[" in said or "The loss function" in said
         assert named, f"{program} is refused, but no layer is named: {said}"
@@ -579,13 +576,11 @@ def test_random_programs(part):
     outcomes = collections.Counter()
     for seed in range(part, NUMBER, PARTS):
         outcomes[check(random_program(seed))] += 1
-    assert outcomes["right"] > sum(outcomes.values()) / 3  # Not all is refused.
+    assert outcomes["right"] > sum(outcomes.values()) / 5  # Not all is refused.
 
 
 def main(number: int, start: int) -> None:
     """Goes through many programs, and tells what came of them."""
-    global SAID
-    SAID = collections.Counter()
     outcomes, failures = collections.Counter(), []
     for i, seed in enumerate(range(start, start + number)):
         program = random_program(seed)
@@ -596,8 +591,6 @@ def main(number: int, start: int) -> None:
             print(failures[-1][:600], flush=True)
         if i % 50 == 49:
             print(f"{i + 1}: {dict(outcomes)}, {len(failures)} failures", flush=True)
-    for k, v in SAID.most_common():
-        print(v, k)
     print(f"{number} programs: {dict(outcomes)}, {len(failures)} failures")
 
 
