@@ -1,7 +1,9 @@
 """How values flow through a traced function: what each depends on, whether it is known to
 be zero, and which are the same expressions."""
 
-from collections.abc import Callable, Iterator, Sequence
+import functools as ft
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,6 +21,11 @@ class Value(NamedTuple):
 
 
 ZERO = Value(0)  # Zero for certain. (What it depends on does not matter.)
+
+
+def all_sources(values: Iterable[Value]) -> int:
+    """What any of some values depends on."""
+    return ft.reduce(operator.or_, (v.sources for v in values), 0)
 
 
 class Around(NamedTuple):
@@ -143,9 +150,7 @@ class Flow:
             unsure = [z or p for z, p in zip(zero, padded, strict=True)]
             pairs = zip(eqn.invars, unsure, strict=True)
             shapes = tuple(str(atom.aval) for atom, u in pairs if u)
-        sources = 0
-        for v in values:
-            sources |= v.sources
+        sources = all_sources(values)
         results = []
         for i, out in enumerate(eqn.outvars):
             smooth = name not in _FLAT and jnp.issubdtype(out.aval.dtype, jnp.inexact)
@@ -166,9 +171,7 @@ class Flow:
         for jaxpr in inner:
             inputs = [self.source("unknown", i) for i in range(len(_open(jaxpr).invars))]
             self._closed(jaxpr, inputs, apart)
-        sources = 0
-        for v in values:
-            sources |= v.sources & self.kept
+        sources = all_sources(values) & self.kept
         keys = tuple(v.key for v in values if v.key != ZERO.key)
         return [
             self.source("unknown", eqn.primitive.name, keys, i, sources=sources)
@@ -178,9 +181,7 @@ class Flow:
     def _scan(self, params: Any, values: list[Value], around: Around) -> list[Value]:
         m, n, length = params["num_consts"], params["num_carry"], params["length"]
         consts, carry, xs = values[:m], values[m : m + n], values[m + n :]
-        xs = [
-            x if x == ZERO else self.source("slice", x.key, sources=x.sources) for x in xs
-        ]
+        xs = [self._derived("slice", x) for x in xs]
         inside = around._replace(loops=(*around.loops, length))
 
         def body(carry):
@@ -196,10 +197,8 @@ class Flow:
         inside = around._replace(loops=(*around.loops, None))
 
         def body(carry):
-            results = self._closed(params["body_jaxpr"], [*of_body, *carry], inside)
-            return results + self._closed(
-                params["cond_jaxpr"], [*of_cond, *carry], inside
-            )
+            new = self._closed(params["body_jaxpr"], [*of_body, *carry], inside)
+            return new + self._closed(params["cond_jaxpr"], [*of_cond, *carry], inside)
 
         carried, results = self._carried(body, carry, len(carry))
         new, going = results[: len(carry)], results[len(carry) :]
@@ -249,9 +248,7 @@ class Flow:
             if all(c == ZERO for c in choices):
                 results.append(ZERO)
                 continue
-            sources = index.sources & self.kept
-            for c in choices:
-                sources |= c.sources
+            sources = index.sources & self.kept | all_sources(choices)
             keys = tuple(c.key for c in choices)
             results.append(self.source("cond", index.key, keys, sources=sources))
         return results

@@ -20,7 +20,7 @@ from ._program import look, prepared, Program
 from ._rows import depends
 from ._run import example_weights, run
 from ._tag import is_trainable, Tag
-from ._tagged import blank, fill_tags, map_tags, with_tags
+from ._tagged import blank, fill_tags, map_tags
 
 
 class Share(eqx.Module):
@@ -336,48 +336,6 @@ def _mean_over_layer(tag: Tag, diagonal: Any) -> Any:
     ]
     size = sum(math.prod(m.shape[-2:]) for m in matrices)
     return sum(jnp.sum(m, axis=(-2, -1)) for m in matrices) / size
-
-
-def unseen(
-    loss_fn: Callable,
-    model: Model,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    program: Program,
-) -> tuple[Model, Model]:
-    r"""How much of the gradient of a layer its tag does not see: if all of the layer's
-    parameters reach the losses through it, $\sum g \bar x^\top$ over its rows *is* the
-    gradient in its canonical matrix, whatever is pulled back (here: random numbers).
-
-    **Returns:** for every tag and member of a stack, the norm of the difference over that
-    of the gradient; and the number of rows.
-    """
-
-    fill = lambda model, _=None: with_tags(Tag.fill_seen, model)
-    lin = linearise(loss_fn, model, args, kwargs, fill=fill, program=program)
-    keys = jax.random.split(jax.random.key(0), len(lin.curved.losses))
-
-    def noise(loss, key):
-        leaves, treedef = jtu.tree_flatten(loss.outputs)
-        own = jax.random.split(key, len(leaves))
-        drawn = [
-            jax.random.normal(k, a.shape, a.dtype)
-            for k, a in zip(own, leaves, strict=True)
-        ]
-        return treedef.unflatten(drawn)
-
-    pulled = lin.pull([noise(*pair) for pair in zip(lin.curved.losses, keys)])
-
-    def share(tag, layer):
-        if not is_trainable(tag, layer):
-            return None
-        seen = tag.held.seen.outputs.gradient
-        gradient = tag.form.to_matrix(layer).astype(seen.dtype)
-        norms = [jnp.linalg.norm(a, axis=(-2, -1)) for a in (gradient - seen, gradient)]
-        return jnp.where(norms[0] == 0, 0, norms[0] / norms[1])
-
-    rows = map_tags(lambda tag, _: tag.held.seen.outputs.rows, pulled)
-    return map_tags(share, pulled), rows
 
 
 def _sum(fn: Callable, number: int, at_once: int, zeros: PyTree) -> PyTree:

@@ -15,7 +15,7 @@ import jax
 import jax.tree_util as jtu
 
 from ._custom_types import Model
-from ._flow import Around, Expressions, Flow, Value, ZERO
+from ._flow import all_sources, Around, Expressions, Flow, Value, ZERO
 from ._misc import names
 from ._rows import part_of
 from ._run import example_weights, run
@@ -330,9 +330,7 @@ def _check_unnoticed(found: _Found, again: _Found) -> None:
 
 def _check_uses(found: _Found, trains: bool) -> None:
     """Raises if parameters pass by their tag."""
-    outputs = 0
-    for value in found.outputs:
-        outputs |= value.sources
+    outputs = all_sources(found.outputs)
     for number, (path, tag, _) in enumerate(found.places):
         calls = found.of(number)
         untagged = outputs & _source(number)

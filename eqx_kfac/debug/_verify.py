@@ -1,7 +1,7 @@
 """Approximations of a layer's curvature beside the curvature itself."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -15,12 +15,12 @@ from .._batch import Batch
 from .._custom_types import Key, Model
 from .._devices import over_stack
 from .._fisher import AbstractFisher, Empirical, Exact
-from .._linearise import unseen
+from .._linearise import linearise
 from .._misc import trailing
-from .._program import look
+from .._program import look, Program
 from .._run import run
 from .._tag import is_trainable, Tag
-from .._tagged import check_tagged, flatten_tags, map_tags, update_layers
+from .._tagged import check_tagged, flatten_tags, map_tags, update_layers, with_tags
 from ._table import block_shown, sizes_shown, table
 
 
@@ -168,7 +168,7 @@ def verify(
         program = look(loss_fn, model, args, kwargs, uses=False)
         batch = Batch(loss_fn, args, kwargs).linearise(model, program=program)
         factors = batch.curvature(fisher, key)
-        shares = unseen(loss_fn, model, args, kwargs, program)
+        shares = _unseen(loss_fn, model, args, kwargs, program)
         guesses = jtu.tree_leaves(_operators(model, factors, limit))
         rows = _exact_rows(model, loss_fn, args, kwargs, empirical, limit)
         return [jtu.tree_leaves(s) for s in shares], batch.share.count, guesses, rows
@@ -183,6 +183,47 @@ def verify(
         shared = bool(np.any(np.asarray(number) > np.asarray(count)))
         checks.append(_check(path, tag, layer, np.asarray(share), shared, matrices))
     return Verification(tuple(checks))
+
+
+def _unseen(
+    loss_fn: Callable,
+    model: Model,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    program: Program,
+) -> tuple[Model, Model]:
+    r"""How much of the gradient of a layer its tag does not see: if all of the layer's
+    parameters reach the losses through it, $\sum g \bar x^\top$ over its rows *is* the
+    gradient in its canonical matrix, whatever is pulled back (here: random numbers).
+
+    **Returns:** for every tag and member of a stack, the norm of the difference over that
+    of the gradient; and the number of rows.
+    """
+    fill = lambda model, _=None: with_tags(Tag.fill_seen, model)
+    lin = linearise(loss_fn, model, args, kwargs, fill=fill, program=program)
+    keys = jax.random.split(jax.random.key(0), len(lin.curved.losses))
+
+    def noise(loss, key):
+        leaves, treedef = jtu.tree_flatten(loss.outputs)
+        own = jax.random.split(key, len(leaves))
+        drawn = [
+            jax.random.normal(k, a.shape, a.dtype)
+            for k, a in zip(own, leaves, strict=True)
+        ]
+        return treedef.unflatten(drawn)
+
+    pulled = lin.pull([noise(*pair) for pair in zip(lin.curved.losses, keys)])
+
+    def share(tag, layer):
+        if not is_trainable(tag, layer):
+            return None
+        seen = tag.held.seen.outputs.gradient
+        gradient = tag.form.to_matrix(layer).astype(seen.dtype)
+        norms = [jnp.linalg.norm(a, axis=(-2, -1)) for a in (gradient - seen, gradient)]
+        return jnp.where(norms[0] == 0, 0, norms[0] / norms[1])
+
+    rows = map_tags(lambda tag, _: tag.held.seen.outputs.rows, pulled)
+    return map_tags(share, pulled), rows
 
 
 def _size(tag: Tag, layer: Any) -> int:
