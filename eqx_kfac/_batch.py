@@ -54,15 +54,12 @@ class Batch(eqx.Module):
         curvature: Model | None = None,
         row_slots: RowSlots | None = None,
         program: Program | None = None,
-        trains: bool = False,
     ) -> "LinearisedBatch":
         """Everything a step asks for, at `model`. `curvature` is that so far: blocks like
         [`eqx_kfac.EKFAC`][] take their statistics in its bases. `row_slots` is where the
         rows of the gradient are to go (not of micro-batches); `program`, what is known of
-        the loss function already; `trains`, whether it should use all layers."""
-        if program is None:
-            args = self.args if self.micro_batches == 1 else self._first_piece()
-            program = look(self.loss_fn, model, args, self.kwargs, trains=trains)
+        the loss function already."""
+        program = self.look(model) if program is None else program
         if self.micro_batches > 1:
             share = self._share(model)
             return LinearisedBatch(self, model, curvature, share, None, None, program)
@@ -77,7 +74,12 @@ class Batch(eqx.Module):
         share = linearised.share
         return LinearisedBatch(self, model, curvature, share, linearised, row_slots, None)
 
-    def row_slots(self, model: Model) -> RowSlots | None:
+    def look(self, model: Model, uses: bool = True, trains: bool = False) -> Program:
+        """What the loss function does with the tags of the model."""
+        args = self.args if self.micro_batches == 1 else self._first_piece()
+        return look(self.loss_fn, model, args, self.kwargs, uses, trains)
+
+    def row_slots(self, model: Model, program: Program) -> RowSlots | None:
         """Where rows are less work than features."""
         if self.micro_batches > 1:
             raise ValueError(
@@ -85,7 +87,7 @@ class Batch(eqx.Module):
                 f"which `micro_batches={self.micro_batches}` avoids. Leave one of them "
                 "out."
             )
-        return row_slots(self.loss_fn, model, self.args, self.kwargs)
+        return row_slots(self.loss_fn, model, self.args, self.kwargs, program)
 
     def value(self, model: Model, share: Share) -> Float[Array, ""]:
         """The objective at another model: one more forward pass."""

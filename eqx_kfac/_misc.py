@@ -80,6 +80,24 @@ def masked(tree: PyTree, mask: Any) -> PyTree:
     return parameters if mask is None else eqx.filter(parameters, mask)
 
 
+def difference(tree: PyTree, expected: PyTree) -> tuple[str, str, str] | None:
+    """The first array whose shape is not as `expected`, or that is there in one tree
+    only: its path, what it is, and what it should be."""
+
+    def shapes(tree):
+        leaves, _ = jtu.tree_flatten_with_path(tree)
+        return {jtu.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
+
+    def described(shapes):
+        return f"an array of shape {shapes[path]}" if path in shapes else "missing"
+
+    have, want = shapes(tree), shapes(expected)
+    for path in [*want, *have]:
+        if have.get(path) != want.get(path):
+            return path, described(have), described(want)
+    return None
+
+
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
     """Whether every number in `tree` is finite."""
     leaves = [x for x in jtu.tree_leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]

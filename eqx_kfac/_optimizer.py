@@ -273,8 +273,9 @@ class KFAC(eqx.Module):
         micro_batches = check_count("micro_batches", micro_batches, 1)
         state = self._prepare(state, model)
         batch = Batch(loss_fn, args, kwargs, micro_batches)
-        slots = batch.row_slots(model) if self.through_rows else None
-        linearised = batch.linearise(model, state.curvature, slots, trains=True)
+        program = batch.look(model, trains=True)
+        slots = batch.row_slots(model, program) if self.through_rows else None
+        linearised = batch.linearise(model, state.curvature, slots, program)
         value, aux, grads, rows = linearised.value_and_grads()
         begun = start(value, grads, state, self._rules)
         averaged = self._collect(linearised, state, begun.fine, key)

@@ -15,7 +15,7 @@ from ._block import AbstractFactors, no_l2
 from ._custom_types import Model
 from ._devices import decomposed_over_stack, over_stack
 from ._factorise import damping_of
-from ._misc import all_finite, names, parameters_of, tree_where
+from ._misc import all_finite, difference, names, parameters_of, tree_where
 from ._operator import packed_like, unpacked
 from ._solver import AbstractDampedSolver, Eigh
 from ._tag import is_trainable, Tag
@@ -167,26 +167,15 @@ def include(
 
 def _check_curvature(curvature: Model, model: Model) -> None:
     """Raises unless curvature is that of exactly the parameters of a model."""
-
-    def shapes(tree):
-        leaves, _ = jtu.tree_flatten_with_path(tree)
-        return {jtu.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
-
-    have = shapes(eqx.filter_eval_shape(unpacked, curvature))
-    want = shapes(eqx.filter_eval_shape(init_curvature, model))
-    wrong = [path for path in [*want, *have] if have.get(path) != want.get(path)]
-    if wrong:
-        path = wrong[0]
+    trees = (unpacked, curvature), (init_curvature, model)
+    wrong = difference(*(eqx.filter_eval_shape(*tree) for tree in trees))
+    if wrong is not None:
+        path, have, want = wrong
         raise ValueError(
-            "The curvature does not belong to these parameters: its "
-            f"`{path}` is {_described(have, path)}, but should be "
-            f"{_described(want, path)}. Estimate it for the same part of the model that "
+            f"The curvature does not belong to these parameters: its `{path}` is {have}, "
+            f"but should be {want}. Estimate it for the same part of the model that "
             "`init` got: `kfac.value_grad_and_curvature(loss_fn)(trained, ...)`."
         )
-
-
-def _described(shapes: dict, path: str) -> str:
-    return f"an array of shape {shapes[path]}" if path in shapes else "missing"
 
 
 def _in_bases_of(

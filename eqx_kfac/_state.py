@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ._custom_types import Model
-from ._misc import accumulator
+from ._misc import accumulator, difference
 from ._operator import is_packed
 
 
@@ -239,21 +239,15 @@ def check_state(state: Any, expected: Any) -> None:
 def _check_same_shapes(state: Any, expected: Any) -> None:
     """Raises unless an optimizer's state has the structure and the shapes that belong to
     its model."""
-
-    def shapes(tree):
-        leaves, _ = jtu.tree_flatten_with_path(tree)
-        return {jtu.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
-
-    have, want = shapes(state), shapes(expected)
-    if have == want:
-        return
-    path = next(p for p in [*want, *have] if have.get(p) != want.get(p))
-    raise ValueError(
-        f"The state does not belong to this optimizer and model: its `{path}` is "
-        f"{_described(have, path)}, but should be {_described(want, path)}. Make it with "
-        "`optimizer.init(model)`, with the same optimizer and the same trained "
-        "parameters that `step` (or `update`) gets."
-    )
+    wrong = difference(state, expected)
+    if wrong is not None:
+        path, have, want = wrong
+        raise ValueError(
+            f"The state does not belong to this optimizer and model: its `{path}` is "
+            f"{have}, but should be {want}. Make it with `optimizer.init(model)`, with "
+            "the same optimizer and the same trained parameters that `step` (or "
+            "`update`) gets."
+        )
 
 
 def _check_same_types(name: str, part: Any, expected: Any) -> None:
@@ -266,7 +260,3 @@ def _check_same_types(name: str, part: Any, expected: Any) -> None:
                 "must not be cast. For less precision, cast the parameters within the "
                 "loss function: `kfac.cast(model, jnp.bfloat16)`."
             )
-
-
-def _described(shapes: dict, path: str) -> str:
-    return f"an array of shape {shapes[path]}" if path in shapes else "missing"

@@ -21,6 +21,7 @@ from ._devices import explicit_sharding, gathered, over_stack, varying_axes
 from ._form import Dense, join
 from ._places import Used, used_places
 from ._precondition import precondition, solutions, solvable, with_matrices
+from ._program import Program
 from ._rows import Use
 from ._solver import AbstractDampedSolver
 from ._tagged import empty_tags, map_tags
@@ -58,7 +59,11 @@ class RowSlots(NamedTuple):
 
 
 def row_slots(
-    loss_fn: Callable, model: Model, args: Sequence[Any], kwargs: dict[str, Any]
+    loss_fn: Callable,
+    model: Model,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    program: Program | None = None,
 ) -> RowSlots | None:
     """Slots for the rows of those layers where they are less work than features; `None`
     if there is no such layer. (A layer that is used more than once has no rows: its slots
@@ -69,7 +74,7 @@ def row_slots(
             "`shard_map` every device has its own. Leave it out, or call `KFAC.step` "
             "outside of the `shard_map`, on sharded arrays."
         )
-    found, treedef = used_places(loss_fn, model, args, kwargs)
+    found, treedef = used_places(loss_fn, model, args, kwargs, program)
     uses = list(map(_use_with_few_rows, found))
     if not any(uses):
         return None

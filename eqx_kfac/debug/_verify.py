@@ -17,7 +17,7 @@ from .._devices import over_stack
 from .._fisher import AbstractFisher, Empirical, Exact
 from .._linearise import linearise
 from .._misc import trailing
-from .._program import look, Program
+from .._program import Program
 from .._run import run
 from .._tag import is_trainable, Tag
 from .._tagged import check_tagged, flatten_tags, map_tags, update_layers, with_tags
@@ -165,8 +165,9 @@ def verify(
     empirical = isinstance(fisher, Empirical)
 
     def looked_at(model, args, key, kwargs):
-        program = look(loss_fn, model, args, kwargs, uses=False)
-        batch = Batch(loss_fn, args, kwargs).linearise(model, program=program)
+        batch = Batch(loss_fn, args, kwargs)
+        program = batch.look(model, uses=False)
+        batch = batch.linearise(model, program=program)
         factors = batch.curvature(fisher, key)
         shares = _unseen(loss_fn, model, args, kwargs, program)
         guesses = jtu.tree_leaves(_operators(model, factors, limit))
