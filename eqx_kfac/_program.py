@@ -412,8 +412,10 @@ def _is_ambiguous(found: _Found, call: Call) -> bool:
 
 
 def _check_weights(found: _Found, call: Call, path: str) -> None:
-    members = call.x.shape[: call.stack]
-    weights = jax.ShapeDtypeStruct(members + found.weights.shape, found.weights.dtype)
+    members, shape = call.x.shape[: call.stack], found.weights.shape
+    if call.axes:  # Devices take their part of them.
+        shape = (*call.examples[:1], *shape[1:])
+    weights = jax.ShapeDtypeStruct(members + shape, found.weights.dtype)
     axes = call.stack + len(call.examples)
     try:
         jax.eval_shape(lambda w, x: row_weights(w, x, call.stack, axes), weights, call.x)

@@ -353,17 +353,17 @@ def _value(y, *_, **__):
     return y
 
 
-def _batch_tag(axis, operands, dims, *, layout, **params):
+def _batch_tag(primitive, axis, operands, dims, *, layout, **params):
     """As `_batch`. What is the same for all examples gets their axis nevertheless: else
     the gradients at it would be added up before they are squared."""
     if all(d is None for d in dims):
         note = layout.note(operands)
         if note is None or axis.size not in note.examples:
-            return tag_p.bind(*operands, layout=layout, **params), None
+            return primitive.bind(*operands, layout=layout, **params), None
         y, *others = operands
         operands = [jnp.broadcast_to(y, (axis.size, *y.shape)), *others]
         dims = [0, *dims[1:]]
-    return _batch(tag_p, operands, dims, layout=layout, **params)
+    return _batch(primitive, operands, dims, layout=layout, **params)
 
 
 def _batch(primitive, operands, dims, *, layout, stack, examples):
@@ -455,8 +455,7 @@ for _p in (tag_p, tag_linear_p, statistic_p):
     mlir.register_lowering(_p, mlir.lower_fun(_value, multiple_results=False))
 for _p in (tag_p, tag_linear_p):
     ad.primitive_jvps[_p] = jtu.Partial(_jvp, _p)
-batching.fancy_primitive_batchers[tag_p] = _batch_tag
-batching.primitive_batchers[tag_linear_p] = jtu.Partial(_batch, tag_linear_p)
+    batching.fancy_primitive_batchers[_p] = jtu.Partial(_batch_tag, _p)
 ad.primitive_transposes[tag_linear_p] = _transpose
 batching.defvectorized(statistic_p)
 ad.primitive_jvps[statistic_p] = _no_derivative

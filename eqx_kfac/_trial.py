@@ -32,7 +32,7 @@ class Start(NamedTuple):
     @property
     def fine(self) -> Bool[Array, ""]:
         """Whether curvature of this batch is to be trusted."""
-        return self.in_range & all_finite((self.value, self.gradient_norm))
+        return self.in_range & all_finite(self.value) & ~jnp.isnan(self.gradient_norm)
 
 
 class Proposal(NamedTuple):
@@ -98,11 +98,14 @@ class Trial(eqx.Module):
         """What is to be said of a step, and whether it is to be taken; `factorised`: by
         the inverse of this curvature."""
         new_loss, ratio = self._look(proposal)
-        # Cheaper than looking at every number; a norm that overflows has diverged too.
+        # Cheaper than looking at every number; an update whose norm overflows has
+        # diverged too. A gradient may be that large, if what follows is finite.
         update_norm = tree_norm(proposal.updates)
         # Of faults that follow from each other, the first.
         finite_value = all_finite(self.value)
-        finite_grads = all_finite(self.start.gradient_norm)
+        norm = self.start.gradient_norm
+        overflows = jnp.isinf(norm) & all_finite(update_norm)
+        finite_grads = all_finite(norm) | overflows
         missed = self.finite & self._unseen()
         known = self.finite & ~missed
         finite_update = known & all_finite(update_norm)
@@ -256,7 +259,7 @@ def start(value: Float[Array, ""], grads: Model, state: KFACState, rules: Rules)
     ruled = [rules.learning_rate is not None, rules.momentum is not None]
     free = {n for n, r in zip(("learning_rate", "momentum"), ruled, strict=True) if r}
     numbers = {name: getattr(state, name) for name in NUMBERS if name not in free}
-    return Start(value, grads, _norm(grads), in_range(numbers))
+    return Start(value, grads, tree_norm(grads), in_range(numbers))
 
 
 def in_range(numbers: dict[str, Float[Array, ""] | None]) -> Bool[Array, ""]:
@@ -265,17 +268,3 @@ def in_range(numbers: dict[str, Float[Array, ""] | None]) -> Bool[Array, ""]:
     most = [1.0 if NUMBERS[name].startswith("in ") else jnp.inf for name in given]
     values = jnp.stack([value.astype(float) for value in given.values()])
     return jnp.all((values >= 0) & (values <= jnp.array(most, float)))
-
-
-def _norm(grads: Model) -> Float[Array, ""]:
-    """The norm of gradients, finite if these are: where a square overflows, it is taken
-    of smaller ones."""
-    norm = tree_norm(grads)
-
-    def of_smaller():
-        limits = jnp.finfo(norm.dtype)
-        scale = jnp.asarray(limits.eps * limits.tiny**0.5, norm.dtype)
-        smaller = jtu.tree_map(lambda g: g.astype(norm.dtype) * scale, grads)
-        return tree_norm(smaller) / scale
-
-    return jax.lax.cond(jnp.isfinite(norm), lambda: norm, of_smaller)

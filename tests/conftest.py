@@ -1,5 +1,6 @@
 import importlib.metadata
 import os
+from typing import Any
 
 
 # Before jax is imported. Several devices, for the sharding tests; and little
@@ -22,11 +23,22 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
 import pytest
+from beartype import beartype, BeartypeConf, BeartypeStrategy
 
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+_checked = beartype(conf=BeartypeConf(strategy=BeartypeStrategy.On))
+
+
+def typechecked(fn):
+    """Checks types and shapes where there are any annotations: functions within functions
+    mostly have none, and would be decorated at every call."""
+    hints = [hint for hint in fn.__annotations__.values() if hint is not Any]
+    return _checked(fn) if hints else fn
 
 
 @pytest.fixture

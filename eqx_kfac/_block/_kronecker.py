@@ -45,7 +45,7 @@ class KroneckerFactors(AbstractFactors):
     symmetric = ("input_factor", "output_factor")
 
     def is_zero(self) -> Bool[Array, ""]:
-        return vanishes(self.input_factor) | vanishes(self.output_factor)
+        return vanishes(self.output_factor)
 
     def bounds(self) -> PyTree[Array]:
         # |sum a b|^2 <= sum a^2 sum b^2

@@ -34,7 +34,7 @@ class SeriesFactors(AbstractFactors):
     symmetric = ("input_factor", "output_factor")
 
     def is_zero(self) -> Bool[Array, ""]:
-        return vanishes(self.input_factor) | vanishes(self.output_factor)
+        return vanishes(self.output_factor)
 
 
 class Series(AbstractBlock):
