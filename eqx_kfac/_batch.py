@@ -90,7 +90,10 @@ class Batch(eqx.Module):
         return row_slots(self.loss_fn, model, self.args, self.kwargs, program)
 
     def value(self, model: Model, share: Share) -> Float[Array, ""]:
-        """The objective at another model: one more forward pass."""
+        """The objective at another model, where other examples may count: one more
+        forward pass."""
+        if not share.is_whole:
+            share = self._share(model)
 
         def piece(index, args):
             objective, _ = run(self.loss_fn, model, args, self.kwargs)

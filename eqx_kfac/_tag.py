@@ -21,6 +21,7 @@ from jaxtyping import Array, Inexact, Shaped
 from wadler_lindig import AbstractDoc, TextDoc
 
 from ._block import AbstractBlock, Series, Statistics
+from ._checks import check_instance
 from ._devices import cast_varying, varying_axes, zeros_beside
 from ._form import AbstractForm, Parameters
 from ._misc import accumulator
@@ -89,7 +90,11 @@ class Tag(eqx.Module):
         - `block`: what is kept of its curvature, e.g. `kfac.Kronecker()`.
         - `swapped`: whether the statistics are for a layer with the transposed weight;
             see [`eqx_kfac.Shared`][].
+
+        **Raises:** `TypeError` for something of another kind.
         """
+        check_instance("form", form, AbstractForm, "kfac.Dense()")
+        check_instance("block", block, AbstractBlock, "kfac.Kronecker()")
         self.form = form
         self.block = block
         self.swapped = swapped

@@ -127,6 +127,24 @@ def test_weights_that_depend_on_the_model_in_micro_batches():
     assert_same(split, optimizer.step(constant, model, state, x, y)[0])
 
 
+def test_masks_that_depend_on_the_model_in_micro_batches():
+    """The loss after a step counts the examples that are there then."""
+    model = make_model()
+    x, y = data()
+
+    def loss_fn(model, x, y):
+        logits = jax.vmap(model)(x)
+        return kfac.SoftmaxCrossEntropy(logits, y, jnp.max(logits, axis=1) > 0.5)
+
+    optimizer = kfac.KFAC(2.0, 0.0, 1e-2, fisher=kfac.Exact(), max_increase=jnp.inf)
+    state = optimizer.init(model)
+    for parts in (1, 2):
+        new, _, info = optimizer.step(loss_fn, model, state, x, y, micro_batches=parts)
+        after = loss_fn(new, x, y)
+        assert after.count != loss_fn(model, x, y).count
+        assert reference.error(info.new_loss, after.value) < TOLERANCE
+
+
 #
 # What was led uphill by momentum
 #

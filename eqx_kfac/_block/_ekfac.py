@@ -6,6 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from .._checks import check_count
 from .._devices import zeros_of
 from .._form import AbstractForm, Rows
 from .._operator import KroneckerBasis, matmul, SpectralOperator, vanishes
@@ -72,9 +73,11 @@ class EKFAC(AbstractBlock):
 
         - `sharing`, `weighted`: as for [`eqx_kfac.Kronecker`][], of the factors.
         - `batch_axes`: as for [`eqx_kfac.Reduce`][].
+
+        **Raises:** `TypeError` for something of another kind.
         """
         self.kronecker = Kronecker(sharing, weighted)
-        self.batch_axes = batch_axes
+        self.batch_axes = check_count("batch_axes", batch_axes, 1)
 
     @property
     def weighted(self) -> bool:  # pyright: ignore

@@ -63,8 +63,7 @@ class AbstractGradientBlock(AbstractBlock):
 
         - `batch_axes`: as for [`eqx_kfac.Reduce`][].
         """
-        check_count("batch_axes", batch_axes, 1)
-        self.batch_axes = batch_axes
+        self.batch_axes = check_count("batch_axes", batch_axes, 1)
 
     @abc.abstractmethod
     def moments(

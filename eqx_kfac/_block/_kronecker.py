@@ -5,6 +5,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
+from .._checks import check_flag, check_instance
 from .._devices import zeros_of
 from .._form import AbstractForm, Rows, Vectors
 from .._misc import trailing
@@ -97,7 +98,14 @@ class Kronecker(AbstractBlock):
         - `diagonal_input`, `diagonal_output`: whether only the diagonal of a factor is
             kept, for sides that are too wide for a matrix. (That of an embedding's
             inputs always is.)
+
+        **Raises:** `TypeError` for something of another kind.
         """
+        check_instance("sharing", sharing, AbstractSharing, "kfac.Reduce()")
+        check_flag("weighted", weighted)
+        check_flag("tied", tied)
+        check_flag("diagonal_input", diagonal_input)
+        check_flag("diagonal_output", diagonal_output)
         self.sharing = sharing
         self.weighted = weighted
         self.tied = tied

@@ -69,8 +69,7 @@ class Reduce(AbstractSharing):
         - `batch_axes`: how many of the axes that the layer is mapped over, from the
             outermost, count examples. The others are positions.
         """
-        check_count("batch_axes", batch_axes, 1)
-        self.batch_axes = batch_axes
+        self.batch_axes = check_count("batch_axes", batch_axes, 1)
 
     def __call__(self, rows: Rows) -> Rows:
         x, g, weights, stack, *_ = rows

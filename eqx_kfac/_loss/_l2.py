@@ -11,7 +11,7 @@ from ._base import AbstractObjective
 
 
 class L2(AbstractObjective):
-    r"""$\frac{c}{2} \sum \theta^2$ over the inexact leaves of a model (or of a part of
+    r"""$\frac{c}{2} \sum \theta^2$ over the parameters of a model (or of a part of
     it). Unlike any other penalty, its curvature $c I$ counts too.
     """
 
