@@ -32,7 +32,8 @@ class Around(NamedTuple):
     """What is around an operation."""
 
     loops: tuple[int | None, ...] = ()  # How many times they go round, if known.
-    apart: bool = False  # A function whose derivative is not that of its operations.
+    apart: bool = False  # A function whose derivative is not that of its operations,
+    pushed: bool = False  # or one that says itself how tangents are pushed forward.
 
 
 class Expressions:
@@ -116,7 +117,9 @@ class Flow:
         inner = list(_jaxprs(list(params.values())))
         if len(inner) == 1 and len(_open(inner[0]).invars) == len(values):
             apart = around.apart or name == "custom_vjp_call"
-            return self._closed(inner[0], values, around._replace(apart=apart))
+            pushed = around.pushed or name == "custom_jvp_call"
+            inside = around._replace(apart=apart, pushed=pushed)
+            return self._closed(inner[0], values, inside)
         if inner or any(map(_is_program, params.values())):
             return self._unknown(eqn, values, inner)
         return self._operation(eqn, values)
@@ -127,6 +130,8 @@ class Flow:
 
     def _operation(self, eqn: Any, values: list[Value]) -> list[Value]:
         name, known = eqn.primitive.name, self.expressions
+        if name in _SAME:
+            return values
         zero = [v.key == ZERO.key for v in values]
         if values and _is_zero(name, zero):
             return [ZERO] * len(eqn.outvars)
@@ -266,6 +271,8 @@ _ZERO_OF_ZEROS = frozenset(
 _KEEPS_ZEROS = frozenset(
     "abs convert_element_type copy integer_pow mul neg sign sqrt square".split()
 )
+# Says on which devices a value is.
+_SAME = frozenset("pcast pvary".split())
 # Without a derivative.
 _FLAT = frozenset("stop_gradient sign floor ceil round".split())
 # Zero, if the first operand is: the others only say where.
