@@ -2,8 +2,8 @@
 
 Statistics are right if all of a layer's parameters reach the losses through its tag, if
 the examples are where the tag looks for them, and if nothing but tags notices the slots.
-So the loss function is traced, and the flow of values followed. A second trace has more
-slots than the first: the losses have to be the same expressions."""
+So the loss function is traced, and the flow of values followed. In the trace that is run,
+with all slots, the losses have to be the same expressions."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -88,19 +88,19 @@ def look(
     check_tagged(model)
     expressions = Expressions()
 
-    def look_again(examples=(), spare=False):
-        return _look(loss_fn, model, args, kwargs, expressions, examples, spare)
+    def follow(examples=(), spare=False):
+        return _follow(loss_fn, model, args, kwargs, expressions, examples, spare)
 
-    found = look_again()
+    found = follow()
     examples = ()
     if any(map(found.may_be_shared, found.calls)):
         # With the number of examples, what is the same for all of them gets their axis.
         examples, before = found.examples, found
-        found = look_again(examples)
+        found = follow(examples)
         _check_shared(found, before)
     values = Values(expressions, found.everything)
     if part:
-        _check_same(values, look_again(examples, spare=True).everything)
+        _check_same(values, follow(examples, spare=True).everything)
     if uses:
         _check_uses(found, trains)
     _check_examples(found)
@@ -208,7 +208,7 @@ class _Found(NamedTuple):
         return not any(own) and any(other.sources & _DATA for other in self.calls)
 
 
-def _look(
+def _follow(
     loss_fn: Callable,
     model: Model,
     args: Sequence[Any],
@@ -238,7 +238,7 @@ def _look(
     traced = trace(objective, filled)
     flow = Flow(expressions, _visit, _DATA | _STATISTIC)
     inputs = _inputs(flow, filled, _sources(model, numbers))
-    everything = _followed(flow, traced, inputs)
+    everything = _by_path(flow, traced, inputs)
     # What only penalties see is not collected.
     part, *used = part_of(traced.closed.jaxpr, _of_losses(traced))
     flow = Flow(expressions, _visit, _DATA | _STATISTIC)
@@ -255,7 +255,7 @@ def _look(
     )
 
 
-def _followed(flow: Flow, traced: Traced, inputs: list[Value]) -> dict[str, Value]:
+def _by_path(flow: Flow, traced: Traced, inputs: list[Value]) -> dict[str, Value]:
     """What an objective consists of, by path."""
     values = flow.follow(traced.closed.jaxpr, _consts(flow, traced), inputs)
     parts = traced.out, traced.arrays[0]
@@ -349,7 +349,7 @@ def check_unnoticed(program: Program, traced: Traced, filled: Model) -> None:
     if program.values is not None:
         flow = Flow(program.values.expressions, _visit, _DATA | _STATISTIC)
         inputs = _inputs(flow, filled, None)
-        _check_same(program.values, _followed(flow, traced, inputs))
+        _check_same(program.values, _by_path(flow, traced, inputs))
 
 
 def _check_same(before: Values, after: dict[str, Value]) -> None:

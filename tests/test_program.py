@@ -485,3 +485,25 @@ def test_one_example_vectorised():
         curvature(loss_fn, linear(), TOKENS[:1], Y[:1]),
         curvature(over(sequence), linear(), TOKENS[:1], Y[:1]),
     )
+
+
+def test_a_condition_of_each_example_within_a_custom_jvp():
+    """Without, the inputs of examples that do not use the layer do not count."""
+
+    def on_condition(m, v):
+        return jax.lax.cond(jnp.sum(v) > 0, lambda v: m(v), lambda v: jnp.zeros(K), v)
+
+    def pushed(m, v):
+        fn = jax.custom_jvp(lambda v: on_condition(m, v))
+        fn.defjvp(lambda v, dot: jax.jvp(lambda v: on_condition(m, v), v, dot))
+        return fn(v)
+
+    m, chosen = linear(), X[jnp.sum(X, 1) > 0]
+    assert 0 < len(chosen) < N
+    found = curvature(over(on_condition), m, X, Y)
+    rows = np.concatenate([chosen, np.ones((len(chosen), 1))], 1)
+    assert same(found.input_factor, rows.T @ rows / len(rows))
+    rows = np.concatenate([X, np.ones((N, 1))], 1)
+    assert not same(found.input_factor, rows.T @ rows / N, 0.1)
+    with pytest.raises(ValueError, match="The layer `` is called on a condition"):
+        curvature(over(pushed), m, X, Y)
