@@ -76,9 +76,8 @@ class Batch(eqx.Module):
 
     def look(self, model: Model, uses: bool = True, trains: bool = False) -> Program:
         """What the loss function does with the tags of the model."""
-        part = self.micro_batches > 1
-        args = self._first_piece() if part else self.args
-        return look(self.loss_fn, model, args, self.kwargs, uses, trains, part)
+        args = self.args if self.micro_batches == 1 else self._first_piece()
+        return look(self.loss_fn, model, args, self.kwargs, uses, trains)
 
     def row_slots(self, model: Model, program: Program) -> RowSlots | None:
         """Where rows are less work than features."""

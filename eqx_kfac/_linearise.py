@@ -16,9 +16,9 @@ from ._devices import cast_varying, placed_like, varying_axes
 from ._fisher import AbstractFisher
 from ._loss import AbstractLoss, L2, linear_combination, Sum
 from ._misc import accumulator, symmetric, tree_dot
-from ._program import check_unnoticed, look, prepared, Program
+from ._program import look, prepared, Program
 from ._rows import depends
-from ._run import example_weights, run, trace, Traced
+from ._run import example_weights, run
 from ._tag import is_trainable, Tag
 from ._tagged import blank, fill_tags, map_tags
 
@@ -202,9 +202,9 @@ def linearise(
     weights)`. `program` is what is known of the loss function already."""
     program = look(loss_fn, model, args, kwargs) if program is None else program
     filled = prepared(fill(model), program)
-    traced = trace(lambda model: run(loss_fn, model, args, kwargs), filled)
-    check_unnoticed(program, traced, filled)
-    objective, pushforward, pullback, aux = linearized(traced, filled)
+    objective, pushforward, pullback, aux = filter_linearize(
+        lambda model: run(loss_fn, model, args, kwargs), filled
+    )
     axes = example_axes(objective, model)
     if share is not None and not share.is_whole:
         _check_constant_weights(pushforward, filled)
@@ -251,14 +251,18 @@ def factors(
 def filter_linearize(fn: Callable, model: Model) -> tuple[Sum, Callable, Callable, Any]:
     """`fn(model) -> (out, aux)` as `(out, pushforward, pullback, aux)`. One jaxpr serves
     both directions."""
-    return linearized(trace(fn, model), model)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    rest = []
 
+    def dynamic(params):
+        out, aux = fn(eqx.combine(params, static))
+        out, out_rest = eqx.partition(out, eqx.is_inexact_array)
+        arrays, others = eqx.partition((out_rest, aux), eqx.is_array)
+        rest[:] = [others]
+        return out, arrays
 
-def linearized(traced: Traced, model: Model) -> tuple[Sum, Callable, Callable, Any]:
-    """As `filter_linearize`, of a function that has been traced at `model`."""
-    params = eqx.filter(model, eqx.is_inexact_array)
-    out, pushforward, arrays = jax.linearize(traced, params, has_aux=True)
-    out_rest, aux = eqx.combine(arrays, traced.rest)
+    out, pushforward, arrays = jax.linearize(dynamic, params, has_aux=True)
+    out_rest, aux = eqx.combine(arrays, rest[0])
 
     def pullback(cotangent, part=lambda out: out):
         """Of `part` of the output: what leads to the rest is not gone through at all."""

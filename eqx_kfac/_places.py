@@ -78,8 +78,6 @@ def used_places(
     """All places of a model, and the structure of a model-shaped tree that has one leaf
     for each. `program` is what is known of the loss function already."""
     found, treedef = flatten_tags(Place, model)
-    if program is not None:  # It has been compared, or will be.
-        program = program._replace(values=None)
 
     def counted(model, args, kwargs):
         slots = treedef.unflatten([place.counter() for _, place in found])

@@ -2,8 +2,8 @@
 
 Statistics are right if all of a layer's parameters reach the losses through its tag, if
 the examples are where the tag looks for them, and if nothing but tags notices the slots.
-So the loss function is traced, and the flow of values followed. In the trace that is run,
-with all slots, the losses have to be the same expressions."""
+So the loss function is traced, and the flow of values followed. A second trace has more
+slots than the first: the losses have to be the same expressions."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from ._custom_types import Model
 from ._flow import all_sources, Around, Expressions, Flow, Value, ZERO
 from ._misc import names
 from ._rows import part_of
-from ._run import example_weights, run, trace, Traced
+from ._run import example_weights, run
 from ._tag import Note, statistic_p, Tag, tag_p
 from ._tagged import check_tagged, flatten_tags, update_layers, with_tags
 from ._weights import row_weights
@@ -36,15 +36,6 @@ class Program(NamedTuple):
     # an example may use more than once, if their block squares examples' gradients.
     together: tuple[tuple[int, int], ...] = ()
     axes: frozenset = frozenset()  # Of `shard_map`, over which these are split.
-    values: "Values | None" = None  # If they still are to be compared.
-
-
-class Values(NamedTuple):
-    """What the objective of a loss function consists of, by path, before any slot is
-    filled."""
-
-    expressions: Expressions
-    everything: dict[str, Value]
 
 
 class Call(NamedTuple):
@@ -76,11 +67,9 @@ def look(
     kwargs: dict[str, Any],
     uses: bool = True,
     trains: bool = False,
-    part: bool = False,
 ) -> Program:
     """Looks at what a loss function does with the tags of a model; `uses`: also at what
     it does beside them. `trains`: layers that it does not use at all are a mistake.
-    `part`: the loss function will be called with other arrays of the same shapes.
 
     **Raises:** `ValueError`, naming layers by their path, for a program whose curvature
     would not be right.
@@ -88,31 +77,29 @@ def look(
     check_tagged(model)
     expressions = Expressions()
 
-    def follow(examples=(), spare=False):
-        return _follow(loss_fn, model, args, kwargs, expressions, examples, spare)
+    def trace(examples=(), spare=False):
+        return _trace(loss_fn, model, args, kwargs, expressions, examples, spare)
 
-    found = follow()
+    found = trace()
+    _check_unnoticed(found, trace(spare=True))
     examples = ()
     if any(map(found.may_be_shared, found.calls)):
         # With the number of examples, what is the same for all of them gets their axis.
         examples, before = found.examples, found
-        found = follow(examples)
+        found = trace(examples)
         _check_shared(found, before)
-    values = Values(expressions, found.everything)
-    if part:
-        _check_same(values, follow(examples, spare=True).everything)
     if uses:
         _check_uses(found, trains)
     _check_examples(found)
     together = dict(_together(found))
     split = [call.axes for call in found.calls if call.number in together]
     axes = frozenset().union(*split)
-    return Program(examples, tuple(together.items()), axes, None if part else values)
+    return Program(examples, tuple(together.items()), axes)
 
 
 def prepared(filled: Model, program: Program) -> Model:
     """The model, whose tags are ready to collect, with what they have to know."""
-    if not (program.examples or program.together):
+    if program == Program():
         return filled
     _, numbers = _places(filled)
     together = dict(program.together)
@@ -208,7 +195,7 @@ class _Found(NamedTuple):
         return not any(own) and any(other.sources & _DATA for other in self.calls)
 
 
-def _follow(
+def _trace(
     loss_fn: Callable,
     model: Model,
     args: Sequence[Any],
@@ -227,54 +214,44 @@ def _follow(
         return tag.fill(layer, None).noting(layer, note, spare)
 
     filled = with_tags(noting, model, numbers)
-    losses, weights = [], []
+    params, static = eqx.partition(filled, eqx.is_inexact_array)
+    losses, weights, rest = [], [], []
 
-    def objective(model):
-        objective, _ = run(loss_fn, model, args, kwargs)
+    def objective(params):
+        objective, _ = run(loss_fn, eqx.combine(params, static), args, kwargs)
         losses[:] = [loss.leading for loss in objective.losses]
         weights[:] = [jax.eval_shape(example_weights, objective.losses)]
-        return objective, None
+        outputs = [loss.outputs for loss in objective.losses]
+        arrays, others = eqx.partition(objective, eqx.is_array)
+        rest[:] = jtu.tree_flatten_with_path(others)[0]
+        return outputs, arrays
 
-    traced = trace(objective, filled)
+    closed, shapes = jax.make_jaxpr(objective, return_shape=True)(params)
     flow = Flow(expressions, _visit, _DATA | _STATISTIC)
-    inputs = _inputs(flow, filled, _sources(model, numbers))
-    everything = _by_path(flow, traced, inputs)
-    # What only penalties see is not collected.
-    part, *used = part_of(traced.closed.jaxpr, _of_losses(traced))
-    flow = Flow(expressions, _visit, _DATA | _STATISTIC)
-    consts, inputs = map(list, map(compress, (_consts(flow, traced), inputs), used))
-    outputs = flow.follow(part, consts, inputs)
+    inputs = list(_inputs(flow, params, _sources(model, numbers)))
+    consts = [flow.constant(c, _DATA * bool(c.ndim)) for c in closed.consts]
+    values = flow.follow(closed.jaxpr, consts, inputs)
+    number = len(jtu.tree_leaves(shapes[0]))
+    if number < len(values):  # What only penalties see is not collected.
+        wanted = [i < number for i in range(len(values))]
+        part, *used = part_of(closed.jaxpr, wanted)
+        flow = Flow(expressions, _visit, _DATA | _STATISTIC)
+        consts, inputs = map(list, map(compress, (consts, inputs), used))
+        values = flow.follow(part, consts, inputs) + values[number:]
+    paths, _ = jtu.tree_flatten_with_path(shapes[1])
+    known = [value for _, value in zip(paths, values[number:], strict=True)]
+    known += [flow.source("number", repr(leaf)) for _, leaf in rest]
+    paths = [jtu.keystr(path) for path, _ in [*paths, *rest]]
+    everything = dict(zip(paths, known, strict=True))
     return _Found(
         places,
         flow.seen,
         tuple(losses),
         weights[0],
-        outputs,
+        values[:number],
         everything,
         flow.opaque,
     )
-
-
-def _by_path(flow: Flow, traced: Traced, inputs: list[Value]) -> dict[str, Value]:
-    """What an objective consists of, by path."""
-    values = flow.follow(traced.closed.jaxpr, _consts(flow, traced), inputs)
-    parts = traced.out, traced.arrays[0]
-    paths = [path for part in parts for path, _ in jtu.tree_flatten_with_path(part)[0]]
-    known = {jtu.keystr(path): value for path, value in zip(paths, values)}
-    rest, _ = jtu.tree_flatten_with_path(traced.rest[0])
-    numbers = {jtu.keystr(path): flow.source("number", repr(n)) for path, n in rest}
-    return known | numbers
-
-
-def _consts(flow: Flow, traced: Traced) -> list[Value]:
-    return [flow.constant(c, _DATA * bool(c.ndim)) for c in traced.closed.consts]
-
-
-def _of_losses(traced: Traced) -> list[bool]:
-    """Which of the arrays that were returned are the outputs of losses."""
-    outputs = jtu.tree_leaves([loss.outputs for loss in traced.out.losses])
-    everything = jtu.tree_leaves((traced.out, traced.arrays))
-    return [any(leaf is output for output in outputs) for leaf in everything]
 
 
 def _visit(eqn: Any, values: list[Value], around: Around) -> Any:
@@ -326,39 +303,23 @@ def _sources(model: Model, numbers: Model) -> list[int]:
     return jtu.tree_leaves(update_layers(mark, none, numbers))
 
 
-def _inputs(flow: Flow, filled: Model, sources: list[int] | None) -> list[Value]:
-    """The values of a filled model's arrays: what tags hold is zero, or a basis."""
+def _inputs(flow: Flow, params: Model, sources: list[int]) -> Iterator[Value]:
+    """The values of a filled model's arrays: what tags hold is zero."""
     is_tag = lambda node: isinstance(node, Tag)
-    params = eqx.filter(filled, eqx.is_inexact_array)
-    remaining, values = iter(sources or ()), []
+    remaining = iter(sources)
     for i, node in enumerate(jtu.tree_leaves(params, is_leaf=is_tag)):
-        if not is_tag(node):
-            bits = next(remaining, 0)
-            values.append(flow.source("parameter", i, sources=bits))
-            continue
-        for path, _ in jtu.tree_flatten_with_path(node)[0]:
-            of_basis = any(getattr(key, "name", None) == "basis" for key in path)
-            basis = flow.source("basis", i, path, sources=_STATISTIC)
-            values.append(basis if of_basis else ZERO)
-    return values
+        if is_tag(node):
+            yield from [ZERO] * len(jtu.tree_leaves(node))
+        else:
+            yield flow.source("parameter", i, sources=next(remaining))
 
 
-def check_unnoticed(program: Program, traced: Traced, filled: Model) -> None:
-    """Raises if the losses depend on what tags hold, or on how much that is, now that a
-    loss function has been traced with all of it."""
-    if program.values is not None:
-        flow = Flow(program.values.expressions, _visit, _DATA | _STATISTIC)
-        inputs = _inputs(flow, filled, None)
-        _check_same(program.values, _by_path(flow, traced, inputs))
-
-
-def _check_same(before: Values, after: dict[str, Value]) -> None:
-    """Raises if the losses have become other expressions."""
+def _check_unnoticed(found: _Found, again: _Found) -> None:
+    """Raises if the losses depend on what tags hold, or on how much that is."""
     changed = [
         path
-        for path, value in before.everything.items()
-        if (value.sources | after[path].sources) & _STATISTIC
-        or value.key != after[path].key
+        for path, value in found.everything.items()
+        if value.sources & _STATISTIC or value.key != again.everything[path].key
     ]
     if changed:
         raise ValueError(

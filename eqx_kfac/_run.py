@@ -1,14 +1,12 @@
 """A loss function, run at a model."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.extend.core import jaxpr_as_fun
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from ._custom_types import Model
 from ._loss import AbstractLoss, AbstractObjective, Sum
@@ -26,35 +24,6 @@ def run(
         out = loss_fn(model, *args, **kwargs)
     objective, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
     return _check_objective(objective), aux
-
-
-class Traced(NamedTuple):
-    """A function `fn(model) -> (out, aux)`, as its operations: called with the inexact
-    arrays of the model, it returns those of `out`, and all other arrays."""
-
-    closed: Any
-    out: PyTree[jax.ShapeDtypeStruct]
-    arrays: PyTree[jax.ShapeDtypeStruct]  # Of what is left of `out`, and of `aux`,
-    rest: Any  # and what is not an array among these.
-
-    def __call__(self, params: Model) -> tuple[Any, Any]:
-        flat = jaxpr_as_fun(self.closed)(*jtu.tree_leaves(params))
-        return jtu.tree_unflatten(jtu.tree_structure((self.out, self.arrays)), flat)
-
-
-def trace(fn: Callable, model: Model) -> Traced:
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-    rest = []
-
-    def dynamic(params):
-        out, aux = fn(eqx.combine(params, static))
-        out, out_rest = eqx.partition(out, eqx.is_inexact_array)
-        arrays, others = eqx.partition((out_rest, aux), eqx.is_array)
-        rest[:] = [others]
-        return out, arrays
-
-    closed, (out, arrays) = jax.make_jaxpr(dynamic, return_shape=True)(params)
-    return Traced(closed, out, arrays, *rest)
 
 
 def example_weights(losses: list[AbstractLoss]) -> Array | None:
