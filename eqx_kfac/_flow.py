@@ -130,8 +130,6 @@ class Flow:
 
     def _operation(self, eqn: Any, values: list[Value]) -> list[Value]:
         name, known = eqn.primitive.name, self.expressions
-        if name in _SAME:
-            return values
         zero = [v.key == ZERO.key for v in values]
         if values and _is_zero(name, zero):
             return [ZERO] * len(eqn.outvars)
@@ -271,8 +269,6 @@ _ZERO_OF_ZEROS = frozenset(
 _KEEPS_ZEROS = frozenset(
     "abs convert_element_type copy integer_pow mul neg sign sqrt square".split()
 )
-# Says on which devices a value is.
-_SAME = frozenset("pcast pvary".split())
 # Without a derivative.
 _FLAT = frozenset("stop_gradient sign floor ceil round".split())
 # Zero, if the first operand is: the others only say where.

@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Inexact, Shaped
 from wadler_lindig import AbstractDoc, TextDoc
 
-from ._block import AbstractBlock, Series, Statistics
+from ._block import AbstractBlock, check_block, Series, Statistics
 from ._checks import check_instance
 from ._devices import cast_varying, varying_axes, zeros_beside
 from ._form import AbstractForm, Parameters
@@ -94,7 +94,7 @@ class Tag(eqx.Module):
         **Raises:** `TypeError` for something of another kind.
         """
         check_instance("form", form, AbstractForm, "kfac.Dense()")
-        check_instance("block", block, AbstractBlock, "kfac.Kronecker()")
+        check_block("block", block)
         self.form = form
         self.block = block
         self.swapped = swapped

@@ -12,6 +12,7 @@ and tokens, with a perturbation at the output of every use of every layer.
 import collections
 import dataclasses
 import functools as ft
+import importlib
 import sys
 from typing import Any
 
@@ -624,7 +625,7 @@ def test_random_programs(part):
     outcomes = collections.Counter()
     for seed in range(part, NUMBER, PARTS):
         outcomes[check(random_program(seed))] += 1
-    assert outcomes["right"]  # Not all is refused.
+    assert outcomes["right"] > sum(outcomes.values()) / 5  # Not all is refused.
 
 
 def main(number: int, start: int) -> None:
@@ -639,10 +640,11 @@ def main(number: int, start: int) -> None:
             print(failures[-1][:600], flush=True)
         if i % 50 == 49:
             print(f"{i + 1}: {dict(outcomes)}, {len(failures)} failures", flush=True)
+            jax.clear_caches()  # A process may hold only so many compiled functions.
     print(f"{number} programs: {dict(outcomes)}, {len(failures)} failures")
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_enable_x64", True)
+    importlib.import_module("tests.conftest")  # The settings of the tests.
     arguments = dict(zip(sys.argv[2::2], sys.argv[3::2]))
     main(int(sys.argv[1]), int(arguments.get("--seed", 0)))

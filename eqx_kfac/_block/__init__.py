@@ -5,6 +5,7 @@ from ._base import (
     no_l2 as no_l2,
     Statistics as Statistics,
 )
+from ._check import check_block as check_block
 from ._diagonal import Diagonal as Diagonal, DiagonalFactors as DiagonalFactors
 from ._ekfac import EKFAC as EKFAC, EKFACFactors as EKFACFactors
 from ._full import Full as Full, FullFactors as FullFactors

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 import numpy as np
 
-from .._block import AbstractBlock, AbstractSharing, Diagonal, Kronecker
-from .._checks import check_instance
+from .._block import AbstractBlock, check_block, Diagonal, Kronecker
 from .._form import AbstractForm, Convolution, Dense, Lookup, Parameters
 from .._tag import Tag
 from ._inputs import check_floating, check_input
@@ -81,17 +80,6 @@ class TaggedParameters(AbstractTagged):
         check_input(self, x)
         layer = self.tag.parameters(self, x)
         return super(TaggedParameters, layer).__call__(x, *args, **kwargs)  # pyright: ignore
-
-
-def check_block(name: str, block: Any) -> None:
-    """Raises unless `block` is one."""
-    if isinstance(block, AbstractSharing):
-        shown = f"kfac.{type(block).__name__}()"
-        raise TypeError(
-            f"`{name}` must be a block, but `{shown}` is only a part of one: did you "
-            f"mean `kfac.Kronecker({shown})`?"
-        )
-    check_instance(name, block, AbstractBlock, "kfac.EKFAC()")
 
 
 def with_fields_of(cls: type, layer: Any, **extra: Any) -> Any:

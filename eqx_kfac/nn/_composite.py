@@ -4,8 +4,8 @@ from typing import Any
 
 import equinox as eqx
 
-from .._block import AbstractBlock
-from ._base import check_block, with_fields_of
+from .._block import AbstractBlock, check_block
+from ._base import with_fields_of
 from ._linear import Linear
 
 

@@ -4,11 +4,11 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax.tree_util as jtu
 
-from .._block import AbstractBlock, AbstractSharing, Kronecker
+from .._block import AbstractBlock, AbstractSharing, check_block, Kronecker
 from .._misc import names
 from .._tag import Tag
 from .._tagged import is_tagged
-from ._base import AbstractTagged, check_block, with_fields_of
+from ._base import AbstractTagged, with_fields_of
 from ._composite import MLP, MultiheadAttention
 from ._conv import (
     Conv,

@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, ArrayLike, Inexact
 
-from .._block import AbstractBlock, Diagonal
+from .._block import AbstractBlock, check_block, Diagonal
 from .._form import Parameters
 from .._tag import Tag
 from .._tagged import LayerError
-from ._base import check_block, TaggedParameters
+from ._base import TaggedParameters
 
 
 class LayerNorm(TaggedParameters, eqx.nn.LayerNorm):
