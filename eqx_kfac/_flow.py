@@ -109,7 +109,7 @@ class Flow:
             return results
         name, params = eqn.primitive.name, eqn.params
         if name == "scan":
-            return self._scan(params, values, around)
+            return self._scan(eqn, values, around)
         if name == "while":
             return self._while(params, values, around)
         if name == "cond":
@@ -181,8 +181,9 @@ class Flow:
             for i in range(len(eqn.outvars))
         ]
 
-    def _scan(self, params: Any, values: list[Value], around: Around) -> list[Value]:
-        m, n, length = params["num_consts"], params["num_carry"], params["length"]
+    def _scan(self, eqn: Any, values: list[Value], around: Around) -> list[Value]:
+        params, length = eqn.params, eqn.params["length"]
+        m, n = _scan_counts(eqn)
         consts, carry, xs = values[:m], values[m : m + n], values[m + n :]
         xs = [self._derived("slice", x) for x in xs]
         inside = around._replace(loops=(*around.loops, length))
@@ -282,6 +283,18 @@ def _is_zero(name: str, zero: list[bool]) -> bool:
     if name in ("mul", "dot_general", "conv_general_dilated"):
         return any(zero)
     return zero[0] and name in ("div", "integer_pow", *_PLACED)
+
+
+def _scan_counts(eqn: Any) -> tuple[int, int]:
+    """The numbers of constants and of values carried, told from shapes: JAX's own
+    parameters for them change, but what a scan slices or stacks has one more axis."""
+    body = _open(eqn.params["jaxpr"])
+
+    def equal(outer, inner):
+        return [o.aval.ndim == i.aval.ndim for o, i in zip(outer, inner, strict=True)]
+
+    carried = sum(equal(eqn.outvars, body.outvars))
+    return sum(equal(eqn.invars, body.invars)) - carried, carried
 
 
 def _jaxprs(value: Any) -> Iterator[Any]:
