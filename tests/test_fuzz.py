@@ -584,8 +584,17 @@ def both(tagged: Model, model: Model, args: Any) -> tuple[Any, Any]:
     return ours, plain(model)
 
 
+def is_differentiable(model: Any, args: Any) -> bool:
+    """Whether JAX accepts a program, without tags."""
+    try:
+        eqx.filter_eval_shape(eqx.filter_grad(lambda m: loss_fn(m, *args).value), model)
+    except Exception:
+        return False
+    return True
+
+
 def check(program: Program) -> str:
-    """What came of a program: `right`, or `refused`."""
+    """What came of a program: `right`, `named`, `refused`; or that it is `of no use`."""
     keys = jax.random.split(jax.random.key(program.seed), 4)
     model = make_model(program, keys[0])
     x = jax.random.normal(keys[1], (program.examples, program.tokens, D))
@@ -603,6 +612,8 @@ def check(program: Program) -> str:
     except (ValueError, TypeError) as error:
         said = str(error) + "".join(getattr(error, "__notes__", ()))
         named = "`.head" in said or "`.stages[" in said or "The loss function" in said
+        if not (named or is_differentiable(model, args)):
+            return "of no use"
         assert named, f"{program} is refused, but no layer is named: {said}"
         return "refused"
     value, grads, curvature = ours

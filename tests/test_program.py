@@ -270,7 +270,9 @@ def test_losses_that_do_not_are_the_same(loss_fn):
     plain = kfac.revert(mlp())
     expected, slopes = eqx.filter_value_and_grad(lambda m: loss_fn(m, X, Y).value)(plain)
     assert value == expected
-    assert all(map(np.array_equal, leaves(grads), leaves(slopes)))
+    # To the last bit where XLA fuses alike: without optimization, the newest does not.
+    close = ft.partial(np.testing.assert_allclose, rtol=1e-14)
+    jtu.tree_map(close, leaves(grads), leaves(slopes))
 
 
 #
