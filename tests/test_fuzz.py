@@ -587,7 +587,7 @@ def both(tagged: Model, model: Model, args: Any) -> tuple[Any, Any]:
 def is_differentiable(model: Any, args: Any) -> bool:
     """Whether JAX accepts a program, without tags."""
     try:
-        eqx.filter_eval_shape(eqx.filter_grad(lambda m: loss_fn(m, *args).value), model)
+        eqx.filter_grad(lambda m: loss_fn(m, *args).value)(model)
     except Exception:
         return False
     return True
