@@ -31,9 +31,15 @@ def all_sources(values: Iterable[Value]) -> int:
 class Around(NamedTuple):
     """What is around an operation."""
 
-    loops: tuple[int | None, ...] = ()  # How many times they go round, if known.
+    loops: tuple[int | None, ...] = ()  # How many times they go round, if known,
+    along: tuple[int, ...] = ()  # and the sources of what they slice that is not kept.
     apart: bool = False  # A function whose derivative is not that of its operations,
     pushed: bool = False  # or one that says itself how tangents are pushed forward.
+
+    def within(self, length: int | None, along: int) -> "Around":
+        """The same in one more loop."""
+        loops, others = (*self.loops, length), (*self.along, along)
+        return self._replace(loops=loops, along=others)
 
 
 class Expressions:
@@ -170,7 +176,7 @@ class Flow:
     def _unknown(self, eqn: Any, values: list[Value], inner: list) -> list[Value]:
         """An operation that is not made of operations that could be followed."""
         self.opaque = True
-        apart = Around((None,), apart=True)
+        apart = Around((None,), (0,), apart=True)
         for jaxpr in inner:
             inputs = [self.source("unknown", i) for i in range(len(_open(jaxpr).invars))]
             self._closed(jaxpr, inputs, apart)
@@ -186,7 +192,8 @@ class Flow:
         m, n = _scan_counts(eqn)
         consts, carry, xs = values[:m], values[m : m + n], values[m + n :]
         xs = [self._derived("slice", x) for x in xs]
-        inside = around._replace(loops=(*around.loops, length))
+        sliced = all_sources([x for x in xs if not x.sources & self.kept])
+        inside = around.within(length, sliced)
 
         def body(carry):
             return self._closed(params["jaxpr"], [*consts, *carry, *xs], inside)
@@ -198,7 +205,7 @@ class Flow:
     def _while(self, params: Any, values: list[Value], around: Around) -> list[Value]:
         m, n = params["cond_nconsts"], params["body_nconsts"]
         of_cond, of_body, carry = values[:m], values[m : m + n], values[m + n :]
-        inside = around._replace(loops=(*around.loops, None))
+        inside = around.within(None, 0)
 
         def body(carry):
             new = self._closed(params["body_jaxpr"], [*of_body, *carry], inside)

@@ -155,8 +155,8 @@ class _Found(NamedTuple):
     def repeats(self, call: Call) -> bool:
         """Whether the same layer is used again and again, in a loop that is not one along
         a stack of layers."""
-        _, tag, layer = self.places[call.number]
-        return len(call.around.loops) > len(tag.stack(layer)) - call.left
+        own = _source(call.number)
+        return not all(along & own for along in call.around.along)
 
     def is_whole(self, call: Call) -> bool:
         """Whether the outermost example axis of a use counts the examples."""

@@ -271,7 +271,7 @@ def test_losses_that_do_not_are_the_same(loss_fn):
     expected, slopes = eqx.filter_value_and_grad(lambda m: loss_fn(m, X, Y).value)(plain)
     assert value == expected
     # To the last bit where XLA fuses alike: without optimization, the newest does not.
-    close = ft.partial(np.testing.assert_allclose, rtol=1e-14)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-14)
     jtu.tree_map(close, leaves(grads), leaves(slopes))
 
 
@@ -475,6 +475,38 @@ def test_which_axis_is_the_batch(name, weighted, tokens):
             take(PROGRAMS[name])
     unweighted = linear(kfac.Kronecker(weighted=False))
     curvature(PROGRAMS[name], unweighted, *args)  # As the message says.
+
+
+def indexed(layers, v):
+    """A stack of layers, one by one, without a loop along it."""
+    for i in range(2):
+        own = jtu.tree_map(lambda a, i=i: a[i], eqx.filter(layers, eqx.is_array))
+        v = jnp.tanh(jax.vmap(eqx.combine(own, layers))(v))
+    return jnp.mean(v, 0)
+
+
+def scanned(layers, v):
+    params, static = eqx.partition(layers, eqx.is_array)
+    step = lambda v, p: (jnp.tanh(jax.vmap(eqx.combine(p, static))(v)), None)
+    return jnp.mean(jax.lax.scan(step, v, params)[0], 0)
+
+
+def test_a_loop_is_only_along_a_stack_that_it_slices():
+    """Not if it goes round as often as there are examples, beside an index."""
+    make = lambda key: kfac.Linear(D, D, key=key, block=kfac.Full())
+    layers = eqx.filter_vmap(make)(KEYS[:2])
+    xs = jax.random.normal(KEYS[5], (3, 3, D))  # As many tokens as examples.
+
+    def loss_fn(m, xs, network, over):
+        out = over(lambda v: network(m, v), xs)
+        return kfac.SquaredError(out, jnp.zeros((3, D)))
+
+    vmapped = lambda fn, xs: jax.vmap(fn)(xs)
+    ours = [curvature(loss_fn, layers, xs, fn, vmapped) for fn in (indexed, scanned)]
+    assert same(*ours)
+    for network in (indexed, scanned):
+        with pytest.raises(ValueError, match="which axis of .* counts the examples"):
+            curvature(loss_fn, layers, xs, network, jax.lax.map)
 
 
 def test_one_example_vectorised():
