@@ -89,6 +89,7 @@ from ._state import (
     KFACState as KFACState,
 )
 from ._tag import Tag as Tag
+from ._trust import TrustRegion as TrustRegion, Window as Window
 from .debug import (
     LayerCheck as LayerCheck,
     LayerSummary as LayerSummary,

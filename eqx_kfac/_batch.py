@@ -215,6 +215,18 @@ class LinearisedBatch(eqx.Module):
         (statistics, l2), _ = self._total(piece)
         return factors(self.model, statistics, self.share.count, l2, self.bases)
 
+    @property
+    def terms(self) -> int:
+        """The number of terms of the losses, that of the loss with most of them."""
+        found = []
+
+        def look(_, linearisation):
+            found.append(linearisation.terms)
+            return linearisation.value(), None
+
+        jax.eval_shape(lambda: self._total(look)[0])
+        return found[-1] * self.batch.micro_batches
+
     def gram(self, *directions: Model) -> Float[Array, "n n"]:
         r"""$d_a^\top C d_b$ with $C$ the Gauss-Newton matrix."""
         return self._total(lambda _, lin: (lin.gram(directions), None))[0]

@@ -9,6 +9,7 @@ from ._damping import LevenbergMarquardt
 from ._fisher import AbstractFisher
 from ._quadratic import QuadraticModel
 from ._solver import AbstractDampedSolver
+from ._trust import TrustRegion, Window
 
 
 # Numbers, or schedules of numbers: their ranges. The state holds their current values.
@@ -43,6 +44,14 @@ _OPTIONAL = {
     "averaging",
     "curvature_examples",
 }
+# What `"auto"` stands for where all lengths are given, and where a rule looks at every
+# step anyway.
+_AUTO = {
+    "norm_constraint": (TrustRegion(), None),
+    "averaging": (Window(), None),
+    "curvature_period": (10, 1),
+    "inverse_period": (50, 5),
+}
 
 
 class Rules(NamedTuple):
@@ -52,6 +61,7 @@ class Rules(NamedTuple):
     learning_rate: QuadraticModel | None
     momentum: QuadraticModel | None
     damping: LevenbergMarquardt | None
+    norm_constraint: TrustRegion | None
 
 
 def rules_of(choices: Mapping[str, Any]) -> Rules:
@@ -65,7 +75,19 @@ def rules_of(choices: Mapping[str, Any]) -> Rules:
         learning_rate=rule("learning_rate", QuadraticModel),
         momentum=rule("momentum", QuadraticModel),
         damping=rule("damping", LevenbergMarquardt),
+        norm_constraint=rule("norm_constraint", TrustRegion),
     )
+
+
+def resolved(choices: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
+    """The choices, with something in the place of `"auto"`; and which periods are only
+    for later, after first steps at which more is due."""
+    rules = rules_of(choices)
+    ruled = (rules.learning_rate, rules.momentum, rules.damping) != (None,) * 3
+    auto = [n for n in _AUTO if isinstance(choices[n], str) and choices[n] == "auto"]
+    chosen = {**choices, **{name: _AUTO[name][ruled] for name in auto}}
+    early = () if ruled else [name for name in auto if name in _COUNTS]
+    return chosen, frozenset(early)
 
 
 def check_choices(choices: Mapping[str, Any]) -> None:
@@ -83,7 +105,8 @@ def check_choices(choices: Mapping[str, Any]) -> None:
 def check_without_loss(choices: Mapping[str, Any], where: str) -> None:
     """Raises for choices that need the loss function, or the model, at every step."""
     rules = rules_of(choices)._asdict()
-    others = ("max_increase", "averaging", "through_rows")
+    del rules["norm_constraint"]  # The value of the loss is enough.
+    others = ("max_increase", "through_rows")
     chosen = rules | {name: choices.get(name) for name in others}
     needing = {k: v for k, v in chosen.items() if v is not None and v is not False}
     if needing:
@@ -94,10 +117,26 @@ def check_without_loss(choices: Mapping[str, Any], where: str) -> None:
         )
 
 
+def check_given(choices: Mapping[str, Any], model: Any, value: Any) -> None:
+    """Raises if an argument of `update` is `None` that a choice needs."""
+    region = choices["norm_constraint"]
+    region = region if isinstance(region, TrustRegion) else None
+    needs = [
+        ("averaging", choices["averaging"], "model", model),
+        ("norm_constraint", region, "value", value),
+    ]
+    for name, chosen, argument, given in needs:
+        if chosen is not None and given is None:
+            raise ValueError(
+                f"`{name}={chosen}` needs the `{argument}`, which `update` did not get. "
+                f"Pass it, or construct the optimizer with `{name}=None`."
+            )
+
+
 def _check_choice(name: str, value: Any) -> None:
     if name in NUMBERS:
         # A rule in the wrong place can be called, but is no schedule.
-        schedule = not isinstance(value, LevenbergMarquardt)
+        schedule = not isinstance(value, (LevenbergMarquardt, TrustRegion))
         check_number(name, value, NUMBERS[name], schedule)
     elif name in _COUNTS:
         check_count(name, value, _COUNTS[name])
@@ -121,7 +160,7 @@ def _check_together(choices: Mapping[str, Any], rules: Rules) -> None:
     mask, decay = (choices.get(n) for n in ("weight_decay_mask", "weight_decay"))
     if mask is not None and decay is None:
         raise ValueError("`weight_decay_mask` is given, but no `weight_decay`.")
-    length, momentum, _ = rules
+    length, momentum = rules.learning_rate, rules.momentum
     if length is not None and choices.get("norm_constraint") is not None:
         raise ValueError(
             "`norm_constraint` bounds the step that a given learning rate makes; a "

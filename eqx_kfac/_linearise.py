@@ -59,6 +59,13 @@ class Linearisation(eqx.Module):
         """The objective, as a mean over the examples of all devices."""
         return _value(self.objective, self.share, self.axes)
 
+    @property
+    def terms(self) -> int:
+        """The number of terms of the losses, on all devices: that of the loss with most
+        of them."""
+        devices = math.prod(jax.lax.axis_size(axis) for axis in self.axes)
+        return devices * max(math.prod(o.leading) for o in self.objective.losses)
+
     def gradient(self) -> Model:
         """That of `value`, shaped like the model; its tags hold what came along."""
         cotangent = eqx.filter_grad(_value)(self.objective, self.share, self.axes)

@@ -1,7 +1,7 @@
 import dataclasses
 import functools as ft
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -13,7 +13,15 @@ from jaxtyping import Array, Bool, Float
 from ._arguments import check_init, check_step, check_update
 from ._batch import Batch, LinearisedBatch
 from ._checks import check_count, plain
-from ._choices import check_choices, check_without_loss, NUMBERS, Rules, rules_of
+from ._choices import (
+    check_choices,
+    check_given,
+    check_without_loss,
+    NUMBERS,
+    resolved,
+    Rules,
+    rules_of,
+)
 from ._custom_types import Key, Model
 from ._damping import calibrated
 from ._devices import cast_varying, varying_axes
@@ -33,7 +41,7 @@ from ._precondition import (
     update_fallback,
 )
 from ._quadratic import QuadraticModel
-from ._schedule import at, when_due
+from ._schedule import at, early, when_due
 from ._solver import AbstractDampedSolver, Cholesky
 from ._state import check_state, count, Info, init_faults, init_iterates, KFACState
 from ._through_rows import GradientRows
@@ -101,24 +109,25 @@ class KFAC(eqx.Module):
     ema: Any = eqx.field(converter=plain)
     burn_in: int = eqx.field(static=True, converter=plain)
     fallback: optax.GradientTransformation | None
+    early: frozenset[str] = eqx.field(static=True)  # Periods that begin shorter.
 
     def __init__(
         self,
-        learning_rate: Any,
+        learning_rate: Any = 0.1,
         momentum: Any = 0.9,
-        damping: Any = 1e-3,
+        damping: Any = 0.03,
         *,
         fisher: AbstractFisher = MonteCarlo(),
         solver: AbstractDampedSolver = Cholesky(),
         damping_ratio: Any = 1.0,
-        norm_constraint: Any = None,
+        norm_constraint: Any = "auto",
         max_increase: Any = None,
         weight_decay: Any = None,
         weight_decay_mask: Any = None,
-        averaging: Any = None,
-        curvature_period: int = 1,
+        averaging: Any = "auto",
+        curvature_period: int | Literal["auto"] = "auto",
         curvature_examples: int | None = None,
-        inverse_period: int = 5,
+        inverse_period: int | Literal["auto"] = "auto",
         in_turn: bool = False,
         through_rows: bool = False,
         packed: bool = False,
@@ -139,7 +148,8 @@ class KFAC(eqx.Module):
         - `damping_ratio`: the preconditioner is damped with this times `damping`, the
             quadratic model with `damping` itself.
         - `norm_constraint`: $c > 0$ or `None`. The preconditioned gradient is scaled so
-            that $\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle \le c$.
+            that $\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle \le c$. Or an
+            [`eqx_kfac.TrustRegion`][]`()`, which is what `"auto"` stands for.
         - `max_increase`: reject a step after which the loss, on the same batch, is not
             finite or has risen by more than this. `None`: do not look, which saves a
             forward pass. `jnp.inf`: only steps to where the loss is not finite.
@@ -149,10 +159,12 @@ class KFAC(eqx.Module):
         - `weight_decay_mask`: which parameters decay, a filter as in `eqx.filter`: a
             function of a leaf (`lambda p: p.ndim > 1`) or a tree of booleans.
         - `averaging`: $\xi \in [0, 1]$ or `None`: keep an average of the parameters; see
-            [`eqx_kfac.averaged`][].
-        - `curvature_period`: curvature is estimated every so many steps.
+            [`eqx_kfac.averaged`][]. `"auto"` stands for [`eqx_kfac.Window`][]`()`.
+        - `curvature_period`: curvature is estimated every so many steps. `"auto"`: every
+            10 steps, but at first at the steps 0, 1, 2, 4 and 8.
         - `curvature_examples`: from the first so many examples of the batch, or from all.
-        - `inverse_period`: it is factorised every so many steps.
+        - `inverse_period`: it is factorised every so many steps. `"auto"`: every 50
+            steps, but at first at the steps 0, 1, 2, 4, 8, 16 and 32.
         - `in_turn`: not all layers (or all of a stack) at the same step, but some at
             every step, so that every one has its turn once in `inverse_period` steps: as
             much work, evenly spread.
@@ -170,30 +182,17 @@ class KFAC(eqx.Module):
         - `fallback`: an optax optimizer for the parameters that no tag covers, e.g.
             `optax.adam(1e-3)`. Its updates are applied as they come.
 
+        Where learning rate, momentum or damping is chosen by a rule, which looks at every
+        step, `"auto"` stands for no norm constraint, no averaging, periods of 1 and 5.
+
         **Raises:** `ValueError` for a number out of its range or choices that exclude
         each other, `TypeError` for something of another kind.
         """
-        self.learning_rate = learning_rate
-        self.momentum = momentum
-        self.damping = damping
-        self.fisher = fisher
-        self.solver = solver
-        self.damping_ratio = damping_ratio
-        self.norm_constraint = norm_constraint
-        self.max_increase = max_increase
-        self.weight_decay = weight_decay
-        self.weight_decay_mask = weight_decay_mask
-        self.averaging = averaging
-        self.curvature_period = curvature_period
-        self.curvature_examples = curvature_examples
-        self.inverse_period = inverse_period
-        self.in_turn = in_turn
-        self.through_rows = through_rows
-        self.packed = packed
-        self.ema = ema
-        self.burn_in = burn_in
-        self.fallback = fallback
-        check_choices(vars(self))
+        given = {name: value for name, value in locals().items() if name != "self"}
+        chosen, self.early = resolved(given)
+        for name, value in chosen.items():
+            setattr(self, name, value)
+        check_choices(chosen)
 
     def init(self, model: Model) -> KFACState:
         """**Arguments:**
@@ -303,15 +302,18 @@ class KFAC(eqx.Module):
         - `curvature`: from [`eqx_kfac.value_grad_and_curvature`][] or
             [`eqx_kfac.curvature`][]; `None` keeps the average as it is (steps are
             rejected until there is one).
-        - `value`: the loss, if it is at hand; a step is rejected if it is not finite.
+        - `value`: the loss; a step is rejected if it is not finite. It may be left out if
+            no choice of the optimizer needs it.
 
         **Returns:** `(updates, state)`; apply with `eqx.apply_updates`.
 
         **Raises:** `ValueError` if a choice of the optimizer needs the loss function:
-        `kfac.QuadraticModel`, `kfac.LevenbergMarquardt`, `max_increase`; or the
-        model: `averaging`.
+        `kfac.QuadraticModel`, `kfac.LevenbergMarquardt`, `max_increase`; or if it
+        needs what is `None`: the `model` (`averaging`), the `value`
+        (`kfac.TrustRegion`).
         """
         check_without_loss(vars(self), "update")
+        check_given(vars(self), model=model, value=value)
         check_update(grads, state, model, value)
         grads = eqx.filter(grads, eqx.is_inexact_array)
         state = self._prepare(state, grads if model is None else model)
@@ -378,7 +380,12 @@ class KFAC(eqx.Module):
             return jax.lax.fori_loop(0, number, burn_in, averaged)
 
         due = state.step, state.weight, self.curvature_period
-        return when_due(*due, collect, averaged)
+        return when_due(*due, collect, averaged, again=self._early(state, "curvature"))
+
+    def _early(self, state: KFACState, what: str) -> Bool[Array, ""] | bool:
+        """Whether it is one of the first steps, at which more is due than later."""
+        name = f"{what}_period"
+        return name in self.early and early(state.step, getattr(self, name))
 
     def _updates(
         self,
@@ -392,6 +399,8 @@ class KFAC(eqx.Module):
         """Factorise (if due), precondition, choose the length, look (if due), decide."""
         (curvature, weight, finite), grads = averaged, begun.grads
         turns = Turns(grads, self.inverse_period if self.in_turn else 1)
+        again = state.refactorise | self._early(state, "inverse")
+        state = state._replace(refactorise=again)
         due = turns, state, self.inverse_period, finite
         if has_bases(grads):
             refresh = lambda curvature: refreshed(curvature, grads, self.solver)

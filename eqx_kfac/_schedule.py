@@ -41,6 +41,12 @@ def _scheduled(schedule: Callable, step: Int[Array, ""]) -> Any:
     )
 
 
+def early(step: Int[Array, ""], period: int) -> Bool[Array, ""]:
+    """Whether a step is one of the first ones at which work that is due every `period`
+    steps is worth doing more often: the powers of two below the period."""
+    return (step & (step - 1) == 0) & (step < period)
+
+
 def when_due(
     step: Int[Array, ""],
     weight: Float[Array, ""],

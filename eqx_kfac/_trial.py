@@ -153,6 +153,9 @@ class Trial(eqx.Module):
         rate, most = self.state.learning_rate, self.state.norm_constraint
         if most is None:
             return rate
+        if self.rules.norm_constraint is not None:
+            terms = None if self.linearised is None else self.linearised.terms
+            most = self.rules.norm_constraint(most, self.value, terms)
         norm = rate**2 * tree_dot(natural, self._gradient).astype(rate.dtype)
         return rate * jnp.minimum(1, jnp.sqrt(most / jnp.maximum(norm, 1e-30)))
 

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import eqx_kfac as kfac
 
+from .plain import plain_kfac
 from .test_optimizer import assert_same, make_data, make_model, set_number, squared
 
 
@@ -285,7 +286,7 @@ def kfac_trajectory(name, steps=30):
         mask = is_weight if np.ndim(o["eta"]) else None
         loss_fn = with_l2(loss_fn, float(np.max(o["eta"])), mask)
     rule = kfac.QuadraticModel(o["examples"])
-    optimizer = kfac.KFAC(
+    optimizer = plain_kfac(
         rule if o["learning_rate"] is None else o["learning_rate"],
         rule if o["momentum"] is None else o["momentum"],
         kfac.LevenbergMarquardt(
@@ -374,7 +375,7 @@ def test_another_trajectory_differs(name, change):
 #
 
 # For everything that needs no rule for the damping: compiled once for every model.
-explicit = kfac.KFAC(
+explicit = plain_kfac(
     QUADRATIC,
     QUADRATIC,
     0.1,
@@ -474,7 +475,7 @@ def test_gradient_of_the_model_is_orthogonal_to_what_is_chosen(
 
 
 def test_momentum_is_chosen_given_the_norm_constraint():
-    optimizer = kfac.KFAC(
+    optimizer = plain_kfac(
         0.3,
         QUADRATIC,
         0.1,
@@ -689,7 +690,7 @@ def calibrating(calibration, **choices):
     numbers = dict(decay=0.5, lower=0.25, upper=0.75) | choices
     arrays = {k: jnp.array(v) for k, v in numbers.items()}
     rule = kfac.LevenbergMarquardt(1.0, interval=1, calibration=calibration, **arrays)
-    optimizer = kfac.KFAC(QUADRATIC, QUADRATIC, rule, fisher=kfac.Exact())
+    optimizer = plain_kfac(QUADRATIC, QUADRATIC, rule, fisher=kfac.Exact())
     return optimizer, rule
 
 
@@ -755,7 +756,7 @@ def test_calibration_waits_for_a_finite_batch():
 #
 
 # One optimizer, compiled once, whose numbers the tests change.
-guarded = kfac.KFAC(
+guarded = plain_kfac(
     0.1,
     0.9,
     kfac.LevenbergMarquardt(1e-2, interval=5),
@@ -926,7 +927,7 @@ class Scaled(eqx.Module):
 @ft.cache
 def steps_with_fallback():
     """Two steps with another learning rate for what no tag covers."""
-    optimizer = kfac.KFAC(
+    optimizer = plain_kfac(
         QUADRATIC,
         0.9,
         1e-2,
@@ -1056,7 +1057,7 @@ bases = {name: base for name, (base, _) in numbers.items()}
 
 
 def numbered(**choices):
-    return kfac.KFAC(**(bases | choices), fisher=kfac.Exact(), inverse_period=1)
+    return plain_kfac(**(bases | choices), fisher=kfac.Exact(), inverse_period=1)
 
 
 by_number = numbered()
@@ -1145,7 +1146,7 @@ def test_changing_the_damping_that_adapts():
 # Transformations
 #
 
-adaptive = kfac.KFAC(
+adaptive = plain_kfac(
     QUADRATIC,
     QUADRATIC,
     kfac.LevenbergMarquardt(10.0, interval=2, calibration=3),
@@ -1242,14 +1243,14 @@ def raises(error, *phrases):
 
 def test_what_excludes_each_other():
     with raises(ValueError, "`norm_constraint`", "`kfac.QuadraticModel()`", "Leave one"):
-        kfac.KFAC(QUADRATIC, norm_constraint=1e-3)
-    kfac.KFAC(0.1, QUADRATIC, norm_constraint=1e-3)  # There, it means something.
+        plain_kfac(QUADRATIC, norm_constraint=1e-3)
+    plain_kfac(0.1, QUADRATIC, norm_constraint=1e-3)  # There, it means something.
     few = kfac.QuadraticModel(3)
     with raises(ValueError, "two different ones", "examples=None", "examples=3"):
-        kfac.KFAC(QUADRATIC, few)
-    kfac.KFAC(few, kfac.QuadraticModel(3))
+        plain_kfac(QUADRATIC, few)
+    plain_kfac(few, kfac.QuadraticModel(3))
     with raises(ValueError, "`weight_decay_mask`", "no `weight_decay`"):
-        kfac.KFAC(0.1, weight_decay_mask=is_weight)
+        plain_kfac(0.1, weight_decay_mask=is_weight)
 
 
 needing = [
@@ -1264,7 +1265,7 @@ needing = [
 @pytest.mark.parametrize("choice", needing, ids=lambda c: next(iter(c)))
 def test_what_needs_the_loss_function(choice):
     ((name, value),) = choice.items()
-    optimizer = kfac.KFAC(**(dict(learning_rate=0.1) | choice))
+    optimizer = plain_kfac(**(dict(learning_rate=0.1) | choice))
     model = make_model()
     grads, state = eqx.filter(model, eqx.is_inexact_array), optimizer.init(model)
     hint = "needs the loss function", "`KFAC.step`"
@@ -1361,7 +1362,7 @@ def test_a_loss_without_forward_derivative(micro_batches):
         return kfac.SquaredError(only_backward(h), y)
 
     def step(*numbers):
-        optimizer = kfac.KFAC(*numbers, fisher=kfac.Exact())
+        optimizer = plain_kfac(*numbers, fisher=kfac.Exact())
         state = optimizer.init(model)
         run = eqx.filter_jit(optimizer.step)
         return run(loss_fn, model, state, x, y, micro_batches=micro_batches)

@@ -18,6 +18,7 @@ import eqx_kfac as kfac
 from eqx_kfac._block import AbstractFactors
 from eqx_kfac._tagged import tagged_layers
 
+from .plain import plain_kfac
 from .reference import error
 
 
@@ -292,7 +293,7 @@ def loss_fn(model, x):
 
 
 def run_steps(block, solver, number, **options):
-    optimizer = kfac.KFAC(
+    optimizer = plain_kfac(
         0.1, 0.9, 0.1, fisher=kfac.Exact(), solver=solver, inverse_period=2, **options
     )
     model = _mlp(block)
@@ -395,7 +396,7 @@ def test_calibration_of_a_basis():
     """The damping is calibrated in the basis that is used."""
     rule = kfac.LevenbergMarquardt(initial=10.0, interval=1, calibration=20)
     quadratic = kfac.QuadraticModel()
-    optimizer = kfac.KFAC(quadratic, quadratic, rule, fisher=kfac.Exact())
+    optimizer = plain_kfac(quadratic, quadratic, rule, fisher=kfac.Exact())
     model = _mlp(kfac.EKFAC())
     step = eqx.filter_jit(ft.partial(optimizer.step, loss_fn))
     model, state, info = step(model, optimizer.init(model), vectors)
@@ -404,7 +405,7 @@ def test_calibration_of_a_basis():
 
 def test_singular_start_is_kept_out():
     """Curvature that is not finite leaves the bases what they were."""
-    optimizer = kfac.KFAC(0.1, 0.9, 0.1, fisher=kfac.Exact(), inverse_period=1)
+    optimizer = plain_kfac(0.1, 0.9, 0.1, fisher=kfac.Exact(), inverse_period=1)
     (model, state), *_ = run_steps(kfac.EKFAC(), kfac.Eigh(), 1)
     step = eqx.filter_jit(ft.partial(optimizer.step, loss_fn))
     _, after, info = step(model, state, vectors * jnp.nan)
@@ -413,7 +414,7 @@ def test_singular_start_is_kept_out():
 
 
 def test_micro_batches():
-    optimizer = kfac.KFAC(0.1, 0.9, 0.1, fisher=kfac.Exact())
+    optimizer = plain_kfac(0.1, 0.9, 0.1, fisher=kfac.Exact())
     model, x = _mlp(kfac.EKFAC()), jr.normal(jr.key(2), (4, 3))
     y = jnp.arange(4) % 2
     fn = lambda model, x, y: kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y)

@@ -15,6 +15,8 @@ from eqx_kfac._operator import inverse
 from eqx_kfac._tagged import map_tags
 from eqx_kfac._turns import Turn, Turns
 
+from .plain import plain_kfac
+
 
 class Net(eqx.Module):
     """Layers of equal shapes, side by side and stacked."""
@@ -186,7 +188,7 @@ def test_in_turn(problem, solver):
     stacked layers) once in a period; each time as if all were."""
     model, args, _ = problem
     choices = dict(solver=solver, fisher=kfac.Exact(), norm_constraint=1e-3)
-    optimizer = kfac.KFAC(0.1, inverse_period=3, in_turn=True, **choices)
+    optimizer = plain_kfac(0.1, inverse_period=3, in_turn=True, **choices)
     step = eqx.filter_jit(lambda m, s: optimizer.step(loss_fn, m, s, *args))
     state, seen = optimizer.init(model), []
     for number in range(7):
@@ -210,7 +212,9 @@ def test_in_turn_is_the_same_at_period_one(problem):
     model, args, _ = problem
     results = []
     for in_turn in (False, True):
-        optimizer = kfac.KFAC(0.1, inverse_period=1, in_turn=in_turn, fisher=kfac.Exact())
+        optimizer = plain_kfac(
+            0.1, inverse_period=1, in_turn=in_turn, fisher=kfac.Exact()
+        )
         step = eqx.filter_jit(lambda m, s, o=optimizer: o.step(loss_fn, m, s, *args))
         new, state = model, optimizer.init(model)
         for _ in range(3):
@@ -224,7 +228,7 @@ def test_more_steps_than_layers(problem):
     model, args, _ = problem
     assert Turns(model, 10**9).number == 7
     choices = dict(fisher=kfac.Exact(), norm_constraint=1e-3)
-    optimizer = kfac.KFAC(0.1, inverse_period=21, in_turn=True, **choices)
+    optimizer = plain_kfac(0.1, inverse_period=21, in_turn=True, **choices)
     step = eqx.filter_jit(lambda m, s: optimizer.step(loss_fn, m, s, *args))
     state, when = optimizer.init(model), []
     for number in range(43):
@@ -286,7 +290,7 @@ def test_members_in_turn(block, packed):
 
     model, x = Stacks(), jax.random.normal(jax.random.key(2), (20, 12))
     choices = dict(fisher=kfac.Exact(), norm_constraint=1e-3, packed=packed)
-    optimizer = kfac.KFAC(0.1, inverse_period=6, in_turn=True, **choices)
+    optimizer = plain_kfac(0.1, inverse_period=6, in_turn=True, **choices)
     step = eqx.filter_jit(lambda m, s: optimizer.step(loss_fn, m, s, x))
     state, seen = optimizer.init(model), []
 
@@ -314,7 +318,7 @@ def test_in_turn_with_bases(problem):
     """Eigenbases of EKFAC blocks are refreshed in turn, too."""
     _, args, _ = problem
     model = kfac.convert(kfac.revert(Net()), blocks=kfac.EKFAC())
-    optimizer = kfac.KFAC(
+    optimizer = plain_kfac(
         0.1, norm_constraint=1e-3, inverse_period=2, in_turn=True, fisher=kfac.Exact()
     )
     step = eqx.filter_jit(lambda m, s: optimizer.step(loss_fn, m, s, *args))

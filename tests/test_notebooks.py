@@ -17,6 +17,7 @@ import pytest
 
 import eqx_kfac as kfac
 
+from .plain import plain_kfac
 from .reference import error
 
 
@@ -836,7 +837,7 @@ def test_notebook(make):
     model = kfac.convert(plain)
     assert eqx.tree_equal(kfac.revert(model), plain)
     fallback = optax.adam(1e-2) if notebook.fallback else None
-    optimizer = kfac.KFAC(0.05, 0.0, 0.1, fallback=fallback, inverse_period=1)
+    optimizer = plain_kfac(0.05, 0.0, 0.1, fallback=fallback, inverse_period=1)
     state = optimizer.init(model)
     step = eqx.filter_jit(ft.partial(optimizer.step, notebook.loss_fn))
     args, kwargs, losses = notebook.args, notebook.kwargs, []
@@ -860,7 +861,7 @@ def test_what_a_state_begins_with_is_no_parameter():
         return loss + kfac.L2(args[0], 0.1), state
 
     options = dict(weight_decay=0.1, averaging=0.5, fallback=optax.adam(0.1))
-    optimizer = kfac.KFAC(0.05, fisher=kfac.Exact(), **options)
+    optimizer = plain_kfac(0.05, fisher=kfac.Exact(), **options)
     memory = optimizer.init(model)
     step = eqx.filter_jit(ft.partial(optimizer.step, loss_fn))
     new, memory, info = step(model, memory, *args, **kwargs)
@@ -873,16 +874,16 @@ def test_what_a_state_begins_with_is_no_parameter():
     assert not jnp.array_equal(norm.weight, old_norm.weight)
     indices = kfac.L2([old_norm.batch_state_index, old_norm.batch_counter], 1.0)
     assert indices.value == 0 and not jtu.tree_leaves(indices.parameters)
-    kfac.KFAC(0.1).init(model)
+    plain_kfac(0.1).init(model)
     with pytest.raises(ValueError, match="No tagged layer covers.*other"):
-        kfac.KFAC(0.1).init({"model": model, "other": jnp.ones(2)})
+        plain_kfac(0.1).init({"model": model, "other": jnp.ones(2)})
 
 
 def test_files(tmp_path):
     """Training goes on from files as if nothing had happened, also on other devices'
     types of models: the files of a converted model are those of the plain one."""
     notebook = regression(jr.key(0))
-    optimizer = kfac.KFAC(0.05, fisher=kfac.Exact())
+    optimizer = plain_kfac(0.05, fisher=kfac.Exact())
     step = eqx.filter_jit(ft.partial(optimizer.step, notebook.loss_fn))
     model = kfac.convert(notebook.model)
     model, state, _ = step(model, optimizer.init(model), *notebook.args)
@@ -912,7 +913,7 @@ def test_frozen_layers():
     def loss_fn(trained, x, y):
         return notebook.loss_fn(eqx.combine(trained, frozen), x, y)
 
-    optimizer = kfac.KFAC(0.05, fisher=kfac.Exact())
+    optimizer = plain_kfac(0.05, fisher=kfac.Exact())
     state = optimizer.init(trained)
     step = eqx.filter_jit(ft.partial(optimizer.step, loss_fn))
     losses = []

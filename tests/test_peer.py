@@ -35,6 +35,8 @@ import pytest
 
 import eqx_kfac as kfac
 
+from .plain import plain_kfac
+
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -101,7 +103,7 @@ def ours_step(optimizer, loss_fn, model, state, x, y):
 
 
 def run_ours(loss, l2, options):
-    optimizer = kfac.KFAC(**options, fisher=kfac.Exact())
+    optimizer = plain_kfac(**options, fisher=kfac.Exact())
     loss_fn = objective(loss, l2)
     model = make_model()
     state = optimizer.init(model)
@@ -442,7 +444,7 @@ def test_factors_of_another_kind_differ(loss):
 def test_factors_of_the_first_step(loss):
     """The optimizer averages the very same factors: after one step, they are the
     average."""
-    optimizer = kfac.KFAC(**settings["adaptive"].ours, fisher=kfac.Exact())
+    optimizer = plain_kfac(**settings["adaptive"].ours, fisher=kfac.Exact())
     model = make_model()
     loss_fn, batch = objective(loss, settings["adaptive"].l2), make_data(loss, 0)
     _, state, _ = ours_step(optimizer, loss_fn, model, optimizer.init(model), *batch)

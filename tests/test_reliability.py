@@ -17,6 +17,8 @@ import eqx_kfac as kfac
 from eqx_kfac._misc import all_finite
 from eqx_kfac._precondition import is_finite
 
+from .plain import plain_kfac
+
 
 STEPS, BATCH = 40, 16
 
@@ -167,10 +169,10 @@ class Case:
 
 
 fixed = ft.partial(
-    kfac.KFAC, 0.2, 0.5, 1e-2, fisher=kfac.Exact(), inverse_period=1, averaging=0.9
+    plain_kfac, 0.2, 0.5, 1e-2, fisher=kfac.Exact(), inverse_period=1, averaging=0.9
 )
 quadratic = kfac.QuadraticModel()
-adaptive = kfac.KFAC(
+adaptive = plain_kfac(
     quadratic,
     quadratic,
     kfac.LevenbergMarquardt(0.1, interval=1),
@@ -510,9 +512,9 @@ def checkpointed_optimizer(kind):
         max_increase=0.2,
     )
     if kind == "fixed":
-        return kfac.KFAC(SCHEDULE, 0.9, **common)
+        return plain_kfac(SCHEDULE, 0.9, **common)
     rule = kfac.LevenbergMarquardt(1.0, interval=2)
-    return kfac.KFAC(quadratic, quadratic, rule, solver=kfac.Eigh(), **common)
+    return plain_kfac(quadratic, quadratic, rule, solver=kfac.Eigh(), **common)
 
 
 @eqx.filter_jit

@@ -20,6 +20,7 @@ from eqx_kfac._precondition import precondition
 from eqx_kfac._through_rows import precondition_through_rows, row_slots
 
 from . import reference
+from .plain import plain_kfac
 
 
 N, D, H, K = 3, 7, 9, 4
@@ -78,7 +79,7 @@ def on_positions(model, x, y):
 def with_steps(through_rows, loss_fn, model, *args, **choices):
     """The model after a few steps, and what is told about each."""
     choices = dict(learning_rate=0.1, damping=0.1, fisher=kfac.Exact()) | choices
-    optimizer = kfac.KFAC(through_rows=through_rows, **choices)
+    optimizer = plain_kfac(through_rows=through_rows, **choices)
     state = optimizer.init(model)
 
     step, infos = eqx.filter_jit(ft.partial(optimizer.step, loss_fn)), []
@@ -245,7 +246,7 @@ def test_ensemble():
         return loss_fn(model, x, y) + penalty * jnp.sum(weight**2)
 
     def stepped(through_rows):
-        optimizer = kfac.KFAC(0.1, fisher=kfac.Exact(), through_rows=through_rows)
+        optimizer = plain_kfac(0.1, fisher=kfac.Exact(), through_rows=through_rows)
 
         @eqx.filter_jit
         @ft.partial(eqx.filter_vmap, in_axes=(eqx.if_array(0), None, None, 0))
@@ -385,7 +386,7 @@ def test_no_product_of_an_inverse_and_a_gradient():
     """Only where the rows turn out not to be whole."""
 
     def always(through_rows):
-        optimizer = kfac.KFAC(0.1, fisher=kfac.Exact(), through_rows=through_rows)
+        optimizer = plain_kfac(0.1, fisher=kfac.Exact(), through_rows=through_rows)
         model = mlp()
         arrays, static = eqx.partition((model, optimizer.init(model)), eqx.is_array)
 
@@ -435,14 +436,14 @@ def test_solution_for_an_outer_product(solver, kind, getkey):
 
 
 def test_micro_batches():
-    optimizer = kfac.KFAC(0.1, through_rows=True)
+    optimizer = plain_kfac(0.1, through_rows=True)
     model = mlp()
     with pytest.raises(ValueError, match="through_rows.*micro_batches=3"):
         optimizer.step(loss_fn, model, optimizer.init(model), X, Y, micro_batches=3)
 
 
 def test_shard_map():
-    optimizer = kfac.KFAC(0.1, fisher=kfac.Exact(), through_rows=True)
+    optimizer = plain_kfac(0.1, fisher=kfac.Exact(), through_rows=True)
     model = mlp()
     mesh = Mesh(np.array(jax.devices()[:3]), ("batch",))
 
@@ -456,7 +457,7 @@ def test_shard_map():
 
 
 def test_update():
-    optimizer = kfac.KFAC(0.1, through_rows=True)
+    optimizer = plain_kfac(0.1, through_rows=True)
     model = mlp()
     grads = eqx.filter_grad(lambda m: loss_fn(m, X, Y).value)(model)
     with pytest.raises(ValueError, match="through_rows"):

@@ -16,6 +16,7 @@ import pytest
 import eqx_kfac as kfac
 from eqx_kfac._tagged import fill_tags
 
+from .plain import plain_kfac
 from .test_tag import equations_of
 
 
@@ -850,7 +851,7 @@ def test_ensemble_of_stacks(forward, weighted):
 @pytest.mark.parametrize("solver", [kfac.Cholesky(), kfac.Eigh()])
 def test_step_under_filter_vmap(solver):
     x, y = data(3, BATCH)
-    optimizer = kfac.KFAC(
+    optimizer = plain_kfac(
         0.1, 0.9, 1e-2, solver=solver, inverse_period=2, norm_constraint=1e-3
     )
 

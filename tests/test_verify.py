@@ -9,6 +9,8 @@ import pytest
 
 import eqx_kfac as kfac
 
+from .plain import plain_kfac
+
 
 N, D, K = 5, 3, 2
 X = jr.normal(jr.key(100), (N, D))
@@ -329,7 +331,7 @@ def test_summary_counts_what_a_state_holds():
     model = mlp()
     size = lambda tree: sum(a.size for a in jax.tree.leaves(tree))
     for solver in (kfac.Cholesky(), kfac.Eigh()):
-        state = kfac.KFAC(0.1, solver=solver).init(model)
+        state = plain_kfac(0.1, solver=solver).init(model)
         lines = kfac.summary(model, solver=solver).layers
         assert sum(s.factors for s in lines) == size(state.curvature)
         assert sum(s.inverse for s in lines) == size(state.inverse)
