@@ -31,7 +31,7 @@ from ._trial import in_range
 
 
 def scale_by_kfac(
-    damping: Any = 1e-3,
+    damping: Any = 0.03,
     *,
     solver: AbstractDampedSolver = Cholesky(),
     inverse_period: int = 5,
@@ -131,7 +131,7 @@ def scale_by_kfac(
 def kfac(
     learning_rate: Any,
     momentum: Any = 0.9,
-    damping: Any = 1e-3,
+    damping: Any = 0.03,
     *,
     solver: AbstractDampedSolver = Cholesky(),
     norm_constraint: Any = None,
@@ -166,6 +166,7 @@ def kfac(
         damping,
         solver=solver,
         norm_constraint=norm_constraint,
+        averaging=None,
         inverse_period=inverse_period,
         packed=packed,
         ema=ema,

@@ -313,8 +313,8 @@ class KFAC(eqx.Module):
         (`kfac.TrustRegion`).
         """
         check_without_loss(vars(self), "update")
-        check_given(vars(self), model=model, value=value)
         check_update(grads, state, model, value)
+        check_given(vars(self), model=model, value=value)
         grads = eqx.filter(grads, eqx.is_inexact_array)
         state = self._prepare(state, grads if model is None else model)
         value = jnp.zeros(()) if value is None else jnp.asarray(value)

@@ -41,7 +41,7 @@ class TrustRegion(eqx.Module):
     power: Any
     terms: int = eqx.field(static=True)
 
-    def __init__(self, size: Any = 3e-3, power: Any = 0.5, terms: int = 128):
+    def __init__(self, size: Any = 3e-3, power: Any = 0.75, terms: int = 128):
         """**Arguments:**
 
         - `size`: $c > 0$, in nats.
@@ -94,5 +94,5 @@ class Window(eqx.Module):
         self.share = check_number("share", share, "positive", schedule=False)
 
     def __call__(self, step: Int[Array, ""]) -> Float[Array, ""]:
-        length = self.share * step
+        length = self.share * step.astype(float)
         return length / (1 + length)

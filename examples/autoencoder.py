@@ -140,6 +140,8 @@ def fixed(batch: int = 1000, part: int = 125) -> Trainer:
         momentum=0.7,
         damping=optax.exponential_decay(0.1, 50, 0.1, end_value=1e-3),
         norm_constraint=0.1,
+        averaging=None,
+        curvature_period=1,
         curvature_examples=part,
         inverse_period=10,
         ema=0.9,

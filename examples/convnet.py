@@ -114,6 +114,7 @@ def kfac_trainer(rates: tuple[float, ...], steps: int) -> Trainer:
         momentum=0.9,
         damping=optax.exponential_decay(0.1, transition_steps=steps, decay_rate=0.3),
         norm_constraint=1e-3,
+        averaging=None,
         curvature_period=2,
         inverse_period=10,
     )

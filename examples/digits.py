@@ -129,6 +129,9 @@ def kfac_trainer(task: Task, rates: tuple[float, ...], steps: int) -> Trainer:
         momentum=0.9,
         damping=optax.exponential_decay(0.1, transition_steps=steps, decay_rate=0.03),
         norm_constraint=1e-3,
+        averaging=None,
+        curvature_period=1,
+        inverse_period=5,
     )
 
     def init(model, rate):

@@ -181,6 +181,7 @@ def kfac_trainer(
         momentum=0.9,
         damping=optax.exponential_decay(0.1, transition_steps=steps, decay_rate=0.03),
         norm_constraint=1e-3,
+        averaging=None,
         curvature_period=5,
         inverse_period=10,
     )

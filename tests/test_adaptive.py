@@ -1258,7 +1258,6 @@ needing = [
     dict(momentum=QUADRATIC),
     dict(damping=kfac.LevenbergMarquardt(1.0)),
     dict(max_increase=0.0),
-    dict(averaging=0.9),
 ]
 
 
@@ -1271,7 +1270,7 @@ def test_what_needs_the_loss_function(choice):
     hint = "needs the loss function", "`KFAC.step`"
     with raises(ValueError, f"`{name}=", *hint):
         optimizer.update(grads, state, model, curvature=None)
-    if name not in ("max_increase", "averaging"):
+    if name != "max_increase":
         with raises(ValueError, f"`{name}=", "`kfac.kfac` does not have"):
             kfac.kfac(**(dict(learning_rate=0.1) | choice))
 

@@ -536,7 +536,7 @@ import eqx_kfac as kfac
 
 for case in {cases}:
     try:
-        eval("plain_kfac(0.1, " + case + ")")
+        eval("kfac.KFAC(0.1, " + case + ")")
     except Exception as error:
         print(type(error).__name__, str(error).replace(chr(10), " "))
     else:

@@ -15,6 +15,7 @@ import pytest
 
 import eqx_kfac as kfac
 
+from .plain import plain_kfac
 from .test_errors import make_data, make_model, raises, softmax
 
 
@@ -27,7 +28,7 @@ def unchecked():
 
 
 key = jr.key(0)
-exact = kfac.KFAC(0.1, fisher=kfac.Exact())
+exact = plain_kfac(0.1, fisher=kfac.Exact())
 sampled = kfac.KFAC(0.1)
 model, (x, y) = make_model(), make_data()
 grads = eqx.filter(model, eqx.is_inexact_array)

@@ -83,7 +83,8 @@ def from_contrib(problem: Problem) -> list[Contender]:
 
 def optimizer(adaptive: bool, examples: int | None = None, **choices: Any) -> kfac.KFAC:
     """With all curvature from the first `examples` of a batch."""
-    choices = dict(inverse_period=PERIOD, curvature_examples=examples) | choices
+    plain = dict(curvature_period=1, inverse_period=PERIOD, averaging=None)
+    choices = plain | dict(curvature_examples=examples) | choices
     if adaptive:
         quadratic = kfac.QuadraticModel(examples)
         damping = kfac.LevenbergMarquardt(DAMPING, interval=PERIOD, minimum=1e-5)

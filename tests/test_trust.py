@@ -1,0 +1,226 @@
+"""What `KFAC()` stands for: a trust region, a growing window, periods, short at first."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+
+import eqx_kfac as kfac
+
+from .plain import plain_kfac
+
+
+N, D, K = 6, 4, 3
+KEYS = jax.random.split(jax.random.key(0), 4)
+X = jax.random.normal(KEYS[0], (N, D))
+Y = jax.random.normal(KEYS[1], (N, K))
+EXACT = kfac.Exact()
+
+
+def make_model():
+    return kfac.convert(eqx.nn.MLP(D, K, 5, 1, activation=jnp.tanh, key=KEYS[2]))
+
+
+def loss_of(scale):
+    """Of which the gradient is large against any of these constraints."""
+
+    def loss_fn(model, x, y):
+        return scale * kfac.SquaredError(jax.vmap(model)(x), y)
+
+    return loss_fn
+
+
+def leaves(tree):
+    return jtu.tree_leaves(eqx.filter(tree, eqx.is_inexact_array))
+
+
+def same(a, b):
+    pairs = zip(leaves(a), leaves(b), strict=True)
+    return all(np.allclose(p, q, rtol=1e-10, atol=1e-13) for p, q in pairs)
+
+
+def one_step(constraint, scale=1.0, **kwargs):
+    optimizer = plain_kfac(10.0, norm_constraint=constraint, fisher=EXACT)
+    model = make_model()
+    state = optimizer.init(model)
+    return optimizer.step(loss_of(scale), model, state, X, Y, **kwargs)
+
+
+@pytest.mark.parametrize("scale", [0.01, 1e3])
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("terms", [1, 4 * N])
+def test_a_trust_region_is_a_norm_constraint(scale, power, terms):
+    loss = float(loss_of(scale)(make_model(), X, Y).value)
+    size = 1e-3
+    constraint = size * min(1, loss) ** power * min(1, N / terms)
+    assert (constraint < size) == ((scale < 1 and power > 0) or terms > N)
+    model, _, _ = one_step(kfac.TrustRegion(size, power, terms), scale)
+    want, _, _ = one_step(constraint, scale)
+    other, _, _ = one_step(2 * constraint, scale)
+    assert same(model, want) and not same(model, other)
+
+
+def test_terms_of_micro_batches_and_of_several_losses():
+    region = kfac.TrustRegion(1e-3, terms=100)
+    whole, _, _ = one_step(region)
+    parts, _, _ = one_step(region, micro_batches=3)
+    assert same(whole, parts)
+
+    def several(model, x, y):
+        out = jax.vmap(model)(x)
+        return kfac.SquaredError(out, y) + kfac.SquaredError(out[:2], y[:2])
+
+    model = make_model()
+    results = []
+    for constraint in (region, kfac.TrustRegion(1e-3 * N / 100, terms=1)):
+        optimizer = plain_kfac(10.0, norm_constraint=constraint, fisher=EXACT)
+        state = optimizer.init(model)
+        results.append(optimizer.step(several, model, state, X, Y)[0])
+    assert same(*results)
+
+
+def test_terms_over_devices():
+    """Each of two devices has half of the examples, but all count."""
+    mesh = jax.make_mesh((2,), ("batch",), (jax.sharding.AxisType.Auto,))
+    region = kfac.TrustRegion(1e-3, terms=100)
+    optimizer = plain_kfac(10.0, norm_constraint=region, fisher=EXACT)
+    params, static = eqx.partition(make_model(), eqx.is_array)
+
+    def local(params, x, y):
+        model = eqx.combine(params, static)
+        state = optimizer.init(model)
+        new, _, _ = optimizer.step(loss_of(1.0), model, state, x, y)
+        return eqx.filter(new, eqx.is_array)
+
+    specs = dict(in_specs=(jax.P(), jax.P("batch"), jax.P("batch")), out_specs=jax.P())
+    new = jax.jit(jax.shard_map(local, mesh=mesh, **specs))(params, X, Y)
+    assert same(new, one_step(region)[0])
+
+
+def test_the_size_may_be_changed():
+    optimizer = plain_kfac(10.0, norm_constraint=kfac.TrustRegion(1e-3), fisher=EXACT)
+    model = make_model()
+    state = optimizer.init(model)
+    larger = eqx.tree_at(lambda s: s.norm_constraint, state, jnp.array(4e-3))
+    updates = []
+    for own in (state, larger):
+        new, _, _ = optimizer.step(loss_of(1.0), model, own, X, Y)
+        updates.append(jtu.tree_map(jnp.subtract, leaves(new), leaves(model)))
+    assert same(jtu.tree_map(lambda u: 2 * u, updates[0]), updates[1])
+
+
+def test_a_window_averages_the_last_part():
+    optimizer = plain_kfac(0.5, averaging=kfac.Window(0.5), fisher=EXACT)
+    model = make_model()
+    state = optimizer.init(model)
+    mean, weight = None, 0.0
+    for t in range(12):
+        model, state, _ = optimizer.step(loss_of(1.0), model, state, X, Y)
+        decay = 0.5 * t / (1 + 0.5 * t)
+        weight = decay * weight + 1
+        arrays = leaves(model)
+        if mean is None:
+            mean = arrays
+        mean = [m + (a - m) / weight for m, a in zip(mean, arrays, strict=True)]
+    assert same(kfac.averaged(model, state), mean)
+    assert not same(model, mean)
+    assert 0.5 * 12 / 2 < weight < 0.5 * 12
+
+
+def test_periods_begin_short():
+    optimizer = kfac.KFAC(1e-3, fisher=EXACT)
+    model = make_model()
+    state = optimizer.init(model)
+    step = eqx.filter_jit(optimizer.step)
+    estimated, factorised = [], []
+    for t in range(52):
+        x = X + 0.01 * t  # Another curvature at every step.
+        model, new, _ = step(loss_of(1.0), model, state, x, Y)
+        if not same(new.curvature, state.curvature):
+            estimated.append(t)
+        if not same(new.inverse, state.inverse):
+            factorised.append(t)
+        state = new
+    assert estimated == [0, 1, 2, 4, 8, 10, 20, 30, 40, 50]
+    assert factorised == [0, 1, 2, 4, 8, 16, 32, 50]
+
+
+def test_periods_that_are_given_do_not():
+    optimizer = kfac.KFAC(1e-3, fisher=EXACT, curvature_period=3, inverse_period=4)
+    model = make_model()
+    state = optimizer.init(model)
+    step = eqx.filter_jit(optimizer.step)
+    estimated, factorised = [], []
+    for t in range(10):
+        model, new, _ = step(loss_of(1.0), model, state, X + 0.01 * t, Y)
+        if not same(new.curvature, state.curvature):
+            estimated.append(t)
+        if not same(new.inverse, state.inverse):
+            factorised.append(t)
+        state = new
+    assert estimated == [0, 3, 6, 9] and factorised == [0, 4, 8]
+
+
+def test_what_auto_stands_for():
+    chosen = kfac.KFAC()
+    assert isinstance(chosen.norm_constraint, kfac.TrustRegion)
+    assert isinstance(chosen.averaging, kfac.Window)
+    assert (chosen.curvature_period, chosen.inverse_period) == (10, 50)
+    quadratic = kfac.QuadraticModel()
+    rules = (quadratic, quadratic, 1.0), (0.1, 0.9, kfac.LevenbergMarquardt(1.0))
+    for lengths in rules:
+        ruled = kfac.KFAC(*lengths)
+        assert ruled.norm_constraint is None and ruled.averaging is None
+        assert (ruled.curvature_period, ruled.inverse_period) == (1, 5)
+    with pytest.raises(TypeError, match="`averaging` must be a number"):
+        kfac.KFAC(averaging="often")
+
+
+def test_update_is_the_same_step():
+    optimizer = kfac.KFAC(10.0, fisher=EXACT, norm_constraint=kfac.TrustRegion(terms=1))
+    model = make_model()
+    state = optimizer.init(model)
+    want, _, _ = optimizer.step(loss_of(1e-2), model, state, X, Y)
+    estimate = kfac.value_grad_and_curvature(loss_of(1e-2), EXACT)
+    value, grads, curvature = estimate(model, X, Y)
+    given = dict(curvature=curvature, value=value)
+    updates, new = optimizer.update(grads, state, model, **given)
+    assert same(eqx.apply_updates(model, updates), want)
+    assert same(kfac.averaged(model, new), want)
+    with pytest.raises(ValueError, match="needs the `value`"):
+        optimizer.update(grads, state, model, curvature=curvature)
+    with pytest.raises(ValueError, match="needs the `model`"):
+        optimizer.update(grads, state, None, **given)
+
+
+@pytest.mark.parametrize("name", ["size", "terms"])
+def test_numbers_out_of_range(name):
+    with pytest.raises(ValueError, match=name):
+        kfac.TrustRegion(**{name: 0})
+    with pytest.raises(ValueError, match="share"):
+        kfac.Window(0.0)
+    with pytest.raises(TypeError, match="learning_rate"):
+        kfac.KFAC(kfac.TrustRegion())
+
+
+def test_a_network_that_fits_its_data():
+    """Where the Fisher vanishes, the loss goes on falling."""
+    y = jnp.arange(N) % K
+
+    def loss_fn(model, x, y):
+        return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y)
+
+    optimizer = kfac.KFAC()
+    model = make_model()
+    state = optimizer.init(model)
+    step = eqx.filter_jit(optimizer.step)
+    losses = []
+    for t in range(400):
+        key = jax.random.fold_in(KEYS[3], t)
+        model, state, info = step(loss_fn, model, state, X, y, key=key)
+        losses.append(float(info.loss))
+    assert losses[-1] < 0.05 * losses[0]
+    assert max(losses[100:]) < 1.1 * losses[100]
+    assert state.rejected == 0
