@@ -62,6 +62,8 @@ class KFAC(eqx.Module):
     term). The object only holds choices; all that changes is in its state. Jit, scan,
     shard and donate as you like.
 
+    Without arguments, it is what "How to choose" recommends: steps within a trust region
+    that shrinks with the loss, and averaged parameters, which are the ones to evaluate.
     Any number may be an optax schedule instead: a function of the step. Numbers are
     copied into the state by `init`; change them there, at any time and without
     recompiling: `eqx.tree_at(lambda s: s.damping, state, jnp.array(1e-2))`. Learning rate
@@ -71,7 +73,7 @@ class KFAC(eqx.Module):
     !!! Example
 
         ```python
-        optimizer = kfac.KFAC(0.1, momentum=0.9, damping=0.03, norm_constraint=1e-3)
+        optimizer = kfac.KFAC()
         state = optimizer.init(model)
 
         @eqx.filter_jit
@@ -79,6 +81,7 @@ class KFAC(eqx.Module):
             return optimizer.step(loss_fn, model, state, x, y, key=key)
 
         model, state, info = train_step(model, state, x, y, key)
+        trained = kfac.averaged(model, state)  # To be evaluated.
         ```
 
     ??? cite "Reference"

@@ -180,7 +180,7 @@ def averaged(model: Model, state: KFACState) -> Model:
     !!! Example
 
         ```python
-        optimizer = kfac.KFAC(1e-2, averaging=0.99)
+        optimizer = kfac.KFAC()
         state = optimizer.init(model)
         model, state, info = optimizer.step(loss_fn, model, state, x, y, key=key)
         test_model = kfac.averaged(model, state)

@@ -1,5 +1,7 @@
 import importlib.metadata
+import importlib.util
 import os
+import pkgutil
 from typing import Any
 
 
@@ -24,6 +26,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import jax
 import pytest
 from beartype import beartype, BeartypeConf, BeartypeStrategy
+from jaxtyping import install_import_hook
 
 
 jax.config.update("jax_enable_x64", True)
@@ -39,6 +42,23 @@ def typechecked(fn):
     mostly have none, and would be decorated at every call."""
     hints = [hint for hint in fn.__annotations__.values() if hint is not Any]
     return _checked(fn) if hints else fn
+
+
+# Of these, every function is called without end while a loss function is looked at.
+_HOT = {"_devices", "_flow", "_misc", "_program", "_rows", "_tagged"}
+
+
+def check_types():
+    """Everything else that is imported from now on checks the types of its arguments."""
+    spec = importlib.util.find_spec("eqx_kfac")
+    assert spec is not None and spec.submodule_search_locations is not None
+    found = pkgutil.iter_modules(spec.submodule_search_locations, "eqx_kfac.")
+    names = [module.name for module in found]
+    checked = [name for name in names if name.partition(".")[2] not in _HOT]
+    install_import_hook(checked, "tests.conftest.typechecked")
+
+
+check_types()
 
 
 @pytest.fixture

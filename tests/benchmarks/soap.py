@@ -43,9 +43,10 @@ def scale_by_soap(
     def init_leaf(p):
         if p.ndim < 2:
             return Leaf(jnp.zeros_like(p), jnp.zeros_like(p), None, None)
-        zeros = jnp.zeros_like(_matrix(p))
-        factors = tuple(jnp.zeros((n, n)) for n in sides(zeros.shape))
-        return Leaf(zeros, zeros, factors, tuple(jnp.eye(n) for n in sides(zeros.shape)))
+        matrix = _matrix(p)
+        factors = tuple(jnp.zeros((n, n)) for n in sides(matrix.shape))
+        bases = tuple(jnp.eye(n) for n in sides(matrix.shape))
+        return Leaf(jnp.zeros_like(matrix), jnp.zeros_like(matrix), factors, bases)
 
     def init(params):
         leaves = [init_leaf(p) for p in jax.tree.leaves(params)]
