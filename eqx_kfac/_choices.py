@@ -51,6 +51,7 @@ _AUTO = {
     "averaging": (Window(), None),
     "curvature_period": (10, 1),
     "inverse_period": (50, 5),
+    "through_rows": ("auto", False),
 }
 
 
@@ -108,7 +109,8 @@ def check_without_loss(choices: Mapping[str, Any], where: str) -> None:
     del rules["norm_constraint"]  # The value of the loss is enough.
     others = ("max_increase", "through_rows")
     chosen = rules | {name: choices.get(name) for name in others}
-    needing = {k: v for k, v in chosen.items() if v is not None and v is not False}
+    idle = lambda v: v is None or v is False or isinstance(v, str)
+    needing = {k: v for k, v in chosen.items() if not idle(v)}
     if needing:
         listed = ", ".join(f"`{name}={value}`" for name, value in needing.items())
         raise ValueError(
@@ -140,7 +142,7 @@ def _check_choice(name: str, value: Any) -> None:
         check_number(name, value, NUMBERS[name], schedule)
     elif name in _COUNTS:
         check_count(name, value, _COUNTS[name])
-    elif name in _FLAGS:
+    elif name in _FLAGS and not (name in _AUTO and value == "auto"):
         check_flag(name, value)
     elif name in _PARTS:
         check_instance(name, value, *_PARTS[name])

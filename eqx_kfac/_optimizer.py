@@ -107,7 +107,7 @@ class KFAC(eqx.Module):
     curvature_examples: int | None = eqx.field(static=True, converter=plain)
     inverse_period: int = eqx.field(static=True, converter=plain)
     in_turn: bool = eqx.field(static=True)
-    through_rows: bool = eqx.field(static=True)
+    through_rows: bool | Literal["auto"] = eqx.field(static=True)
     packed: bool = eqx.field(static=True)
     ema: Any = eqx.field(converter=plain)
     burn_in: int = eqx.field(static=True, converter=plain)
@@ -132,7 +132,7 @@ class KFAC(eqx.Module):
         curvature_examples: int | None = None,
         inverse_period: int | Literal["auto"] = "auto",
         in_turn: bool = False,
-        through_rows: bool = False,
+        through_rows: bool | Literal["auto"] = "auto",
         packed: bool = False,
         ema: Any = 0.95,
         burn_in: int = 0,
@@ -175,6 +175,7 @@ class KFAC(eqx.Module):
             features, precondition its gradient row by row: less work, the same steps.
             Looked at in every step: where a gradient is not made of these rows alone (an
             `L2` term, another penalty on the weights), it is preconditioned as a matrix.
+            `"auto"`: unless there are micro-batches, or a `shard_map` around the step.
         - `packed`: of every symmetric matrix in the state (factors, explicit inverses),
             keep one triangle: about half of the bytes, the same steps. To look at them:
             [`eqx_kfac.unpacked`][].
@@ -186,7 +187,8 @@ class KFAC(eqx.Module):
             `optax.adam(1e-3)`. Its updates are applied as they come.
 
         Where learning rate, momentum or damping is chosen by a rule, which looks at every
-        step, `"auto"` stands for no norm constraint, no averaging, periods of 1 and 5.
+        step, `"auto"` stands for no norm constraint, no averaging, periods of 1 and 5,
+        and not going through the rows.
 
         **Raises:** `ValueError` for a number out of its range or choices that exclude
         each other, `TypeError` for something of another kind.
@@ -268,7 +270,7 @@ class KFAC(eqx.Module):
         that led uphill, which starts again from zero). What else the loss function gave
         out is that of a bad batch: see `info.choose`.
 
-        **Raises:** `ValueError` for `through_rows` together with `micro_batches`, or
+        **Raises:** `ValueError` for `through_rows=True` together with `micro_batches`, or
         within a `shard_map`.
         """
         check_step(loss_fn, model, state, key)
@@ -276,7 +278,10 @@ class KFAC(eqx.Module):
         state = self._prepare(state, model)
         batch = Batch(loss_fn, args, kwargs, micro_batches)
         program = batch.look(model, trains=True)
-        slots = batch.row_slots(model, program) if self.through_rows else None
+        wanted = self.through_rows
+        if wanted == "auto":
+            wanted = micro_batches == 1 and not varying_axes((args, kwargs))
+        slots = batch.row_slots(model, program) if wanted else None
         linearised = batch.linearise(model, state.curvature, slots, program)
         value, aux, grads, rows = linearised.value_and_grads()
         begun = start(value, grads, state, self._rules)

@@ -85,7 +85,10 @@ def test_terms_over_devices():
     """Each of two devices has half of the examples, but all count."""
     mesh = jax.make_mesh((2,), ("batch",), (jax.sharding.AxisType.Auto,))
     region = kfac.TrustRegion(1e-3, terms=100)
-    optimizer = plain_kfac(10.0, norm_constraint=region, fisher=EXACT)
+    numbers = dict(curvature_period=1, averaging=None)
+    optimizer = kfac.KFAC(
+        10.0, 0.9, 1e-3, norm_constraint=region, fisher=EXACT, **numbers
+    )
     params, static = eqx.partition(make_model(), eqx.is_array)
 
     def local(params, x, y):
@@ -176,6 +179,23 @@ def test_what_auto_stands_for():
         assert (ruled.curvature_period, ruled.inverse_period) == (1, 5)
     with pytest.raises(TypeError, match="`averaging` must be a number"):
         kfac.KFAC(averaging="often")
+
+
+def test_rows_are_used_where_they_can_be():
+    model = kfac.convert(eqx.nn.MLP(D, K, 40, 2, key=KEYS[2]))  # Wider than the batch.
+    results = []
+    for through_rows in ("auto", True, False):
+        optimizer = kfac.KFAC(fisher=EXACT, through_rows=through_rows)
+        state = optimizer.init(model)
+        new, _, info = optimizer.step(loss_of(1.0), model, state, X, Y)
+        assert info.through_rows is None or bool(info.through_rows)
+        assert (info.through_rows is None) == (through_rows is False)
+        results.append(new)
+    assert same(results[0], results[1]) and same(results[0], results[2])
+    optimizer = kfac.KFAC(fisher=EXACT)
+    state = optimizer.init(model)
+    new, _, info = optimizer.step(loss_of(1.0), model, state, X, Y, micro_batches=2)
+    assert info.through_rows is None and same(new, results[0])
 
 
 def test_update_is_the_same_step():

@@ -84,6 +84,7 @@ def from_contrib(problem: Problem) -> list[Contender]:
 def optimizer(adaptive: bool, examples: int | None = None, **choices: Any) -> kfac.KFAC:
     """With all curvature from the first `examples` of a batch."""
     plain = dict(curvature_period=1, inverse_period=PERIOD, averaging=None)
+    plain |= dict(through_rows=False)
     choices = plain | dict(curvature_examples=examples) | choices
     if adaptive:
         quadratic = kfac.QuadraticModel(examples)
