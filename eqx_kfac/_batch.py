@@ -218,14 +218,21 @@ class LinearisedBatch(eqx.Module):
     @property
     def terms(self) -> int:
         """The number of terms of the losses, that of the loss with most of them."""
+        return self.seen(lambda lin: lin.terms) * self.batch.micro_batches
+
+    def seen(self, fn: Callable) -> Any:
+        """`fn(linearisation)` of something that is known without computing: of every
+        micro-batch, the same."""
+        if self.linearisation is not None:
+            return fn(self.linearisation)
         found = []
 
         def look(_, linearisation):
-            found.append(linearisation.terms)
+            found.append(fn(linearisation))
             return linearisation.value(), None
 
         jax.eval_shape(lambda: self._total(look)[0])
-        return found[-1] * self.batch.micro_batches
+        return found[-1]
 
     def gram(self, *directions: Model) -> Float[Array, "n n"]:
         r"""$d_a^\top C d_b$ with $C$ the Gauss-Newton matrix."""

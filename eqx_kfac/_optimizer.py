@@ -388,11 +388,13 @@ class KFAC(eqx.Module):
             return jax.lax.fori_loop(0, number, burn_in, averaged)
 
         due = state.step, state.weight, self.curvature_period
-        return when_due(*due, collect, averaged, again=self._early(state, "curvature"))
+        return when_due(
+            *due, collect, averaged, again=self._early(state, "curvature_period")
+        )
 
-    def _early(self, state: KFACState, what: str) -> Bool[Array, ""] | bool:
-        """Whether it is one of the first steps, at which more is due than later."""
-        name = f"{what}_period"
+    def _early(self, state: KFACState, name: str) -> Bool[Array, ""] | bool:
+        """Whether it is one of the first steps, at which more is due than a period says
+        that begins shorter."""
         return name in self.early and early(state.step, getattr(self, name))
 
     def _updates(
@@ -407,7 +409,7 @@ class KFAC(eqx.Module):
         """Factorise (if due), precondition, choose the length, look (if due), decide."""
         (curvature, weight, finite), grads = averaged, begun.grads
         turns = Turns(grads, self.inverse_period if self.in_turn else 1)
-        again = state.refactorise | self._early(state, "inverse")
+        again = state.refactorise | self._early(state, "inverse_period")
         state = state._replace(refactorise=again)
         due = turns, state, self.inverse_period, finite
         if has_bases(grads):

@@ -247,14 +247,11 @@ class Trial(eqx.Module):
 
 def _is_penalised(linearised: LinearisedBatch) -> bool:
     """Whether the objective has terms with a gradient but no curvature."""
-    kinds = set()
 
-    def look(_, linearisation):
-        kinds.update(type(term) for _, term in linearisation.objective.terms)
-        return linearisation.value(), None
+    def penalised(linearisation):
+        return any(isinstance(o, Penalty) for _, o in linearisation.objective.terms)
 
-    jax.eval_shape(lambda: linearised._total(look)[0])
-    return Penalty in kinds
+    return linearised.seen(penalised)
 
 
 def start(value: Float[Array, ""], grads: Model, state: KFACState, rules: Rules) -> Start:
