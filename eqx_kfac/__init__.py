@@ -48,6 +48,7 @@ from ._form import (
     Sizes as Sizes,
     Vectors as Vectors,
 )
+from ._layer_damping import LayerDamping as LayerDamping
 from ._loss import (
     AbstractLoss as AbstractLoss,
     L2 as L2,

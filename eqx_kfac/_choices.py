@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from ._checks import check_count, check_flag, check_instance, check_number
 from ._damping import LevenbergMarquardt
 from ._fisher import AbstractFisher
+from ._layer_damping import LayerDamping
 from ._quadratic import QuadraticModel
 from ._solver import AbstractDampedSolver
 from ._trust import TrustRegion, Window
@@ -24,6 +25,7 @@ NUMBERS = {
     "weight_decay": "at least 0",
     "averaging": "in [0, 1]",
 }
+_RULES = (LevenbergMarquardt, LayerDamping, TrustRegion)
 # Integers: the least that they may be.
 _COUNTS = {
     "curvature_period": 1,
@@ -47,6 +49,7 @@ _OPTIONAL = {
 # What `"auto"` stands for where all lengths are given, and where a rule looks at every
 # step anyway.
 _AUTO = {
+    "damping": (LayerDamping(), 0.03),
     "norm_constraint": (TrustRegion(), None),
     "averaging": (Window(), None),
     "curvature_period": (10, 1),
@@ -56,13 +59,19 @@ _AUTO = {
 
 
 class Rules(NamedTuple):
-    """What chooses a number anew at every step, and looks at the loss to do so; `None`
-    where it is a number, or a schedule."""
+    """What chooses numbers anew at every step; `None` where it is a number, or a
+    schedule."""
 
     learning_rate: QuadraticModel | None
     momentum: QuadraticModel | None
     damping: LevenbergMarquardt | None
     norm_constraint: TrustRegion | None
+    layer_damping: LayerDamping | None
+
+    def of(self, name: str) -> Any:
+        """The rule that was given for a number, if it was one."""
+        rule = getattr(self, name, None)
+        return self.layer_damping if rule is None and name == "damping" else rule
 
 
 def rules_of(choices: Mapping[str, Any]) -> Rules:
@@ -77,6 +86,7 @@ def rules_of(choices: Mapping[str, Any]) -> Rules:
         momentum=rule("momentum", QuadraticModel),
         damping=rule("damping", LevenbergMarquardt),
         norm_constraint=rule("norm_constraint", TrustRegion),
+        layer_damping=rule("damping", LayerDamping),
     )
 
 
@@ -96,7 +106,7 @@ def check_choices(choices: Mapping[str, Any]) -> None:
     other."""
     rules = rules_of(choices)
     for name, value in choices.items():
-        ruled = getattr(rules, name, None) is not None
+        ruled = rules.of(name) is not None
         if not (ruled or (value is None and name in _OPTIONAL)):
             _check_choice(name, value)
     _check_fallback(choices.get("fallback"))
@@ -106,7 +116,7 @@ def check_choices(choices: Mapping[str, Any]) -> None:
 def check_without_loss(choices: Mapping[str, Any], where: str) -> None:
     """Raises for choices that need the loss function, or the model, at every step."""
     rules = rules_of(choices)._asdict()
-    del rules["norm_constraint"]  # The value of the loss is enough.
+    del rules["norm_constraint"], rules["layer_damping"]  # `check_given` knows.
     others = ("max_increase", "through_rows")
     chosen = rules | {name: choices.get(name) for name in others}
     idle = lambda v: v is None or v is False or isinstance(v, str)
@@ -123,8 +133,11 @@ def check_given(choices: Mapping[str, Any], model: Any, value: Any) -> None:
     """Raises if an argument of `update` is `None` that a choice needs."""
     region = choices["norm_constraint"]
     region = region if isinstance(region, TrustRegion) else None
+    damping = choices["damping"]
+    damping = damping if isinstance(damping, LayerDamping) else None
     needs = [
         ("averaging", choices["averaging"], "model", model),
+        ("damping", damping, "model", model),
         ("norm_constraint", region, "value", value),
     ]
     for name, chosen, argument, given in needs:
@@ -138,7 +151,7 @@ def check_given(choices: Mapping[str, Any], model: Any, value: Any) -> None:
 def _check_choice(name: str, value: Any) -> None:
     if name in NUMBERS:
         # A rule in the wrong place can be called, but is no schedule.
-        schedule = not isinstance(value, (LevenbergMarquardt, TrustRegion))
+        schedule = not isinstance(value, _RULES)
         check_number(name, value, NUMBERS[name], schedule)
     elif name in _COUNTS:
         check_count(name, value, _COUNTS[name])
@@ -167,6 +180,11 @@ def _check_together(choices: Mapping[str, Any], rules: Rules) -> None:
         raise ValueError(
             "`norm_constraint` bounds the step that a given learning rate makes; a "
             "`kfac.QuadraticModel()` finds the length itself. Leave one of them out."
+        )
+    if (length, momentum) != (None, None) and rules.layer_damping is not None:
+        raise ValueError(
+            "The quadratic model has one damping for all layers: give a number or a "
+            "`kfac.LevenbergMarquardt(...)`, not a `kfac.LayerDamping`."
         )
     if length is not None and momentum is not None and length != momentum:
         raise ValueError(

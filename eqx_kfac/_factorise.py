@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from ._block import AbstractFactors
+from ._checks import is_number, is_scalar
 from ._custom_types import Model
 from ._devices import decomposed_over_stack, explicit_sharding, over_stack
 from ._misc import all_finite, tree_where
@@ -24,6 +25,20 @@ def damping_of(factors: AbstractFactors, damping: Any) -> Array:
     return jnp.asarray(damping, factors.l2.dtype) + factors.l2
 
 
+def for_each(damping: Any, model: Model, curvature: Model) -> Model:
+    """A number for every layer (for each of a stack): one for all, unless there are
+    several already."""
+    if not (is_number(damping) or is_scalar(damping)):
+        return damping
+
+    def of_layer(tag, layer, factors):
+        if factors is None:
+            return None
+        return jnp.asarray(damping, factors.l2.dtype) + jnp.zeros_like(factors.l2)
+
+    return map_tags(of_layer, model, curvature)
+
+
 def factorise(
     curvature: Model,
     model: Model,
@@ -32,23 +47,26 @@ def factorise(
     previous: Model | None = None,
 ) -> Model:
     """The solver's state for every layer; `None` where the operator is factorised as it
-    is. Solvers that iterate start at the `previous` one."""
+    is. Solvers that iterate start at the `previous` one. `damping`: a number, or a tree
+    with one for every layer."""
 
-    def prepare(tag, layer, factors, before):
+    def prepare(tag, layer, factors, before, damping):
         if factors is None:
             return None, None, 0
 
-        def prepare(factors):
+        def prepare(factors, damping):
             operator = tag.block.operator(factors)
             if is_factorised(operator):
                 return None
-            return solver.prepare(operator, damping_of(factors, damping))
+            return solver.prepare(operator, damping)
 
         stack = factors.l2.ndim
-        return over_stack(prepare, stack)(factors), before, stack
+        damped = factors, damping_of(factors, damping)
+        return over_stack(prepare, stack)(*damped), before, stack
 
     previous = blank(model) if previous is None else previous
-    found, treedef = flatten_tags(prepare, model, curvature, previous)
+    trees = curvature, previous, for_each(damping, model, curvature)
+    found, treedef = flatten_tags(prepare, model, *trees)
     jobs = []
     for _, (prepared, before, stack) in found:
         if isinstance(prepared, Pair):

@@ -181,7 +181,9 @@ def kfac(
         params = _unmask(params)
         if _is_placeholder(params):
             trees = _in_place_of(params, fallback)
-            state = optimizer._init_with(velocity=params, iterates=None, **trees)
+            state = optimizer._init_with(
+                velocity=params, layer_damping=None, iterates=None, **trees
+            )
         else:
             state = optimizer.init(params)
         # Of one type for good, also where optax joins states of two branches.

@@ -24,8 +24,8 @@ from ._choices import (
 )
 from ._custom_types import Key, Model
 from ._damping import calibrated
-from ._devices import cast_varying, varying_axes
-from ._factorise import refactorise
+from ._devices import cast_varying, varying_axes, zeros_as_from
+from ._factorise import for_each, refactorise
 from ._fisher import AbstractFisher, MonteCarlo
 from ._misc import masked, tree_where
 from ._packed_state import init_factors
@@ -118,7 +118,7 @@ class KFAC(eqx.Module):
         self,
         learning_rate: Any = 0.1,
         momentum: Any = 0.9,
-        damping: Any = 0.03,
+        damping: Any = "auto",
         *,
         fisher: AbstractFisher = MonteCarlo(),
         solver: AbstractDampedSolver = Cholesky(),
@@ -144,7 +144,8 @@ class KFAC(eqx.Module):
         - `momentum`: $\mu \in [0, 1)$, how much of the previous update is taken again; or
             [`eqx_kfac.QuadraticModel`][].
         - `damping`: $\lambda \ge 0$, added to the curvature, in units of the loss per
-            squared parameter; or [`eqx_kfac.LevenbergMarquardt`][].
+            squared parameter; or [`eqx_kfac.LevenbergMarquardt`][]; or
+            [`eqx_kfac.LayerDamping`][]`()`, which is what `"auto"` stands for.
         - `fisher`: which curvature is estimated; see [`eqx_kfac.MonteCarlo`][].
         - `solver`: how the damped curvature is inverted: [`eqx_kfac.Cholesky`][] (fast,
             factored damping) or [`eqx_kfac.Eigh`][] (exact damping).
@@ -187,8 +188,8 @@ class KFAC(eqx.Module):
             `optax.adam(1e-3)`. Its updates are applied as they come.
 
         Where learning rate, momentum or damping is chosen by a rule, which looks at every
-        step, `"auto"` stands for no norm constraint, no averaging, periods of 1 and 5,
-        and not going through the rows.
+        step, `"auto"` stands for a damping of 0.03, no norm constraint, no averaging,
+        periods of 1 and 5, and not going through the rows.
 
         **Raises:** `ValueError` for a number out of its range or choices that exclude
         each other, `TypeError` for something of another kind.
@@ -217,6 +218,7 @@ class KFAC(eqx.Module):
             curvature=curvature,
             inverse=inverse,
             velocity=jtu.tree_map(jnp.zeros_like, tagged),
+            layer_damping=self._init_layer_damping(curvature, model),
             fallback=init_fallback(model, self.fallback),
             iterates=None if self.averaging is None else init_iterates(model),
         )
@@ -226,8 +228,10 @@ class KFAC(eqx.Module):
     def _init_with(self, **trees: Any) -> KFACState:
         """The initial state with what depends on the model."""
         step = jnp.zeros((), jnp.int32)
+        bounded = self._rules.norm_constraint is not None
         return KFACState(
             step=step,
+            extent=jnp.zeros((), float) if bounded else None,
             weight=jnp.zeros((), float),
             refactorise=jnp.zeros((), bool),
             rejected=jnp.zeros((), jnp.int32),
@@ -339,7 +343,7 @@ class KFAC(eqx.Module):
 
     def _initial(self, name: str) -> Any:
         """What a hyper-parameter is to begin with."""
-        rule, chosen = getattr(self._rules, name, None), getattr(self, name)
+        rule, chosen = self._rules.of(name), getattr(self, name)
         if isinstance(rule, QuadraticModel):
             return jnp.zeros((), float)
         return chosen if rule is None else rule.initial
@@ -350,7 +354,7 @@ class KFAC(eqx.Module):
 
         def now(name):
             chosen, value = getattr(self, name), getattr(state, name)
-            if callable(chosen) and getattr(self._rules, name, None) is None:
+            if callable(chosen) and self._rules.of(name) is None:
                 return at(chosen, state.step)
             return value if eqx.is_array(value) else at(value, state.step)
 
@@ -427,15 +431,16 @@ class KFAC(eqx.Module):
             linearised=linearised,
         )
 
-        def factorise(damping, inverse, curvature):
-            strength = damping * state.damping_ratio
+        def factorise(inverse, curvature, strength):
             return refactorise(inverse, curvature, grads, self.solver, strength)
 
         damping = self._calibrated(trial, factorise)
-        invert = ft.partial(factorise, damping)
-        inverse, factorised = when_in_turn(*due, invert, state.inverse, curvature)
+        each = self._layer_damping(model, state, curvature, finite)
+        strength = trial.strength(damping if each is None else each)
+        trees = state.inverse, curvature, for_each(strength, grads, curvature)
+        inverse, factorised = when_in_turn(*due, factorise, *trees)
         others, fallback = update_fallback(grads, state.fallback, model, self.fallback)
-        proposal = trial.propose(damping, inverse, others)
+        proposal = trial.propose(damping, inverse, strength, others)
         info = trial.judge(proposal, factorised)
         updates = self._decayed(proposal, model, state)
         updates = jtu.tree_map(lambda u: jnp.where(info.rejected, 0, u), updates)
@@ -444,9 +449,30 @@ class KFAC(eqx.Module):
             step=state.step + 1,
             curvature=curvature,
             inverse=inverse,
+            layer_damping=each,
             weight=weight,
         )
         return updates, state, info
+
+    def _init_layer_damping(self, curvature: Model, model: Model) -> Model | None:
+        """Zeros in the place of every layer's damping, if there is a rule for these."""
+        rule = self._rules.layer_damping
+        if rule is None:
+            return None
+        return zeros_as_from(rule, jnp.zeros((), float), curvature, model)
+
+    def _layer_damping(
+        self, model: Model, state: KFACState, curvature: Model, finite: Bool[Array, ""]
+    ) -> Model | None:
+        """Every layer's damping, chosen anew whenever layers are factorised."""
+        rule = self._rules.layer_damping
+        if rule is None:
+            return None
+        choose = ft.partial(rule, state.damping, curvature, model)
+        period = 1 if self.in_turn else self.inverse_period
+        due = state.step, state.weight, period
+        kept = state.layer_damping
+        return when_due(*due, choose, kept, finite, state.refactorise)
 
     def _calibrated(self, trial: Trial, factorise: Callable) -> Float[Array, ""]:
         """The damping of this step: before the first one, it may be looked for."""
@@ -455,8 +481,9 @@ class KFAC(eqx.Module):
             return state.damping
 
         def ratio(damping):
-            inverse, _ = factorise(damping, state.inverse, trial.curvature)
-            return trial.ratio(damping, inverse)
+            strength = trial.strength(damping)
+            inverse, _ = factorise(state.inverse, trial.curvature, strength)
+            return trial.ratio(damping, inverse, strength)
 
         return calibrated(rule, state.damping, ratio, (state.weight == 0) & trial.finite)
 
@@ -489,6 +516,7 @@ class KFAC(eqx.Module):
             iterates = iterates.add(eqx.apply_updates(model, updates), state.averaging)
         taken = dict(
             velocity=proposal.velocity,
+            extent=proposal.extent,
             fallback=fallback,
             iterates=iterates,
             learning_rate=proposal.learning_rate,
@@ -497,8 +525,9 @@ class KFAC(eqx.Module):
         kept = {name: getattr(state, name) for name in taken}
         # Of what led uphill, not the same again: it would for ever.
         uphill = info.faults.update | info.faults.increase
-        stopped = jtu.tree_map(jnp.zeros_like, state.velocity)
-        kept["velocity"] = tree_where(uphill, stopped, state.velocity)
+        moving = state.velocity, state.extent
+        stopped = jtu.tree_map(jnp.zeros_like, moving)
+        kept["velocity"], kept["extent"] = tree_where(uphill, stopped, moving)
         rule, rejected, damping = self._rules.damping, info.rejected, info.damping
         ratio = info.reduction_ratio
         if rule is not None and ratio is not None:

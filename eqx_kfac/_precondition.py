@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 from ._block import AbstractFactors, no_l2
 from ._custom_types import Model
 from ._devices import decomposed_over_stack, over_stack
-from ._factorise import damping_of
+from ._factorise import damping_of, for_each
 from ._misc import all_finite, difference, names, parameters_of, tree_where
 from ._operator import packed_like, unpacked
 from ._solver import AbstractDampedSolver, Eigh
@@ -215,11 +215,11 @@ def solutions(
 ) -> Model:
     r"""The canonical matrix of $\hat F^{-1} \nabla h$ for every layer with factors."""
 
-    def layer_solution(tag, layer, factors, state):
+    def layer_solution(tag, layer, factors, state, damping):
         if factors is None:
             return None
 
-        def solve(matrix, factors, state):
+        def solve(matrix, factors, state, damping):
             # What `lx.linear_solve` computes, without its derivatives, which nothing here
             # needs, and without its checks, which do not know explicit meshes.
             operator, state, options = solvable(tag, factors, state, solver, damping)
@@ -229,9 +229,11 @@ def solutions(
             return solution.reshape(-1).reshape(matrix.shape)
 
         matrix = tag.form.to_matrix(layer).astype(factors.l2.dtype)
-        return over_stack(solve, factors.l2.ndim)(matrix, factors, state)
+        each = matrix, factors, state, damping_of(factors, damping)
+        return over_stack(solve, factors.l2.ndim)(*each)
 
-    return map_tags(layer_solution, grads, curvature, inverse)
+    each = curvature, inverse, for_each(damping, grads, curvature)
+    return map_tags(layer_solution, grads, *each)
 
 
 def with_matrices(tree: Model, matrices: Model) -> Model:
@@ -248,7 +250,7 @@ def solvable(
     tag: Tag, factors: Any, state: Any, solver: AbstractDampedSolver, damping: Any
 ) -> tuple[Any, Any, dict[str, Any]]:
     """The operator of one layer, and the solver's state and options for it."""
-    options = {"damping": damping_of(factors, damping)}
+    options = {"damping": damping}
     factors, state = unpacked((factors, state))
     operator = tag.block.operator(factors)
     return operator, solver.init(operator, options) if state is None else state, options

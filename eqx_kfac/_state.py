@@ -72,6 +72,9 @@ class KFACState(NamedTuple):
     inverse: Model
     weight: Float[Array, ""]  # Total weight of the moving average; 0 before the first.
     velocity: Model  # The previous update; zero after one that led uphill.
+    # Its squared length in the metric of the curvature, if a `TrustRegion` bounds it.
+    extent: Float[Array, ""] | None
+    layer_damping: Model | None  # As last chosen by a `LayerDamping`, if there is one.
     fallback: Any
     iterates: Iterates | None
     learning_rate: Float[Array, ""]  # As last chosen, if a rule chooses it.
@@ -232,7 +235,7 @@ def check_state(state: Any, expected: Any) -> None:
             f"kfac.{'packed' if want else 'unpacked'}(state)`."
         )
     _check_same_shapes(state, expected)
-    for name in ("curvature", "inverse", "velocity", "iterates"):
+    for name in ("curvature", "inverse", "velocity", "layer_damping", "iterates"):
         _check_same_types(name, getattr(state, name, None), getattr(expected, name, None))
 
 

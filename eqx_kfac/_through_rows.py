@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool
 
 from ._custom_types import Model
 from ._devices import explicit_sharding, gathered, over_stack, varying_axes
+from ._factorise import damping_of, for_each
 from ._form import Dense, join
 from ._places import Used, used_places
 from ._precondition import precondition, solutions, solvable, with_matrices
@@ -95,11 +96,11 @@ def precondition_through_rows(
 ) -> Model:
     """As `precondition`, through the rows where there are any and they are whole."""
 
-    def layer_solution(tag, layer, rows, factors, state):
+    def layer_solution(tag, layer, rows, factors, state, damping):
         if rows is None:
             return None
 
-        def solve(x, g, factors, state):
+        def solve(x, g, factors, state, damping):
             _, state, options = solvable(tag, factors, state, solver, damping)
             x, g = (a.reshape(-1, a.shape[-1]).astype(factors.l2.dtype) for a in (x, g))
             weight, bias = tag.form.parameters(layer)
@@ -108,7 +109,8 @@ def precondition_through_rows(
             return solver.compute_outer(state, g, x, options)
 
         x, g = (gathered(a, rows.stack) for a in (rows.x.vectors(), rows.g))
-        return over_stack(solve, rows.stack)(x, g, factors, state)
+        damping = damping_of(factors, damping)
+        return over_stack(solve, rows.stack)(x, g, factors, state, damping)
 
     def only(wanted):
         def layer_factors(_, __, factors, rows):
@@ -116,9 +118,10 @@ def precondition_through_rows(
 
         return map_tags(layer_factors, grads, curvature, rows.layers)
 
+    each = rows.layers, curvature, inverse, for_each(damping, grads, curvature)
     matrices = jax.lax.cond(
         rows.whole,
-        lambda: map_tags(layer_solution, grads, rows.layers, curvature, inverse),
+        lambda: map_tags(layer_solution, grads, *each),
         lambda: solutions(grads, only(True), inverse, solver, damping),
     )
     natural = precondition(grads, only(False), inverse, solver, damping)

@@ -43,6 +43,7 @@ class Proposal(NamedTuple):
     momentum: Float[Array, ""]
     velocity: Model  # The update of the parameters that tags cover,
     others: Model  # and of those that the fallback looks after.
+    extent: Float[Array, ""] | None  # The squared length of the former, if it is bounded.
     # For the former, by the quadratic model; `None` if it was not needed so far.
     predicted: Float[Array, ""] | None
 
@@ -65,33 +66,42 @@ class Trial(eqx.Module):
     finite: Bool[Array, ""]  # Loss, gradient and curvature.
     linearised: Any  # A `LinearisedBatch`; `None` if the loss function is not there.
 
+    def strength(self, damping: Any) -> Any:
+        """What the preconditioner is damped with: a number, or one for every layer."""
+        ratio = self.state.damping_ratio
+        return jtu.tree_map(lambda d: d * ratio.astype(d.dtype), damping)
+
     def propose(
-        self, damping: Float[Array, ""], inverse: Model, others: Model
+        self, damping: Float[Array, ""], inverse: Model, strength: Any, others: Model
     ) -> Proposal:
         r"""$\delta = \alpha d + \mu \delta_\text{prev}$ with $d = -\hat F^{-1} \nabla h$,
-        given the factorisation of the damped $\hat F$."""
+        given the factorisation of $\hat F$, damped with `strength`."""
         state, gradient = self.state, self._gradient
-        strength = damping * state.damping_ratio
         factorised = self.curvature, inverse, self.solver, strength
         if self.rows is None:
             natural = precondition(gradient, *factorised)
         else:
             natural = precondition_through_rows(gradient, self.rows, *factorised)
         direction = jtu.tree_map(jnp.negative, natural)
-        given = self._constrained_rate(natural), state.momentum
+        given, extent = self._constrained(natural)
         (scale, momentum), predicted = self._lengths(damping, direction, given)
         velocity = jtu.tree_map(
             lambda d, v: momentum.astype(v.dtype) * v + scale.astype(d.dtype) * d,
             direction,
             state.velocity,
         )
+        # What was chosen, not what the norm constraint has made of it.
         learning_rate = state.learning_rate if self.rules.learning_rate is None else scale
-        return Proposal(damping, learning_rate, momentum, velocity, others, predicted)
+        momentum = state.momentum if self.rules.momentum is None else momentum
+        chosen = damping, learning_rate, momentum
+        return Proposal(*chosen, velocity, others, extent, predicted)
 
-    def ratio(self, damping: Float[Array, ""], inverse: Model) -> Float[Array, ""]:
+    def ratio(
+        self, damping: Float[Array, ""], inverse: Model, strength: Any
+    ) -> Float[Array, ""]:
         """The reduction ratio of a step of the tagged parameters alone."""
         _, others = partition_tagged(jtu.tree_map(jnp.zeros_like, self.grads))
-        proposal = self.propose(damping, inverse, others)
+        proposal = self.propose(damping, inverse, strength, others)
         return self._ratio(self._new_loss(proposal), self._predicted(proposal))
 
     def judge(self, proposal: Proposal, factorised: Bool[Array, ""]) -> Info:
@@ -147,17 +157,35 @@ class Trial(eqx.Module):
         """That of the tagged parameters."""
         return partition_tagged(self.grads)[0]
 
-    def _constrained_rate(self, natural: Model) -> Float[Array, ""]:
-        r"""The learning rate, or less: $\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h
-        \rangle \le c$."""
-        rate, most = self.state.learning_rate, self.state.norm_constraint
-        if most is None:
-            return rate
-        if self.rules.norm_constraint is not None:
-            terms = None if self.linearised is None else self.linearised.terms
-            most = self.rules.norm_constraint(most, self.value, terms)
-        norm = rate**2 * tree_dot(natural, self._gradient).astype(rate.dtype)
-        return rate * jnp.minimum(1, jnp.sqrt(most / jnp.maximum(norm, 1e-30)))
+    def _constrained(self, natural: Model) -> tuple[tuple, Float[Array, ""] | None]:
+        r"""Learning rate and momentum, or less, such that $\alpha^2 \langle \hat F^{-1}
+        \nabla h, \nabla h \rangle \le c$; and, if a rule bounds the velocity too, its
+        squared length."""
+        state, region = self.state, self.rules.norm_constraint
+        rate, momentum = state.learning_rate, state.momentum
+        if state.norm_constraint is None:
+            return (rate, momentum), None
+        norm = tree_dot(natural, self._gradient).astype(rate.dtype)
+        if region is None:
+            return (
+                _at_most(state.norm_constraint, rate**2 * norm) * rate,
+                momentum,
+            ), None
+        terms = None if self.linearised is None else self.linearised.terms
+        most, most_of_velocity = region(state.norm_constraint, self.value, terms)
+        rate = _at_most(most, rate**2 * norm) * rate
+        extent = self._extent(rate, norm)
+        scale = _at_most(most_of_velocity, extent)
+        return (scale * rate, scale * momentum), scale**2 * extent
+
+    def _extent(self, rate: Float[Array, ""], norm: Float[Array, ""]) -> Float[Array, ""]:
+        r"""$\langle \delta, \hat F \delta \rangle$, of which only what joins the two
+        parts of the velocity is new, for $\hat F (\hat F^{-1} \nabla h) = \nabla h$."""
+        momentum, before = self.state.momentum, self.state.extent
+        before = jnp.zeros_like(rate) if before is None else before
+        joint = tree_dot(self.state.velocity, self._gradient).astype(rate.dtype)
+        extent = momentum**2 * before - 2 * momentum * rate * joint + rate**2 * norm
+        return jnp.maximum(extent, 0)  # The curvature has changed since the last step.
 
     def _lengths(
         self, damping: Float[Array, ""], direction: Model, given: tuple
@@ -243,6 +271,11 @@ class Trial(eqx.Module):
     ) -> Float[Array, ""]:
         no_descent = (predicted >= 0) & ~jnp.isnan(new_loss)
         return jnp.where(no_descent, -jnp.inf, (new_loss - self.value) / predicted)
+
+
+def _at_most(most: Float[Array, ""], norm: Float[Array, ""]) -> Float[Array, ""]:
+    """By what a vector is to be scaled such that its squared norm is not above `most`."""
+    return jnp.minimum(1, jnp.sqrt(most / jnp.maximum(norm, 1e-30)))
 
 
 def _is_penalised(linearised: LinearisedBatch) -> bool:

@@ -10,18 +10,27 @@ from ._checks import check_count, check_number
 
 
 class TrustRegion(eqx.Module):
-    r"""A norm constraint that becomes tighter as the loss falls, and where there are few
-    examples:
+    r"""Norm constraints that become tighter as the loss falls: of what a step adds to the
+    velocity, and of the whole of it,
 
-    $$\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle \le c \,
-    \min(1, |h|)^p \, \min(1, N / m)$$
+    $$\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle \le c_h \min(1, N / m),
+    \qquad \langle \delta, \hat F \delta \rangle \le k c_h, \qquad
+    c_h = c \min(1, |h|)^p$$
 
-    with $h$ the loss of the batch (in nats) and $N$ the number of its terms. The
-    left-hand side is about twice the Kullback-Leibler divergence between the model before
-    the step and after. A network that fits its data has a vanishing Fisher and a small
-    loss: steps that were short at first are long compared with what is left to be gained.
-    And the gradient of few examples is mostly noise, of which the left-hand side grows as
-    $1 / N$. Pass it to [`eqx_kfac.KFAC`][] as `norm_constraint`.
+    with $h$ the loss of the batch (in nats) and $N$ the number of its terms. Either
+    left-hand side is about twice a Kullback-Leibler divergence: that between the model
+    before and after the step, without momentum and with it. A network that fits its data
+    has a vanishing Fisher and a small loss: steps that were short at first are long
+    compared with what is left to be gained. The gradient of few examples is mostly noise,
+    of which the first one grows as $1 / N$. And where gradients agree from step to step,
+    momentum adds them up to ten times of what the first one bounds. Pass it to
+    [`eqx_kfac.KFAC`][] as `norm_constraint`.
+
+    The second one needs no product with $\hat F$: of $\delta = \mu \delta_\text{prev} -
+    \alpha \hat F^{-1} \nabla h$ it is
+    $\mu^2 \langle \delta_\text{prev}, \hat F \delta_\text{prev} \rangle
+    - 2 \mu \alpha \langle \delta_\text{prev}, \nabla h \rangle
+    + \alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle$.
 
     !!! Example
 
@@ -31,28 +40,34 @@ class TrustRegion(eqx.Module):
 
     ??? cite "Reference"
 
-        With $p = 0$ and $m = 1$ this is the constraint of J. Ba, R. Grosse, J. Martens,
-        *Distributed Second-Order Optimization using Kronecker-Factored Approximations*,
-        ICLR 2017, section 5. How it depends on the loss and on the number of terms was
-        found by experiment: see "How to choose".
+        With $p = 0$ and $m = 1$ the first one is the constraint of J. Ba, R. Grosse,
+        J. Martens, *Distributed Second-Order Optimization using Kronecker-Factored
+        Approximations*, ICLR 2017, section 5. How they depend on the loss and on the
+        number of terms, and the second one, were found by experiment: see "How to
+        choose".
     """
 
     size: Any
     power: Any
     terms: int = eqx.field(static=True)
+    velocity: Any
 
-    def __init__(self, size: Any = 3e-3, power: Any = 0.75, terms: int = 128):
+    def __init__(
+        self, size: Any = 3e-3, power: Any = 0.75, terms: int = 128, velocity: Any = 8.0
+    ):
         """**Arguments:**
 
         - `size`: $c > 0$, in nats.
         - `power`: $p \\ge 0$. 0 leaves the loss out.
         - `terms`: $m$: from how many terms of the loss on their number does not matter.
+        - `velocity`: $k > 0$; `jnp.inf` leaves the velocity alone.
 
         **Raises:** `ValueError` for a number out of its range.
         """
         self.size = check_number("size", size, "positive", schedule=False)
         self.power = check_number("power", power, "at least 0", schedule=False)
         self.terms = check_count("terms", terms, 1)
+        self.velocity = check_number("velocity", velocity, "positive", schedule=False)
 
     @property
     def initial(self) -> Any:
@@ -61,12 +76,12 @@ class TrustRegion(eqx.Module):
 
     def __call__(
         self, size: Float[Array, ""], value: Float[Array, ""], terms: int | None
-    ) -> Float[Array, ""]:
-        """The norm constraint of a step, given $c$, the loss, and the number of its terms
-        if that is known."""
-        small = jnp.minimum(1, jnp.abs(value)).astype(size.dtype) ** self.power
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Both right-hand sides, given $c$, the loss, and the number of its terms if that
+        is known."""
+        most = size * jnp.minimum(1, jnp.abs(value)).astype(size.dtype) ** self.power
         few = 1.0 if terms is None else min(1.0, terms / self.terms)
-        return few * size * small
+        return few * most, self.velocity * most
 
 
 class Window(eqx.Module):

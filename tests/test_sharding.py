@@ -279,6 +279,10 @@ def ensemble_loss(model, x, y):
         (kfac.EKFAC(), {}),
         (kfac.Full(), dict(damping=kfac.LevenbergMarquardt(1.0), averaging=0.9)),
         (kfac.Diagonal(), {}),
+        (
+            kfac.Kronecker(),
+            dict(damping=kfac.LayerDamping(), norm_constraint=kfac.TrustRegion(1e-4)),
+        ),
     ],
 )
 def test_steps_over_an_explicit_mesh_axis(block, choices):

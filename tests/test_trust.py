@@ -56,7 +56,7 @@ def test_a_trust_region_is_a_norm_constraint(scale, power, terms):
     size = 1e-3
     constraint = size * min(1, loss) ** power * min(1, N / terms)
     assert (constraint < size) == ((scale < 1 and power > 0) or terms > N)
-    model, _, _ = one_step(kfac.TrustRegion(size, power, terms), scale)
+    model, _, _ = one_step(kfac.TrustRegion(size, power, terms, jnp.inf), scale)
     want, _, _ = one_step(constraint, scale)
     other, _, _ = one_step(2 * constraint, scale)
     assert same(model, want) and not same(model, other)
@@ -112,6 +112,54 @@ def test_the_size_may_be_changed():
         new, _, _ = optimizer.step(loss_of(1.0), model, own, X, Y)
         updates.append(jtu.tree_map(jnp.subtract, leaves(new), leaves(model)))
     assert same(jtu.tree_map(lambda u: 2 * u, updates[0]), updates[1])
+
+
+def extents(velocity, steps=8):
+    """Of a linear model, whose curvature stays what it is: what the state says of the
+    velocity's length, and what it is."""
+    region = kfac.TrustRegion(1e-3, terms=1, velocity=velocity)
+    choices = dict(fisher=EXACT, solver=kfac.Eigh(), norm_constraint=region)
+    optimizer = plain_kfac(0.1, damping=0.1, **choices)
+    model = kfac.Linear(D, K, key=KEYS[2])
+    state = optimizer.init(model)
+    step = eqx.filter_jit(optimizer.step)
+    said, true = [], []
+    for _ in range(steps):
+        model, state, info = step(loss_of(10.0), model, state, X, Y)
+        operator = kfac.BlockDiagonalOperator(state.curvature, model)
+        product = operator.mv(state.velocity)
+        pairs = list(zip(leaves(state.velocity), leaves(product), strict=True))
+        true.append(sum(jnp.sum(v * (p + 0.1 * v)) for v, p in pairs))
+        said.append(state.extent)
+        assert info.momentum == 0.9 and info.learning_rate == 0.1  # As they were given.
+    return np.array(said), np.array(true), float(info.loss)
+
+
+def test_the_velocity_is_bounded():
+    said, true, loss = extents(jnp.inf)
+    assert loss > 1
+    np.testing.assert_allclose(said, true, rtol=1e-10)
+    assert np.all(np.diff(said) > 0) and said[-1] > 2e-2 and said[0] <= 1.001e-3
+    bounded, true, _ = extents(8.0)
+    np.testing.assert_allclose(bounded, true, rtol=1e-10)
+    free = said < 8e-3
+    np.testing.assert_allclose(bounded[free], said[free], rtol=1e-10)
+    np.testing.assert_allclose(bounded[~free], 8e-3, rtol=1e-10)
+    assert 0 < free.sum() < len(free)
+
+
+def test_the_velocity_of_a_step_uphill_is_forgotten():
+    region = kfac.TrustRegion(1.0, terms=1)
+    optimizer = plain_kfac(0.1, norm_constraint=region, fisher=EXACT, max_increase=0.0)
+    model = make_model()
+    state = optimizer.init(model)
+    _, state, _ = optimizer.step(loss_of(1.0), model, state, X, Y)
+    assert state.extent > 0
+    away = jtu.tree_map(lambda v: -50 * v, state.velocity)
+    _, state, info = optimizer.step(
+        loss_of(1.0), model, state._replace(velocity=away), X, Y
+    )
+    assert info.faults.increase and state.extent == 0
 
 
 def test_a_window_averages_the_last_part():
@@ -170,12 +218,14 @@ def test_what_auto_stands_for():
     chosen = kfac.KFAC()
     assert isinstance(chosen.norm_constraint, kfac.TrustRegion)
     assert isinstance(chosen.averaging, kfac.Window)
+    assert isinstance(chosen.damping, kfac.LayerDamping)
     assert (chosen.curvature_period, chosen.inverse_period) == (10, 50)
     quadratic = kfac.QuadraticModel()
     rules = (quadratic, quadratic, 1.0), (0.1, 0.9, kfac.LevenbergMarquardt(1.0))
     for lengths in rules:
         ruled = kfac.KFAC(*lengths)
         assert ruled.norm_constraint is None and ruled.averaging is None
+        assert not isinstance(ruled.damping, kfac.LayerDamping)
         assert (ruled.curvature_period, ruled.inverse_period) == (1, 5)
     with pytest.raises(TypeError, match="`averaging` must be a number"):
         kfac.KFAC(averaging="often")

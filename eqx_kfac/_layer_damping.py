@@ -1,0 +1,114 @@
+"""Damping for every layer by itself."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Float
+
+from ._checks import check_number
+from ._custom_types import Model
+from ._devices import over_stack
+from ._operator import squared_norm, trace, unpacked
+from ._tagged import map_tags
+
+
+class LayerDamping(eqx.Module):
+    r"""Damping that is chosen for every layer whenever its curvature is factorised:
+
+    $$\lambda_l = \min\Bigl(\lambda, \; r \,
+    \frac{\sum_k \operatorname{tr} \hat F_k^2}{\sum_k \operatorname{tr} \hat F_k}, \;
+    \kappa \, \frac{\sqrt{\operatorname{tr} \hat F_l}}{\lVert \theta_l \rVert}\Bigr)$$
+
+    The second term is a part of the typical curvature of the whole network: where a
+    network fits its data, its Fisher vanishes, and a fixed damping would stop it. The
+    third one bounds, relative to the parameters, a step that damping alone makes: of a
+    gradient of $N$ examples, $\sqrt{\operatorname{tr} \hat F_l / N}$ is noise, so that
+    noise moves a layer by at most $\alpha / (\kappa \sqrt N)$ of its norm. Where a signal
+    has faded in the depth of a network, or because its data are of a small scale, a fixed
+    damping would hold the layer. A layer without any curvature so far, or whose
+    parameters are zero, has $\lambda$. Pass it to [`eqx_kfac.KFAC`][] as `damping`.
+
+    !!! Example
+
+        ```python
+        optimizer = kfac.KFAC(damping=kfac.LayerDamping(0.01))
+        ```
+
+    ??? cite "Reference"
+
+        That the size of a step should be measured by that of the parameters: Y. You,
+        I. Gitman, B. Ginsburg, *Large Batch Training of Convolutional Networks*, 2017.
+        As a rule for damping it was found by experiment: see "How to choose".
+    """
+
+    most: Any
+    share: Any
+    change: Any
+
+    def __init__(self, most: Any = 0.03, share: Any = 0.1, change: Any = 0.3):
+        r"""**Arguments:**
+
+        - `most`: $\lambda > 0$, in units of the loss per squared parameter.
+        - `share`: $r > 0$.
+        - `change`: $\kappa > 0$.
+
+        **Raises:** `ValueError` for a number out of its range.
+        """
+        self.most = check_number("most", most, "positive", schedule=False)
+        self.share = check_number("share", share, "positive", schedule=False)
+        self.change = check_number("change", change, "positive", schedule=False)
+
+    @property
+    def initial(self) -> Any:
+        """What the state holds at first: $\\lambda$."""
+        return self.most
+
+    def __call__(
+        self, damping: Float[Array, ""], curvature: Model, model: Model
+    ) -> Model:
+        r"""$\lambda_l$ for every layer with factors (and for each of a stack), given
+        $\lambda$."""
+
+        def measured(tag, layer, factors):
+            if factors is None:
+                return None
+
+            def of_one(factors, matrix):
+                operator = tag.block.operator(unpacked(factors))
+                norm = jnp.linalg.norm(matrix)
+                return _Measures(trace(operator), squared_norm(operator), norm)
+
+            matrix = tag.form.to_matrix(layer).astype(factors.l2.dtype)
+            return over_stack(of_one, factors.l2.ndim)(factors, matrix)
+
+        measures = map_tags(measured, model, curvature)
+        is_measures = lambda node: isinstance(node, _Measures)
+        each = list(filter(is_measures, jtu.tree_leaves(measures, is_leaf=is_measures)))
+        traces = sum(jnp.sum(m.trace) for m in each)
+        squares = sum(jnp.sum(m.squares) for m in each)
+        share = self.share * squares / jnp.where(traces > 0, traces, 1)
+
+        def of_layer(tag, layer, m):
+            if m is None:
+                return None
+            most = damping.astype(m.trace.dtype)
+            change = self.change * jnp.sqrt(m.trace) / jnp.where(m.norm > 0, m.norm, 1)
+            lower = jnp.minimum(most, jnp.minimum(share, change))
+            known = (m.trace > 0) & (m.norm > 0)
+            return jnp.where(known, jnp.maximum(lower, _LEAST * most), most)
+
+        return map_tags(of_layer, model, measures)
+
+
+class _Measures(NamedTuple):
+    """Of the curvature of a layer, and of its parameters."""
+
+    trace: Array
+    squares: Array  # The sum of the squares of all entries of the curvature.
+    norm: Array
+
+
+# No layer is damped by less than this part of the most, for numbers are not exact.
+_LEAST = 1e-4

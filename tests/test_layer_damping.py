@@ -1,0 +1,199 @@
+"""Damping for every layer by itself: the formula, and the steps it makes, against dense
+matrices."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+
+import eqx_kfac as kfac
+from eqx_kfac._tagged import flatten_tags
+
+from .plain import plain_kfac
+from .test_factorise import Net
+
+
+KEYS = jax.random.split(jax.random.key(0), 3)
+X = jax.random.normal(KEYS[0], (16, 5))
+Y = jax.random.normal(KEYS[1], (16, 2))
+EXACT = kfac.Exact()
+MOST = 0.3
+
+
+def loss_fn(model, x, y):
+    return kfac.SquaredError(jax.vmap(model)(x), y)
+
+
+def make_model(block=kfac.Kronecker()):
+    return kfac.convert(kfac.revert(Net()), blocks=block)
+
+
+def curvature_of(model):
+    return eqx.filter_jit(kfac.curvature(loss_fn, EXACT))(model, X, Y)
+
+
+def dense(model, curvature):
+    """`(matrices, parameters)` of every layer, `[*stack, n, n]` and `[*stack, n]`."""
+
+    def of_layer(tag, layer, factors):
+        matrix = np.asarray(tag.form.to_matrix(layer))
+        stack = factors.l2.shape
+        one = lambda f: tag.block.operator(f).as_matrix()
+        matrices = jax.vmap(one)(factors) if stack else one(factors)
+        return np.asarray(matrices), matrix.reshape(*stack, -1)
+
+    return [pair for _, pair in flatten_tags(of_layer, model, curvature)[0]]
+
+
+def expected(rule, model, curvature, most=MOST):
+    pairs = dense(model, curvature)
+    traces = [np.trace(m, axis1=-2, axis2=-1) for m, _ in pairs]
+    squares = sum((m**2).sum() for m, _ in pairs)
+    share = rule.share * squares / sum(t.sum() for t in traces)
+    norms = [np.linalg.norm(p, axis=-1) for _, p in pairs]
+    changes = [rule.change * np.sqrt(t) / n for t, n in zip(traces, norms, strict=True)]
+    return [np.minimum(most, np.minimum(share, c)) for c in changes]
+
+
+BLOCKS = [kfac.Kronecker(), kfac.EKFAC(), kfac.Full(), kfac.Diagonal(), kfac.TNT()]
+RULES = [  # What is the least: the part of all curvature, the change, or the most.
+    kfac.LayerDamping(MOST, share=1e-3, change=1e3),
+    kfac.LayerDamping(MOST, share=1e3, change=1e-2),
+    kfac.LayerDamping(MOST, share=1e3, change=1e3),
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda b: type(b).__name__)
+@pytest.mark.parametrize("rule", RULES, ids=["share", "change", "most"])
+def test_the_formula(block, rule):
+    model = make_model(block)
+    curvature = curvature_of(model)
+    got = jtu.tree_leaves(rule(jnp.array(MOST), curvature, model))
+    want = expected(rule, model, curvature)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-10)
+    flat = np.concatenate([np.ravel(g) for g in got])
+    # Of the first and last rule, the same everywhere, of the other, nowhere.
+    assert len(np.unique(flat.round(12))) == (1 if rule is not RULES[1] else flat.size)
+    assert np.all(flat == MOST) == (rule is RULES[2])
+
+
+@pytest.mark.parametrize("block", [kfac.Kronecker(), kfac.EKFAC(), kfac.Full()])
+@pytest.mark.parametrize("rule", RULES[:2], ids=["share", "change"])
+@pytest.mark.parametrize("l2", [0.0, 0.1])
+def test_a_step(block, rule, l2):
+    """Of a damped inverse that is exact: a dense one, layer by layer."""
+    model = make_model(block)
+
+    def penalised(model, x, y):
+        return loss_fn(model, x, y) + kfac.L2(model, l2) if l2 else loss_fn(model, x, y)
+
+    rate = 0.1
+    optimizer = plain_kfac(rate, damping=rule, solver=kfac.Eigh(), fisher=EXACT)
+    state = optimizer.init(model)
+    new, state, _ = eqx.filter_jit(optimizer.step)(penalised, model, state, X, Y)
+    grads = eqx.filter_grad(lambda m: penalised(m, X, Y).value)(model)
+    pairs = dense(model, state.curvature)
+    gradients = dense(grads, state.curvature)
+    after = dense(new, state.curvature)
+    each = expected(rule, model, state.curvature)
+    for (matrix, before), (_, g), (_, a), damping in zip(
+        pairs, gradients, after, each, strict=True
+    ):
+        damped = matrix + (damping + l2)[..., None, None] * np.eye(matrix.shape[-1])
+        natural = np.linalg.solve(damped, g[..., None])[..., 0]
+        np.testing.assert_allclose(a - before, -rate * natural, rtol=1e-7, atol=1e-9)
+        other = np.linalg.solve(damped + 0.01 * np.eye(len(g.T)), g[..., None])[..., 0]
+        assert not np.allclose(a - before, -rate * other, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("solver", [kfac.Cholesky(), kfac.Eigh(), kfac.NewtonSchulz()])
+def test_one_number_for_all_is_a_number(in_turn, packed, solver):
+    """Where only the most counts, the steps are those of a number."""
+    choices = dict(fisher=EXACT, in_turn=in_turn, packed=packed, solver=solver)
+    results = []
+    for damping in (RULES[2], MOST, kfac.LayerDamping(MOST)):
+        optimizer = plain_kfac(0.1, damping=damping, **choices)
+        model = make_model()
+        state = optimizer.init(model)
+        step = eqx.filter_jit(optimizer.step)
+        for _ in range(7):
+            model, state, info = step(loss_fn, model, state, X, Y)
+        assert not info.rejected
+        results.append(jtu.tree_leaves(eqx.filter(model, eqx.is_array)))
+    close = lambda a, b: all(map(lambda p, q: np.allclose(p, q, rtol=1e-9), a, b))
+    assert close(results[0], results[1]) and not close(results[0], results[2])
+
+
+def test_the_damping_ratio_counts():
+    model = make_model()
+    updates = []
+    for most, ratio in ((MOST, 0.5), (0.5 * MOST, 1.0)):
+        rule = kfac.LayerDamping(most, share=1e3, change=1e3)
+        optimizer = plain_kfac(0.1, damping=rule, damping_ratio=ratio, fisher=EXACT)
+        new, _, _ = optimizer.step(loss_fn, model, optimizer.init(model), X, Y)
+        updates.append(jtu.tree_leaves(eqx.filter(new, eqx.is_array)))
+    for a, b in zip(*updates, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10)
+
+
+def test_it_is_chosen_when_layers_are_factorised():
+    optimizer = plain_kfac(0.1, damping=RULES[1], fisher=EXACT, inverse_period=3)
+    model = make_model()
+    state = optimizer.init(model)
+    step = eqx.filter_jit(optimizer.step)
+    changed = []
+    for t in range(7):
+        model, new, _ = step(loss_fn, model, state, X, Y)
+        if not np.array_equal(new.layer_damping.first, state.layer_damping.first):
+            changed.append(t)
+        state = new
+    assert changed == [0, 3, 6]
+
+
+def test_layers_of_which_nothing_is_known():
+    """No curvature so far (here, behind a layer of zeros), or no parameters but zeros."""
+    model = kfac.convert(eqx.nn.MLP(5, 2, 4, 1, key=KEYS[2]))
+    zeros = jtu.tree_map(jnp.zeros_like, model.layers[1])
+    model = eqx.tree_at(lambda m: m.layers[1], model, zeros)
+    curvature = curvature_of(model)
+    dampings = kfac.LayerDamping(MOST)(jnp.array(MOST), curvature, model)
+    assert dampings.layers[0] == MOST and dampings.layers[1] == MOST
+    optimizer = kfac.KFAC(fisher=EXACT)
+    state = optimizer.init(model)
+    step = eqx.filter_jit(optimizer.step)
+    losses = []
+    for _ in range(60):
+        model, state, info = step(loss_fn, model, state, X, Y)
+        losses.append(float(info.loss))
+    assert max(losses) == losses[0] and max(losses[-20:]) < 0.7 * losses[0]
+
+
+def test_the_most_may_be_changed():
+    optimizer = plain_kfac(0.1, damping=RULES[2], fisher=EXACT)
+    model = make_model()
+    state = optimizer.init(model)
+    state = eqx.tree_at(lambda s: s.damping, state, jnp.array(0.07))
+    _, state, info = optimizer.step(loss_fn, model, state, X, Y)
+    assert float(info.damping) == 0.07
+    assert all(np.all(d == 0.07) for d in jtu.tree_leaves(state.layer_damping))
+
+
+def test_what_is_refused():
+    quadratic = kfac.QuadraticModel()
+    with pytest.raises(ValueError, match="one damping for all layers"):
+        kfac.KFAC(quadratic, quadratic, kfac.LayerDamping())
+    with pytest.raises(ValueError, match="share"):
+        kfac.LayerDamping(share=0.0)
+    with pytest.raises(TypeError, match="learning_rate"):
+        kfac.KFAC(kfac.LayerDamping())
+    with pytest.raises(ValueError, match="damping=LayerDamping.*needs the `model`"):
+        optimizer = plain_kfac(0.1, damping=kfac.LayerDamping())
+        model = make_model()
+        grads = jtu.tree_map(jnp.ones_like, eqx.filter(model, eqx.is_array))
+        state = optimizer.init(model)
+        optimizer.update(grads, state, None, curvature=curvature_of(model))
