@@ -13,8 +13,8 @@
 # their own, with weights shared over the characters of a line. Three optimizers: K-FAC
 # with `Expand` (every character is a row: right for a loss at every character), K-FAC
 # with `Reduce` (as if the characters were pooled: cheaper) and AdamW. They start from the
-# same initialisation and see the same batches; each chooses its learning rate, which
-# decays to zero by the same schedule, from a grid.
+# same initialisation and see the same batches. K-FAC has nothing to choose; AdamW chooses
+# its learning rate, which decays to zero by a cosine, from a grid.
 #
 #     python examples/transformer.py        # a few minutes on two CPU cores
 #     python examples/transformer.py --toy  # seconds: does everything run?
@@ -154,44 +154,32 @@ def right_answers(model, text):
 # %% [markdown]
 # ## The optimizers
 #
-# The learning rate is an argument of every step: K-FAC's lives in its state, where
-# `eqx.tree_at` sets it; AdamW's multiplies the update.
+# K-FAC is `KFAC()`, with nothing to choose, and its averaged model is the one to look at.
+# AdamW's learning rate is an argument of every step: it multiplies the update.
 
 
 # %%
 class Trainer(NamedTuple):
     name: str
     model: Any
-    rates: tuple[float, ...]
+    rates: tuple[float | None, ...]  # `None`: nothing to choose.
     init: Callable[[Any], Any]
     # (model, state, learning rate, text, key) -> (model, state)
     step: Callable[..., tuple[Any, Any]]
+    final: Callable[[Any, Any], Any]  # (model, state) -> the model to look at
 
 
 def kfac_trainer(
-    name: str,
-    sharing: kfac.Expand | kfac.Reduce,
-    model: Transformer,
-    rates: tuple[float, ...],
-    steps: int,
+    name: str, sharing: kfac.Expand | kfac.Reduce, model: Transformer
 ) -> Trainer:
     model = kfac.convert(model, kfac.Kronecker(sharing))
-    optimizer = kfac.KFAC(
-        learning_rate=jnp.float32(rates[0]),  # Of the type that every step sets.
-        momentum=0.9,
-        damping=optax.exponential_decay(0.1, transition_steps=steps, decay_rate=0.03),
-        norm_constraint=1e-3,
-        averaging=None,
-        curvature_period=5,
-        inverse_period=10,
-    )
+    optimizer = kfac.KFAC()
 
     def step(model, state, rate, text, key):
-        state = eqx.tree_at(lambda s: s.learning_rate, state, rate)
         model, state, _ = optimizer.step(loss_fn, model, state, text, key=key)
         return model, state
 
-    return Trainer(name, model, rates, optimizer.init, step)
+    return Trainer(name, model, (None,), optimizer.init, step, kfac.averaged)
 
 
 def adamw(model: Transformer, rates: tuple[float, ...]) -> Trainer:
@@ -209,7 +197,7 @@ def adamw(model: Transformer, rates: tuple[float, ...]) -> Trainer:
         updates = jax.tree.map(lambda u: -rate * u, updates)
         return eqx.apply_updates(model, updates), state
 
-    return Trainer("AdamW", model, rates, init, step)
+    return Trainer("AdamW", model, rates, init, step, lambda model, state: model)
 
 
 # %% [markdown]
@@ -223,7 +211,7 @@ def adamw(model: Transformer, rates: tuple[float, ...]) -> Trainer:
 # %%
 class Run(NamedTuple):
     trainer: str
-    rate: float
+    rate: float | None
     model: Any
     steps: list[int]
     losses: list[float]  # Above the entropy of the text.
@@ -278,6 +266,10 @@ def many_steps(step, model, state, rates, batches, keys):
     return eqx.combine(arrays, static)
 
 
+def named(trainer: str, rate: float | None) -> str:
+    return trainer if rate is None else f"{trainer}, learning rate {rate:g}"
+
+
 def train(trainer: Trainer, corpus: Corpus, bar: tqdm) -> Result:
     looks, each = corpus.batches.shape[:2]
     keys = jax.random.split(jax.random.key(1), (looks, each))
@@ -287,27 +279,28 @@ def train(trainer: Trainer, corpus: Corpus, bar: tqdm) -> Result:
     def look(model):
         return float(mean_loss(model, corpus.seen)) - corpus.entropy
 
+    final = eqx.filter_jit(trainer.final)
     model, runs, first = trainer.model, [], look(trainer.model)
     began = time.perf_counter()
     inputs = decay[0], corpus.batches[0], keys[0]
     jax.block_until_ready(many_steps(trainer.step, model, trainer.init(model), *inputs))
     compile_seconds = time.perf_counter() - began
     for rate in trainer.rates:
-        bar.set_description(f"{trainer.name}, {rate:g}")
+        bar.set_description(named(trainer.name, rate))
         model, state, seconds = trainer.model, trainer.init(trainer.model), 0.0
         run = Run(trainer.name, rate, model, [0], [first], [0.0])
         for i in range(looks):
-            inputs = np.float32(rate) * decay[i], corpus.batches[i], keys[i]
+            inputs = np.float32(rate or 0) * decay[i], corpus.batches[i], keys[i]
             began = time.perf_counter()
             model, state = many_steps(trainer.step, model, state, *inputs)
             jax.block_until_ready(model)
             seconds += time.perf_counter() - began
             run.steps.append((i + 1) * each)
-            run.losses.append(look(model))
+            run.losses.append(look(final(model, state)))
             run.seconds.append(seconds)
             bar.update(each)
             bar.set_postfix(loss=f"{run.losses[-1]:.3g}")
-        runs.append(run._replace(model=model))
+        runs.append(run._replace(model=final(model, state)))
     return Result(runs, compile_seconds)
 
 
@@ -327,8 +320,9 @@ def table(results: list[Result], corpus: Corpus) -> str:
         test = float(mean_loss(best.model, corpus.test)) - corpus.entropy
         right = float(right_answers(best.model, corpus.test))
         steps, seconds = best.steps[-1], best.seconds[-1]
+        rate = "-" if best.rate is None else f"{best.rate:g}"
         rows.append(
-            f"{best.trainer:<14} {best.rate:>6g} {best.losses[-1]:>14.4f} {test:>8.4f} "
+            f"{best.trainer:<14} {rate:>6} {best.losses[-1]:>14.4f} {test:>8.4f} "
             f"{right:>13.4f} {steps:>6} {seconds:>8.2f} {1000 * seconds / steps:>8.2f} "
             f"{result.compile_seconds:>9.1f}"
         )
@@ -344,7 +338,7 @@ def plot(results: list[Result], path: Path) -> None:
         for result, colour in zip(results, COLOURS):
             for run in result.runs:
                 best = run is result.best
-                label = f"{run.trainer}, learning rate {run.rate:g}" if best else None
+                label = named(run.trainer, run.rate) if best else None
                 width, alpha = (2.2, 1.0) if best else (0.9, 0.3)
                 style = dict(color=colour, linewidth=width, alpha=alpha, zorder=2 + best)
                 axis.plot(getattr(run, against), run.losses, label=label, **style)
@@ -396,13 +390,11 @@ def main(argv: list[str] | None = None) -> None:
     width, depth, per_line = (8, 1, 1) if arguments.toy else (32, 2, 3)
     key = jax.random.key(arguments.seed)
     model = Transformer(per_line * LENGTH, width, depth, key)
-    kfac_rates = (0.3,) if arguments.toy else (0.1, 0.3)
     adamw_rates = (3e-3, 1e-2) if arguments.toy else (3e-3, 1e-2, 3e-2)
     corpus = write(arguments.steps, arguments.batch, per_line, arguments.seed)
-    steps = arguments.steps
     trainers = [
-        kfac_trainer("K-FAC, expand", kfac.Expand(), model, kfac_rates, steps),
-        kfac_trainer("K-FAC, reduce", kfac.Reduce(), model, kfac_rates, steps),
+        kfac_trainer("K-FAC, expand", kfac.Expand(), model),
+        kfac_trainer("K-FAC, reduce", kfac.Reduce(), model),
         adamw(model, adamw_rates),
     ]
     looks, each = corpus.batches.shape[:2]
