@@ -174,18 +174,16 @@ class Trial(eqx.Module):
         terms = None if self.linearised is None else self.linearised.terms
         most, most_of_velocity = region(state.norm_constraint, self.value, terms)
         rate = _at_most(most, rate**2 * norm) * rate
-        extent = self._extent(rate, norm)
+        joint = tree_dot(state.velocity, self._gradient).astype(rate.dtype)
+        before = jnp.zeros_like(rate) if state.extent is None else state.extent
+        # The curvature may have changed since; but the inequality of Cauchy and Schwarz
+        # holds in every metric.
+        before = jnp.maximum(before, joint**2 / _positive(norm))
+        momentum = momentum * _kept(joint, before, norm)
+        # Only what joins both parts of the velocity is new, for F (F^-1 g) = g.
+        extent = momentum**2 * before - 2 * momentum * rate * joint + rate**2 * norm
         scale = _at_most(most_of_velocity, extent)
         return (scale * rate, scale * momentum), scale**2 * extent
-
-    def _extent(self, rate: Float[Array, ""], norm: Float[Array, ""]) -> Float[Array, ""]:
-        r"""$\langle \delta, \hat F \delta \rangle$, of which only what joins the two
-        parts of the velocity is new, for $\hat F (\hat F^{-1} \nabla h) = \nabla h$."""
-        momentum, before = self.state.momentum, self.state.extent
-        before = jnp.zeros_like(rate) if before is None else before
-        joint = tree_dot(self.state.velocity, self._gradient).astype(rate.dtype)
-        extent = momentum**2 * before - 2 * momentum * rate * joint + rate**2 * norm
-        return jnp.maximum(extent, 0)  # The curvature has changed since the last step.
 
     def _lengths(
         self, damping: Float[Array, ""], direction: Model, given: tuple
@@ -275,7 +273,21 @@ class Trial(eqx.Module):
 
 def _at_most(most: Float[Array, ""], norm: Float[Array, ""]) -> Float[Array, ""]:
     """By what a vector is to be scaled such that its squared norm is not above `most`."""
-    return jnp.minimum(1, jnp.sqrt(most / jnp.maximum(norm, 1e-30)))
+    return jnp.minimum(1, jnp.sqrt(most / _positive(norm)))
+
+
+def _kept(
+    joint: Float[Array, ""], before: Float[Array, ""], norm: Float[Array, ""]
+) -> Float[Array, ""]:
+    r"""What is kept of a velocity, given $\langle \delta, \nabla h \rangle$ and the
+    squared lengths of $\delta$ and of $\hat F^{-1} \nabla h$: all of it up to a cosine of
+    one half between them, nothing of a velocity that leads straight uphill."""
+    cosine = joint / jnp.sqrt(_positive(before * norm))
+    return jnp.clip(2 - 2 * cosine, 0, 1)
+
+
+def _positive(x: Float[Array, ""]) -> Float[Array, ""]:
+    return jnp.maximum(x, 1e-30)
 
 
 def _is_penalised(linearised: LinearisedBatch) -> bool:

@@ -148,14 +148,65 @@ def test_the_velocity_is_bounded():
     assert 0 < free.sum() < len(free)
 
 
+@pytest.mark.parametrize("cosine", [-1.0, 0.0, 0.3, 0.5, 0.75, 1.0])
+def test_a_velocity_that_leads_uphill_is_slowed_down(cosine):
+    """All of it is kept up to a cosine of one half between it and the natural gradient,
+    in the metric of the curvature; nothing of what leads straight uphill."""
+    region = kfac.TrustRegion(1e-3, terms=1, velocity=1e6)
+    choices = dict(fisher=EXACT, solver=kfac.Eigh(), norm_constraint=region)
+    optimizer = plain_kfac(0.1, damping=0.1, **choices)
+    model = kfac.Linear(D, K, key=KEYS[2])
+    step = eqx.filter_jit(optimizer.step)
+    start = optimizer.init(model)
+    _, state, _ = step(loss_of(1.0), model, start, X, Y)
+    operator = kfac.BlockDiagonalOperator(state.curvature, model)
+
+    def product(a, b):
+        damped = zip(leaves(a), leaves(operator.mv(b)), leaves(b), strict=True)
+        return sum(jnp.sum(u * (p + 0.1 * v)) for u, p, v in damped)
+
+    # A multiple of the natural gradient, and something at right angles to it.
+    uphill = jtu.tree_map(jnp.negative, state.velocity)
+    other = jtu.tree_map(jnp.cos, uphill)
+    part = product(other, uphill) / product(uphill, uphill)
+    aside = jtu.tree_map(lambda o, u: o - part * u, other, uphill)
+    aside_length = jnp.sqrt(product(uphill, uphill) / product(aside, aside))
+    sine = aside_length * np.sqrt(1 - cosine**2)
+    velocity = jtu.tree_map(lambda u, a: cosine * u + sine * a, uphill, aside)
+    extent = product(velocity, velocity)
+    moving = state._replace(velocity=velocity, extent=extent)
+    new, after, _ = step(loss_of(1.0), model, moving, X, Y)
+    kept = min(1.0, 2 - 2 * cosine)
+    want = jtu.tree_map(lambda v, u: 0.9 * kept * v - u, velocity, uphill)
+    assert same(after.velocity, want)
+    np.testing.assert_allclose(after.extent, product(want, want), rtol=1e-9)
+    # A length that is too short to be true, for the curvature has changed since.
+    shorter = moving._replace(extent=1e-6 * extent)
+    _, after, _ = step(loss_of(1.0), model, shorter, X, Y)
+    if cosine > 0:
+        assert same(after.velocity, state.velocity)
+    free = plain_kfac(0.1, damping=0.1, **choices | dict(norm_constraint=1e-3))
+    _, after, _ = free.step(
+        loss_of(1.0),
+        model,
+        free.init(model)._replace(
+            velocity=velocity, curvature=state.curvature, weight=state.weight
+        ),
+        X,
+        Y,
+    )
+    want = jtu.tree_map(lambda v, u: 0.9 * v - u, velocity, uphill)
+    assert same(after.velocity, want)  # Without a trust region, all of it is.
+
+
 def test_the_velocity_of_a_step_uphill_is_forgotten():
-    region = kfac.TrustRegion(1.0, terms=1)
+    region = kfac.TrustRegion(1.0, terms=1, velocity=jnp.inf)
     optimizer = plain_kfac(0.1, norm_constraint=region, fisher=EXACT, max_increase=0.0)
     model = make_model()
     state = optimizer.init(model)
     _, state, _ = optimizer.step(loss_of(1.0), model, state, X, Y)
     assert state.extent > 0
-    away = jtu.tree_map(lambda v: -50 * v, state.velocity)
+    away = jtu.tree_map(lambda v: 1e4 * v, state.velocity)
     _, state, info = optimizer.step(
         loss_of(1.0), model, state._replace(velocity=away), X, Y
     )
