@@ -108,8 +108,8 @@ class Info(eqx.Module):
     loss: Float[Array, ""]  # Before the step.
     new_loss: Float[Array, ""] | None  # After it (without decay), same batch.
     aux: Any
-    learning_rate: Float[Array, ""]  # Without the norm constraint.
-    momentum: Float[Array, ""]
+    learning_rate: Float[Array, ""]  # Without the norm constraint,
+    momentum: Float[Array, ""]  # or the trust region.
     damping: Float[Array, ""]  # In this step: before the rule, after calibration.
     # The change of the loss over what the quadratic model predicted; minus infinity if
     # the model promised no descent.

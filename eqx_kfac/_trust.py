@@ -30,7 +30,10 @@ class TrustRegion(eqx.Module):
     \alpha \hat F^{-1} \nabla h$ it is
     $\mu^2 \langle \delta_\text{prev}, \hat F \delta_\text{prev} \rangle
     - 2 \mu \alpha \langle \delta_\text{prev}, \nabla h \rangle
-    + \alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle$.
+    + \alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle$. Of a velocity that leads
+    uphill, whose cosine with $\hat F^{-1} \nabla h$ in the metric of $\hat F$ is $\cos >
+    1/2$, the step keeps $2 - 2 \cos$ times $\mu$: the quadratic model from which it came
+    does not hold any more.
 
     !!! Example
 
