@@ -89,6 +89,7 @@ class LayerDamping(eqx.Module):
         traces = sum(jnp.sum(m.trace) for m in each)
         squares = sum(jnp.sum(m.squares) for m in each)
         share = self.share * squares / jnp.where(traces > 0, traces, 1)
+        share = jnp.where(jnp.isnan(share), jnp.inf, share)  # Both have overflowed.
 
         def of_layer(tag, layer, m):
             if m is None:

@@ -159,18 +159,16 @@ class Trial(eqx.Module):
 
     def _constrained(self, natural: Model) -> tuple[tuple, Float[Array, ""] | None]:
         r"""Learning rate and momentum, or less, such that $\alpha^2 \langle \hat F^{-1}
-        \nabla h, \nabla h \rangle \le c$; and, if a rule bounds the velocity too, its
-        squared length."""
+        \nabla h, \nabla h \rangle \le c$; and the velocity's squared length, if it is
+        bounded."""
         state, region = self.state, self.rules.norm_constraint
         rate, momentum = state.learning_rate, state.momentum
         if state.norm_constraint is None:
             return (rate, momentum), None
         norm = tree_dot(natural, self._gradient).astype(rate.dtype)
         if region is None:
-            return (
-                _at_most(state.norm_constraint, rate**2 * norm) * rate,
-                momentum,
-            ), None
+            scale = _at_most(state.norm_constraint, rate**2 * norm)
+            return (scale * rate, momentum), None
         terms = None if self.linearised is None else self.linearised.terms
         most, most_of_velocity = region(state.norm_constraint, self.value, terms)
         rate = _at_most(most, rate**2 * norm) * rate

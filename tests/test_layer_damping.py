@@ -173,6 +173,17 @@ def test_layers_of_which_nothing_is_known():
     assert max(losses) == losses[0] and max(losses[-20:]) < 0.7 * losses[0]
 
 
+def test_squares_that_overflow():
+    """Curvature may be large where its square is not finite."""
+    model = make_model()
+    big = jnp.float32(1e12)
+    scaled = lambda f: jtu.tree_map(lambda a: big * a.astype(jnp.float32), f)
+    curvature = scaled(curvature_of(model))
+    rule = kfac.LayerDamping(MOST)
+    dampings = jtu.tree_leaves(rule(jnp.array(MOST), curvature, model))
+    assert all(np.all(d == np.float32(MOST)) for d in dampings)
+
+
 def test_the_most_may_be_changed():
     optimizer = plain_kfac(0.1, damping=RULES[2], fisher=EXACT)
     model = make_model()
