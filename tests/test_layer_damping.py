@@ -109,10 +109,16 @@ def test_a_step(block, rule, l2):
         assert not np.allclose(a - before, -rate * other, rtol=1e-3, atol=1e-9)
 
 
-@pytest.mark.parametrize("in_turn", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("solver", [kfac.Cholesky(), kfac.Eigh(), kfac.NewtonSchulz()])
-def test_one_number_for_all_is_a_number(in_turn, packed, solver):
+@pytest.mark.parametrize(
+    "solver, in_turn, packed",
+    [
+        (kfac.Cholesky(), False, False),
+        (kfac.Cholesky(), True, True),
+        (kfac.Eigh(), True, False),
+        (kfac.NewtonSchulz(), False, True),
+    ],
+)
+def test_one_number_for_all_is_a_number(solver, in_turn, packed):
     """Where only the most counts, the steps are those of a number."""
     choices = dict(fisher=EXACT, in_turn=in_turn, packed=packed, solver=solver)
     results = []

@@ -148,7 +148,7 @@ def test_the_velocity_is_bounded():
     assert 0 < free.sum() < len(free)
 
 
-@pytest.mark.parametrize("cosine", [-1.0, 0.0, 0.3, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("cosine", [-1.0, 0.3, 0.75, 1.0])
 def test_a_velocity_that_leads_uphill_is_slowed_down(cosine):
     """All of it is kept up to a cosine of one half between it and the natural gradient,
     in the metric of the curvature; nothing of what leads straight uphill."""
