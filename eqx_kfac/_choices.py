@@ -131,14 +131,11 @@ def check_without_loss(choices: Mapping[str, Any], where: str) -> None:
 
 def check_given(choices: Mapping[str, Any], model: Any, value: Any) -> None:
     """Raises if an argument of `update` is `None` that a choice needs."""
-    region = choices["norm_constraint"]
-    region = region if isinstance(region, TrustRegion) else None
-    damping = choices["damping"]
-    damping = damping if isinstance(damping, LayerDamping) else None
+    rules = rules_of(choices)
     needs = [
         ("averaging", choices["averaging"], "model", model),
-        ("damping", damping, "model", model),
-        ("norm_constraint", region, "value", value),
+        ("damping", rules.layer_damping, "model", model),
+        ("norm_constraint", rules.norm_constraint, "value", value),
     ]
     for name, chosen, argument, given in needs:
         if chosen is not None and given is None:

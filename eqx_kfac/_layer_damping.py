@@ -4,14 +4,13 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from jaxtyping import Array, Float
 
 from ._checks import check_number
 from ._custom_types import Model
 from ._devices import over_stack
 from ._operator import squared_norm, trace, unpacked
-from ._tagged import map_tags
+from ._tagged import flatten_tags
 
 
 class LayerDamping(eqx.Module):
@@ -83,15 +82,15 @@ class LayerDamping(eqx.Module):
             matrix = tag.form.to_matrix(layer).astype(factors.l2.dtype)
             return over_stack(of_one, factors.l2.ndim)(factors, matrix)
 
-        measures = map_tags(measured, model, curvature)
-        is_measures = lambda node: isinstance(node, _Measures)
-        each = list(filter(is_measures, jtu.tree_leaves(measures, is_leaf=is_measures)))
+        found, treedef = flatten_tags(measured, model, curvature)
+        measures = [of_layer for _, of_layer in found]
+        each = [m for m in measures if m is not None]
         traces = sum(jnp.sum(m.trace) for m in each)
         squares = sum(jnp.sum(m.squares) for m in each)
         share = self.share * squares / jnp.where(traces > 0, traces, 1)
         share = jnp.where(jnp.isnan(share), jnp.inf, share)  # Both have overflowed.
 
-        def of_layer(tag, layer, m):
+        def damping_of(m):
             if m is None:
                 return None
             most = damping.astype(m.trace.dtype)
@@ -100,7 +99,7 @@ class LayerDamping(eqx.Module):
             known = (m.trace > 0) & (m.norm > 0)
             return jnp.where(known, jnp.maximum(lower, _LEAST * most), most)
 
-        return map_tags(of_layer, model, measures)
+        return treedef.unflatten(map(damping_of, measures))
 
 
 class _Measures(NamedTuple):

@@ -437,7 +437,8 @@ class KFAC(eqx.Module):
         damping = self._calibrated(trial, factorise)
         each = self._layer_damping(model, state, curvature, finite)
         strength = trial.strength(damping if each is None else each)
-        trees = state.inverse, curvature, for_each(strength, grads, curvature)
+        strength = for_each(strength, grads, curvature)
+        trees = state.inverse, curvature, strength
         inverse, factorised = when_in_turn(*due, factorise, *trees)
         others, fallback = update_fallback(grads, state.fallback, model, self.fallback)
         proposal = trial.propose(damping, inverse, strength, others)
