@@ -105,7 +105,7 @@ def prepared(filled: Model, program: Program) -> Model:
     together = dict(program.together)
 
     def prepare(tag, layer, number):
-        if number is None or not jtu.tree_leaves(tag.held):
+        if number is None or not tag.collecting:
             return tag
         if number in together and jtu.tree_leaves(tag.slots):
             tag = tag.adding_up(layer, together[number], program.axes)

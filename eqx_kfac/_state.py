@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ._custom_types import Model
-from ._misc import accumulator, difference
+from ._misc import accumulator, difference, names
 from ._operator import is_packed
 
 
@@ -42,21 +42,21 @@ class Faults(eqx.Module):
 
 
 class Iterates(eqx.Module):
-    """A moving average of the parameters."""
+    """A moving average of the parameters: by their paths in the model, for whatever is
+    shaped like the model, Python takes apart node by node at every step."""
 
-    mean: Model
+    mean: dict[str, Array]
     weight: Float[Array, ""]
 
     def add(self, model: Model, decay: Float[Array, ""]) -> "Iterates":
         r"""$w \leftarrow \xi w + 1$, $\bar\theta \leftarrow \bar\theta + (\theta -
         \bar\theta) / w$: never biased towards the start; $\xi = 1$ is Polyak's mean."""
         weight = decay.astype(self.weight.dtype) * self.weight + 1
-        params = eqx.filter(model, eqx.is_inexact_array)
 
         def blend(mean, p):
             return mean + (p.astype(mean.dtype) - mean) / weight.astype(mean.dtype)
 
-        return Iterates(jtu.tree_map(blend, self.mean, params), weight)
+        return Iterates(jtu.tree_map(blend, self.mean, _by_path(model)), weight)
 
 
 class KFACState(NamedTuple):
@@ -160,8 +160,13 @@ def init_iterates(model: Model) -> Iterates:
     def zeros(p):
         return jnp.zeros_like(p, dtype=accumulator(p.dtype))
 
-    params = eqx.filter(model, eqx.is_inexact_array)
-    return Iterates(jtu.tree_map(zeros, params), jnp.zeros((), float))
+    return Iterates(jtu.tree_map(zeros, _by_path(model)), jnp.zeros((), float))
+
+
+def _by_path(model: Model) -> dict[str, Array]:
+    """The inexact arrays of a model."""
+    leaves, _ = jtu.tree_flatten_with_path(model)
+    return {jtu.keystr(p): leaf for p, leaf in leaves if eqx.is_inexact_array(leaf)}
 
 
 def averaged(model: Model, state: KFACState) -> Model:
@@ -176,9 +181,10 @@ def averaged(model: Model, state: KFACState) -> Model:
 
     - `model`, `state`: as returned from [`eqx_kfac.KFAC`][]`.step`.
 
-    **Returns:** a model like `model`; before the first step, `model` itself.
+    **Returns:** a model like `model`; before the first step, `model` itself. What was not
+    trained stays what it is.
 
-    **Raises:** `ValueError` if the optimizer does not average.
+    **Raises:** `ValueError` if the optimizer does not average, or not this model.
 
     !!! Example
 
@@ -201,12 +207,20 @@ def averaged(model: Model, state: KFACState) -> Model:
             "This optimizer does not average its iterates. Construct it with "
             "`kfac.KFAC(..., averaging=0.99)` (or 1 for the mean of all)."
         )
-    params, rest = eqx.partition(model, eqx.is_inexact_array)
+    missing = sorted(set(iterates.mean) - set(_by_path(model)))
+    if missing:
+        raise ValueError(
+            f"The state has averages of {names(missing)}, which the model does not have. "
+            "Give the model (or the part of it that is trained) that `step` returned."
+        )
 
-    def choose(mean, p):
-        return jnp.where(iterates.weight == 0, p, mean.astype(p.dtype))
+    def choose(path, leaf):
+        mean = iterates.mean.get(jtu.keystr(path))
+        if mean is None:
+            return leaf
+        return jnp.where(iterates.weight == 0, leaf, mean.astype(leaf.dtype))
 
-    return eqx.combine(jtu.tree_map(choose, iterates.mean, params), rest)
+    return jtu.tree_map_with_path(choose, model)
 
 
 def init_faults() -> Faults:

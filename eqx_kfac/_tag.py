@@ -77,8 +77,9 @@ class Tag(eqx.Module):
     form: AbstractForm = eqx.field(static=True)
     block: AbstractBlock = eqx.field(static=True)
     swapped: bool = eqx.field(static=True)
-    # One tuple: Python goes through every field of every tag at every step.
-    held: Held
+    # The leaves of what is `held`. (One tuple, for Python goes through every node of every
+    # tag at every step. Always as many: a filled tag may be combined with an empty one.)
+    places: tuple[Array | None, ...]
     also: "Tag | None"
 
     def __init__(
@@ -98,10 +99,7 @@ class Tag(eqx.Module):
         self.form = form
         self.block = block
         self.swapped = swapped
-        # (No empty tuples: what replaces all leaves at once would count them as one.)
-        trained = (None,) * len(form.names) if isinstance(form, Parameters) else None
-        basis, raw, seen = block.empty_basis(), Raw().empty(), Sight().empty()
-        self.held = Held(block.empty(), None, basis, trained, raw, seen)
+        self.places = (None,) * self._holder.num_leaves
         self.also = None
 
     def __pdoc__(self, **kwargs: Any) -> AbstractDoc:
@@ -112,6 +110,20 @@ class Tag(eqx.Module):
         sharing = "" if sharing is None else repr(sharing)
         collecting = ", collecting" * self.collecting
         return TextDoc(f"Tag(form={form}(), block={block}({sharing}){collecting})")
+
+    @property
+    def _holder(self) -> Any:
+        """The structure of what is held."""
+        block, form = self.block, self.form
+        trained = (None,) * len(form.names) if isinstance(form, Parameters) else None
+        basis, raw, seen = block.empty_basis(), Raw().empty(), Sight().empty()
+        empty = Held(block.empty(), None, basis, trained, raw, seen)
+        return jtu.tree_structure(empty, is_leaf=_is_none)
+
+    @property
+    def held(self) -> Held:
+        """What it holds."""
+        return self._holder.unflatten(self.places)
 
     @property
     def slots(self) -> Statistics:
@@ -146,6 +158,8 @@ class Tag(eqx.Module):
         return self._bind(y, x)
 
     def _bind(self, y: Array, x: Array) -> Array:
+        if not self.collecting:
+            return y
         held = self.held
         collected = (self.block, held.slots), (Raw(), held.raw), (Sight(), held.seen)
         for block, empty in collected:
@@ -164,7 +178,8 @@ class Tag(eqx.Module):
                     "whole model was cast, the slots of its tags included. Cast the "
                     "parameters only, with `kfac.cast(model, dtype)`."
                 )
-        shared = (self.held.weights, self.held.basis, self.held.note)
+        held = self.held
+        shared = held.weights, held.basis, held.note
         shared, shared_treedef = jtu.tree_flatten(shared)
         y, x, slots = cast_varying((y, x, slots), varying_axes((y, x, slots)))
         layout = _Layout(self.form, block, self.swapped, treedef, shared_treedef)
@@ -232,7 +247,7 @@ class Tag(eqx.Module):
     @property
     def collecting(self) -> bool:
         """Whether the slots are filled."""
-        return bool(jtu.tree_leaves(self.held))
+        return any(place is not None for place in self.places)
 
     @property
     def checking(self) -> bool:
@@ -275,7 +290,7 @@ class Tag(eqx.Module):
 
     def noting(self, layer: Any, note: Note, spare: bool = False) -> "Tag":
         """This tag with a note, and with spare zeros, if it is ready to collect."""
-        if not jtu.tree_leaves(self.held):
+        if not self.collecting:
             return self
         stack = self.stack(layer)
         leaf = self.form.some_parameter(layer)
@@ -305,8 +320,8 @@ class Tag(eqx.Module):
         return self._holding(other.held._replace(trained=self.held.trained))
 
     def _holding(self, held: Held) -> "Tag":
-        is_held = lambda node: node is self.held
-        return eqx.tree_at(lambda tag: tag.held, self, held, is_leaf=is_held)
+        places = tuple(self._holder.flatten_up_to(held))
+        return eqx.tree_at(lambda tag: tag.places, self, places, is_leaf=_is_none)
 
     def _marks(self, layer: Any) -> tuple[Array | None, ...] | None:
         """For the parameters that it is at, one for every member of a stack."""
@@ -321,6 +336,10 @@ class Tag(eqx.Module):
     def empty(self) -> "Tag":
         """This tag without its slots."""
         return Tag(self.form, self.block, swapped=self.swapped)
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
 
 
 def is_trainable(tag: Tag, layer: Any) -> bool:
