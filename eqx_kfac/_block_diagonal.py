@@ -1,5 +1,6 @@
 """The curvature of all tagged layers as one operator."""
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 from ._block import AbstractFactors
 from ._custom_types import Model
 from ._devices import over_stack
+from ._form import has_bias
 from ._loss import linear_combination
 from ._misc import names
 from ._operator import (
@@ -79,7 +81,7 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
                     f"layer it has a {type(factors).__name__}."
                 )
             operator = over_stack(tag.block.operator, factors.l2.ndim)(factors)
-            return _Block(operator, factors.l2)
+            return _Block(operator, factors.l2, has_bias(tag.form, layer))
 
         found, _ = flatten_tags(lambda tag, layer, own: own, model, curvature)
         missing = [path for path, factors in found if factors is None]
@@ -182,14 +184,14 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
             for factored damping.
         """
 
-        def inverse(op, shift):
+        def inverse(bias, op, shift):
             total = shift + jnp.asarray(damping, shift.dtype)
             if isinstance(op, SpectralOperator):
                 return op.power(-1, total)
-            state = solver.init(op, {"damping": total})
+            state = solver.init(op, {"damping": total, "bias": bias})
             return _InverseOperator(solver, state, total, Structure(op.in_structure()))
 
-        return self._function(inverse)
+        return self._blockwise(lambda block: block(ft.partial(inverse, block.bias)))
 
     def _map(self, fn: Callable) -> Model:
         return jtu.tree_map(fn, self.blocks, is_leaf=_is_block)
@@ -200,7 +202,11 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
 
     def _function(self, fn: Callable) -> "BlockDiagonalOperator":
         """The operator with blocks `fn(operator, l2)`, which include their `l2`."""
-        blocks = self._map(lambda b: _Block(b(fn), jnp.zeros_like(b.shift)))
+        return self._blockwise(lambda block: block(fn))
+
+    def _blockwise(self, fn: Callable) -> "BlockDiagonalOperator":
+        """The same, with blocks `fn(block)`."""
+        blocks = self._map(lambda b: _Block(fn(b), jnp.zeros_like(b.shift), b.bias))
         return eqx.tree_at(lambda op: op.blocks, self, blocks)
 
 
@@ -209,6 +215,7 @@ class _Block(eqx.Module):
 
     operator: lx.AbstractLinearOperator
     shift: Float[Array, "*stack"]
+    bias: bool = eqx.field(static=True)  # Whether the last column is one beside weights.
 
     def __call__(self, fn: Callable, *args: Any) -> Any:
         """`fn(operator, shift, *args)` for every layer of a stack."""

@@ -9,7 +9,7 @@ from ._damping import LevenbergMarquardt
 from ._fisher import AbstractFisher
 from ._layer_damping import LayerDamping
 from ._quadratic import QuadraticModel
-from ._solver import AbstractDampedSolver
+from ._solver import AbstractDampedSolver, Cholesky
 from ._trust import TrustRegion, Window
 
 
@@ -95,8 +95,12 @@ def resolved(choices: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]
     for later, after first steps at which more is due."""
     rules = rules_of(choices)
     ruled = (rules.learning_rate, rules.momentum, rules.damping) != (None,) * 3
-    auto = [n for n in _AUTO if isinstance(choices[n], str) and choices[n] == "auto"]
+    is_auto = lambda value: isinstance(value, str) and value == "auto"
+    auto = [name for name in _AUTO if is_auto(choices[name])]
     chosen = {**choices, **{name: _AUTO[name][ruled] for name in auto}}
+    if is_auto(choices["solver"]):
+        each = isinstance(chosen["damping"], LayerDamping)
+        chosen["solver"] = Cholesky(without_bias=each)
     early = () if ruled else [name for name in auto if name in _COUNTS]
     return chosen, frozenset(early)
 

@@ -14,6 +14,7 @@ from ._block import AbstractFactors
 from ._checks import is_number, is_scalar
 from ._custom_types import Model
 from ._devices import decomposed_over_stack, explicit_sharding, over_stack
+from ._form import has_bias
 from ._misc import all_finite, tree_where
 from ._operator import packed_like, unpacked
 from ._solver import AbstractDampedSolver, is_factorised, Pair
@@ -58,7 +59,7 @@ def factorise(
             operator = tag.block.operator(factors)
             if is_factorised(operator):
                 return None
-            return solver.prepare(operator, damping)
+            return solver.prepare(operator, damping, has_bias(tag.form, layer))
 
         stack = factors.l2.ndim
         damped = factors, damping_of(factors, damping)

@@ -4,11 +4,13 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
+import lineax as lx
 from jaxtyping import Array, Float
 
 from ._checks import check_number
 from ._custom_types import Model
 from ._devices import over_stack
+from ._form import has_bias
 from ._operator import squared_norm, trace, unpacked
 from ._tagged import flatten_tags
 
@@ -26,8 +28,10 @@ class LayerDamping(eqx.Module):
     gradient of $N$ examples, $\sqrt{\operatorname{tr} \hat F_l / N}$ is noise, so that
     noise moves a layer by at most $\alpha / (\kappa \sqrt N)$ of its norm. Where a signal
     has faded in the depth of a network, or because its data are of a small scale, a fixed
-    damping would hold the layer. A layer without any curvature so far, or whose
-    parameters are zero, has $\lambda$. Pass it to [`eqx_kfac.KFAC`][] as `damping`.
+    damping would hold the layer. (For the same reason, $\theta_l$ are the weights alone
+    of a layer that has any: of a bias, the curvature does not know how large the data
+    are.) A layer without any curvature so far, or whose parameters are zero, has
+    $\lambda$. Pass it to [`eqx_kfac.KFAC`][] as `damping`.
 
     !!! Example
 
@@ -74,10 +78,14 @@ class LayerDamping(eqx.Module):
             if factors is None:
                 return None
 
+            number = -1 if has_bias(tag.form, layer) else None  # Of columns.
+
             def of_one(factors, matrix):
                 operator = tag.block.operator(unpacked(factors))
-                norm = jnp.linalg.norm(matrix)
-                return _Measures(trace(operator), squared_norm(operator), norm)
+                weights = lx.diagonal(operator).reshape(matrix.shape)[:, :number]
+                norm = jnp.linalg.norm(matrix[:, :number])
+                traces = trace(operator), jnp.sum(weights)
+                return _Measures(*traces, squared_norm(operator), norm)
 
             matrix = tag.form.to_matrix(layer).astype(factors.l2.dtype)
             return over_stack(of_one, factors.l2.ndim)(factors, matrix)
@@ -94,18 +102,19 @@ class LayerDamping(eqx.Module):
             if m is None:
                 return None
             most = damping.astype(m.trace.dtype)
-            change = self.change * jnp.sqrt(m.trace) / jnp.where(m.norm > 0, m.norm, 1)
+            change = self.change * jnp.sqrt(m.weights) / jnp.where(m.norm > 0, m.norm, 1)
             lower = jnp.minimum(most, jnp.minimum(share, change))
-            known = (m.trace > 0) & (m.norm > 0)
+            known = (m.weights > 0) & (m.norm > 0)
             return jnp.where(known, jnp.maximum(lower, _LEAST * most), most)
 
         return treedef.unflatten(map(damping_of, measures))
 
 
 class _Measures(NamedTuple):
-    """Of the curvature of a layer, and of its parameters."""
+    """Of the curvature of a layer, and of its weights."""
 
     trace: Array
+    weights: Array  # Their part of it.
     squares: Array  # The sum of the squares of all entries of the curvature.
     norm: Array
 

@@ -42,7 +42,7 @@ from ._precondition import (
 )
 from ._quadratic import QuadraticModel
 from ._schedule import at, early, when_due
-from ._solver import AbstractDampedSolver, Cholesky
+from ._solver import AbstractDampedSolver
 from ._state import check_state, count, Info, init_faults, init_iterates, KFACState
 from ._through_rows import GradientRows
 from ._trial import Proposal, Start, start, Trial
@@ -121,7 +121,7 @@ class KFAC(eqx.Module):
         damping: Any = "auto",
         *,
         fisher: AbstractFisher = MonteCarlo(),
-        solver: AbstractDampedSolver = Cholesky(),
+        solver: AbstractDampedSolver | Literal["auto"] = "auto",
         damping_ratio: Any = 1.0,
         norm_constraint: Any = "auto",
         max_increase: Any = None,
@@ -148,7 +148,8 @@ class KFAC(eqx.Module):
             [`eqx_kfac.LayerDamping`][]`()`, which is what `"auto"` stands for.
         - `fisher`: which curvature is estimated; see [`eqx_kfac.MonteCarlo`][].
         - `solver`: how the damped curvature is inverted: [`eqx_kfac.Cholesky`][] (fast,
-            factored damping) or [`eqx_kfac.Eigh`][] (exact damping).
+            factored damping) or [`eqx_kfac.Eigh`][] (exact damping). `"auto"` stands for
+            `Cholesky()`; with a [`eqx_kfac.LayerDamping`][], `without_bias`.
         - `damping_ratio`: the preconditioner is damped with this times `damping`, the
             quadratic model with `damping` itself.
         - `norm_constraint`: $c > 0$ or `None`. The preconditioned gradient is scaled so

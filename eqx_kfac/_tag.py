@@ -77,7 +77,7 @@ class Tag(eqx.Module):
     form: AbstractForm = eqx.field(static=True)
     block: AbstractBlock = eqx.field(static=True)
     swapped: bool = eqx.field(static=True)
-    # The leaves of what is `held`. (One tuple, for Python goes through every node of every
+    # The leaves of what is `held`. (In one tuple: Python goes through every node of every
     # tag at every step. Always as many: a filled tag may be combined with an empty one.)
     places: tuple[Array | None, ...]
     also: "Tag | None"

@@ -252,9 +252,10 @@ def factors(
 #
 
 
-def pi(output_factor, input_factor):
+def pi(output_factor, input_factor, without_bias=False):
     """The ratio of the mean eigenvalues of the factors, under a square root."""
     G, A = np.asarray(output_factor), np.asarray(input_factor)
+    A = A[:-1, :-1] if without_bias else A
     return np.sqrt((np.trace(A) / len(A)) / (np.trace(G) / len(G)))
 
 
@@ -266,10 +267,10 @@ def exact_solve(output_factor, input_factor, damping, v):
     return solution.reshape(v.shape)
 
 
-def factored_solve(output_factor, input_factor, damping, v):
+def factored_solve(output_factor, input_factor, damping, v, without_bias=False):
     """The inverse of `(G + √λ/π I) ⊗ (A + π√λ I)`, by a dense solve."""
     G, A = np.asarray(output_factor), np.asarray(input_factor)
-    ratio, root = pi(G, A), np.sqrt(damping)
+    ratio, root = pi(G, A, without_bias), np.sqrt(damping)
     G = G + root / ratio * np.eye(len(G))
     A = A + root * ratio * np.eye(len(A))
     return exact_solve(G, A, 0.0, v)

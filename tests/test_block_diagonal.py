@@ -295,7 +295,11 @@ def test_frozen():
     assert solution.layers[0].weight is None
 
 
-@pytest.mark.parametrize("solver", [kfac.Eigh(), kfac.Cholesky()], ids=["eigh", "chol"])
+@pytest.mark.parametrize(
+    "solver",
+    [kfac.Eigh(), kfac.Cholesky(), kfac.Cholesky(without_bias=True)],
+    ids=["eigh", "chol", "without-bias"],
+)
 @pytest.mark.parametrize("name", ["kronecker", "stacked", "embedding"])
 def test_inverse_is_what_the_optimizer_does(name, solver):
     model = models[name](jr.key(3))

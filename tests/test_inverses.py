@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import eqx_kfac as kfac
+from eqx_kfac._operator._spectral import DenseBasis, KroneckerBasis, SpectralOperator
 
 from . import reference
 
@@ -124,6 +125,50 @@ def test_one_by_one_factor_is_exact(solver, dense, damping, d_out, d_in, getkey)
     assert reference.error(solution, by_hand) < TOLERANCE
     exact = reference.exact_solve(G, A, damping, v)
     assert reference.error(solution, exact) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "solver", [kfac.Cholesky, lambda **w: kfac.NewtonSchulz(1e-14, **w)]
+)
+@DAMPING
+def test_without_the_bias(solver, damping, getkey):
+    r"""$\pi$ of the weights alone: if the solver is to, and told that there is a bias."""
+    G, A = both(kronecker(getkey()))
+    units = jnp.array([1e-2, 1e-2, 1e-2, 1.0])
+    operator = kfac.KroneckerOperator(G, A * jnp.outer(units, units))
+    v = vector(getkey(), operator)
+    plain, other = (
+        reference.factored_solve(*both(operator), damping, v, without_bias=without)
+        for without in (False, True)
+    )
+    assert reference.error(plain, other) > 0.1
+    for without_bias in (False, True):
+        for bias in (False, True):
+            options = {"damping": damping, "bias": bias}
+            chosen = solver(without_bias=without_bias)
+            got = lx.linear_solve(operator, v, chosen, options=options).value
+            want = other if without_bias and bias else plain
+            assert reference.error(got, want) < TOLERANCE
+    # Where there is nothing but the bias, all of it counts.
+    alone = kfac.KroneckerOperator(G, jnp.diag(jnp.array([0.0, 0.0, 0.0, 2.0])))
+    options = {"damping": damping, "bias": True}
+    got = lx.linear_solve(alone, v, solver(without_bias=True), options=options).value
+    want = reference.factored_solve(*both(alone), damping, v)
+    assert reference.error(got, want) < TOLERANCE
+
+
+def test_diagonal_by_eigenvectors(getkey):
+    for operator in (kronecker(getkey()), kronecker(getkey(), 1, 4)):
+        for spectral in (operator.spectral(), operator.inverse(0.3)):
+            dense = np.diag(spectral.as_matrix())
+            assert reference.error(spectral.diagonal(), dense) < TOLERANCE
+    vectors = jnp.linalg.eigh(factor(getkey(), 6))[1]
+    values = jnp.arange(6.0).reshape(2, 3)
+    spectral = SpectralOperator(DenseBasis(vectors), values)
+    dense = np.diag(spectral.as_matrix())
+    assert reference.error(spectral.diagonal(), dense) < TOLERANCE
+    alone = SpectralOperator(KroneckerBasis(None, None), values)
+    assert np.all(alone.diagonal() == np.arange(6.0))
 
 
 def test_eigh_state_serves_any_damping(getkey):

@@ -35,25 +35,32 @@ def curvature_of(model):
 
 
 def dense(model, curvature):
-    """`(matrices, parameters)` of every layer, `[*stack, n, n]` and `[*stack, n]`."""
+    """`(matrices, parameters)` of every layer, `[*stack, n, n]` and `[*stack, n]`; and
+    which of the latter are weights."""
 
     def of_layer(tag, layer, factors):
         matrix = np.asarray(tag.form.to_matrix(layer))
         stack = factors.l2.shape
         one = lambda f: tag.block.operator(f).as_matrix()
         matrices = jax.vmap(one)(factors) if stack else one(factors)
-        return np.asarray(matrices), matrix.reshape(*stack, -1)
+        has_bias = tag.form.sizes(layer).bias
+        weights = np.ones(matrix.shape[len(stack) :], bool)
+        weights[:, -1] = not has_bias
+        return np.asarray(matrices), matrix.reshape(*stack, -1), weights.ravel()
 
     return [pair for _, pair in flatten_tags(of_layer, model, curvature)[0]]
 
 
 def expected(rule, model, curvature, most=MOST):
-    pairs = dense(model, curvature)
-    traces = [np.trace(m, axis1=-2, axis2=-1) for m, _ in pairs]
-    squares = sum((m**2).sum() for m, _ in pairs)
-    share = rule.share * squares / sum(t.sum() for t in traces)
-    norms = [np.linalg.norm(p, axis=-1) for _, p in pairs]
-    changes = [rule.change * np.sqrt(t) / n for t, n in zip(traces, norms, strict=True)]
+    layers = dense(model, curvature)
+    diagonals = [np.diagonal(m, axis1=-2, axis2=-1) for m, _, _ in layers]
+    squares = sum((m**2).sum() for m, _, _ in layers)
+    share = rule.share * squares / sum(d.sum() for d in diagonals)
+    changes = []
+    for (_, p, weights), d in zip(layers, diagonals, strict=True):
+        trace = d[..., weights].sum(axis=-1)
+        norm = np.linalg.norm(p[..., weights], axis=-1)
+        changes.append(rule.change * np.sqrt(trace) / norm)
     return [np.minimum(most, np.minimum(share, c)) for c in changes]
 
 
@@ -95,12 +102,12 @@ def test_a_step(block, rule, l2):
     state = optimizer.init(model)
     new, state, _ = eqx.filter_jit(optimizer.step)(penalised, model, state, X, Y)
     grads = eqx.filter_grad(lambda m: penalised(m, X, Y).value)(model)
-    pairs = dense(model, state.curvature)
+    layers = dense(model, state.curvature)
     gradients = dense(grads, state.curvature)
     after = dense(new, state.curvature)
     each = expected(rule, model, state.curvature)
-    for (matrix, before), (_, g), (_, a), damping in zip(
-        pairs, gradients, after, each, strict=True
+    for (matrix, before, _), (_, g, _), (_, a, _), damping in zip(
+        layers, gradients, after, each, strict=True
     ):
         damped = matrix + (damping + l2)[..., None, None] * np.eye(matrix.shape[-1])
         natural = np.linalg.solve(damped, g[..., None])[..., 0]
@@ -159,6 +166,41 @@ def test_it_is_chosen_when_layers_are_factorised():
             changed.append(t)
         state = new
     assert changed == [0, 3, 6]
+
+
+@pytest.mark.parametrize("units", [0.1, 0.5])
+def test_the_units_of_the_data(units):
+    """Dampings are of a loss per squared weight: in the units of the data, squared. A
+    bias has none."""
+    model = kfac.convert(eqx.nn.MLP(5, 2, 4, 1, jnp.tanh, key=KEYS[2]))
+    small = eqx.tree_at(
+        lambda m: m.layers[0].weight, model, replace_fn=lambda w: w / units
+    )
+    rule = kfac.LayerDamping(1.0, share=1e3)
+    of_curvature = eqx.filter_jit(kfac.curvature(loss_fn, EXACT))
+    usual, other = (
+        rule(jnp.array(1.0), of_curvature(m, x, Y), m).layers
+        for m, x in ((model, X), (small, units * X))
+    )
+    np.testing.assert_allclose(other[0], units**2 * usual[0], rtol=1e-9)
+    np.testing.assert_allclose(other[1], usual[1], rtol=1e-9)
+
+
+def test_small_data_beside_a_bias():
+    """With nothing tuned, data of a small scale are learnt; not so if what the bias wants
+    was the damping of all."""
+    model = kfac.convert(eqx.nn.MLP(5, 2, 16, 2, jnp.tanh, key=KEYS[2]))
+    x, y = 1e-3 * X, jnp.sign(X[:, :2])
+    ends = []
+    for solver in ("auto", kfac.Cholesky()):
+        optimizer = kfac.KFAC(solver=solver)
+        now, state = model, optimizer.init(model)
+        step = eqx.filter_jit(optimizer.step)
+        for i in range(150):
+            now, state, info = step(loss_fn, now, state, x, y, key=jax.random.key(i))
+        ends.append(float(info.loss))
+    start = float(loss_fn(model, x, y).value)
+    assert ends[0] < 0.1 * start and ends[1] > 3 * ends[0]
 
 
 def test_layers_of_which_nothing_is_known():

@@ -271,12 +271,16 @@ def test_what_auto_stands_for():
     assert isinstance(chosen.averaging, kfac.Window)
     assert isinstance(chosen.damping, kfac.LayerDamping)
     assert (chosen.curvature_period, chosen.inverse_period) == (10, 50)
+    assert chosen.solver == kfac.Cholesky(without_bias=True)
+    assert kfac.KFAC(damping=0.1).solver == kfac.Cholesky()
+    assert kfac.KFAC(solver=kfac.Eigh()).solver == kfac.Eigh()
     quadratic = kfac.QuadraticModel()
     rules = (quadratic, quadratic, 1.0), (0.1, 0.9, kfac.LevenbergMarquardt(1.0))
     for lengths in rules:
         ruled = kfac.KFAC(*lengths)
         assert ruled.norm_constraint is None and ruled.averaging is None
         assert not isinstance(ruled.damping, kfac.LayerDamping)
+        assert ruled.solver == kfac.Cholesky()
         assert (ruled.curvature_period, ruled.inverse_period) == (1, 5)
     with pytest.raises(TypeError, match="`averaging` must be a number"):
         kfac.KFAC(averaging="often")

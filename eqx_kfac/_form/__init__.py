@@ -1,4 +1,9 @@
-from ._base import AbstractForm as AbstractForm, Rows as Rows, Sizes as Sizes
+from ._base import (
+    AbstractForm as AbstractForm,
+    has_bias as has_bias,
+    Rows as Rows,
+    Sizes as Sizes,
+)
 from ._convolution import Convolution as Convolution
 from ._dense import Dense as Dense, join as join
 from ._einsum import Einsum as Einsum

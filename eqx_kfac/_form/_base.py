@@ -23,6 +23,12 @@ class Sizes(NamedTuple):
     diagonal: bool = False  # Whether second moments of the inputs are diagonal.
 
 
+def has_bias(form: "AbstractForm", layer: Any) -> bool:
+    """Whether the last column of a layer's canonical matrix is a bias beside weights."""
+    sizes = form.sizes(layer)
+    return sizes.bias and sizes.d_in > 0
+
+
 class Rows(NamedTuple):
     """All that has passed through a layer: inputs `x`, gradients `g` at the outputs, and
     example weights or `None`. The first `stack` axes of each index separate layers; the

@@ -86,6 +86,14 @@ class SpectralOperator(AbstractSymmetricOperator):
     def positive_semidefinite(self) -> bool:
         return True
 
+    def diagonal(self) -> Float[Array, " size"]:
+        """Of a `KroneckerBasis`, by the squares of its vectors' entries."""
+        if not isinstance(self.basis, KroneckerBasis):
+            return super().diagonal()
+        vectors = self.basis.output_vectors, self.basis.input_vectors
+        squared = KroneckerBasis(*(None if q is None else q**2 for q in vectors))
+        return squared.combination(self.values).reshape(-1)
+
     def map(self, fn: Callable) -> "SpectralOperator":
         """The operator with the eigenvalues `fn(eigenvalues)`."""
         return SpectralOperator(self.basis, fn(self.values))

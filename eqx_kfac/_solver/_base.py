@@ -39,7 +39,9 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
     factorisation. (A diagonal operator, an [`eqx_kfac.SpectralOperator`][] and an
     [`eqx_kfac.SeriesOperator`][] are solved with too, each in its only way.)
 
-    The damping $\lambda \ge 0$ is `options["damping"]` (default 0), a scalar:
+    The damping $\lambda \ge 0$ is `options["damping"]` (default 0), a scalar; and
+    `options["bias"]` (default `False`) says whether the last coordinate of $A$ is that of
+    a bias:
 
     ```python
     lx.linear_solve(operator, v, kfac.Eigh(), options=dict(damping=1e-3))
@@ -52,9 +54,14 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
     together: ClassVar[bool] = True
 
     def damped(
-        self, output_factor: Factor, input_factor: Factor, damping: Float[Array, ""]
+        self,
+        output_factor: Factor,
+        input_factor: Factor,
+        damping: Float[Array, ""],
+        bias: bool,
     ) -> Pair:
-        """The factors that are decomposed."""
+        """The factors that are decomposed. With `bias`, the last coordinate of the inputs
+        is that of one."""
         return Pair(output_factor, input_factor)
 
     @abc.abstractmethod
@@ -79,7 +86,10 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
         return state
 
     def prepare(
-        self, operator: lx.AbstractLinearOperator, damping: Float[Array, ""]
+        self,
+        operator: lx.AbstractLinearOperator,
+        damping: Float[Array, ""],
+        bias: bool = False,
     ) -> Any:
         """The `Pair` of factors to decompose, or the state, where there is no such."""
         if is_factorised(operator):
@@ -93,7 +103,8 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
                 f"diagonal operator, but got {type(operator).__name__}. Use a solver of "
                 "lineax for other operators."
             )
-        return self.damped(operator.output_factor, operator.input_factor, damping)
+        factors = operator.output_factor, operator.input_factor
+        return self.damped(*factors, damping, bias)
 
     def split(self, state: Any) -> tuple[Any, Any]:
         """What a state has of either factor."""
@@ -107,7 +118,8 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
     def init(self, operator: lx.AbstractLinearOperator, options: dict[str, Any]) -> Any:
         """Factorises the operator."""
         leaf = jtu.tree_leaves(operator)[0]
-        prepared = self.prepare(operator, _damping(options, leaf))
+        bias = options.get("bias", False)
+        prepared = self.prepare(operator, _damping(options, leaf), bias)
         if not isinstance(prepared, Pair):
             return prepared
         previous = options.get("previous")

@@ -1,5 +1,8 @@
 from typing import Any
 
+import equinox as eqx
+
+from .._checks import check_flag
 from .._operator import diagonal, Factor, inverse
 from ._factored import AbstractFactoredSolver, InverseState
 
@@ -24,6 +27,18 @@ class Cholesky(AbstractFactoredSolver):
         J. Martens and R. Grosse, *Optimizing Neural Networks with Kronecker-factored
         Approximate Curvature*, ICML 2015, section 6.3.
     """
+
+    without_bias: bool = eqx.field(static=True)
+
+    def __init__(self, without_bias: bool = False):
+        r"""**Arguments:**
+
+        - `without_bias`: of a layer with weights and a bias, take $\pi$ of the weights
+            alone. The coordinate of a bias is one whatever the units of the data: where
+            these are small, $A$ would be damped by what the bias alone wants.
+        """
+        check_flag("without_bias", without_bias)
+        self.without_bias = without_bias
 
     def invert(self, factor: Factor, previous: Factor | None) -> Factor:
         return inverse(factor)

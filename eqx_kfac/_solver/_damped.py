@@ -5,15 +5,20 @@ from .._operator import diagonal, Factor, identity
 
 
 def damped_factors(
-    output_factor: Factor, input_factor: Factor, damping: Float[Array, ""]
+    output_factor: Factor,
+    input_factor: Factor,
+    damping: Float[Array, ""],
+    without_last: bool = False,
 ) -> tuple[Factor, Factor]:
     r"""$G + (\sqrt\lambda / \pi) I$ and $A + \pi \sqrt\lambda I$, whose Kronecker
-    product is what [`eqx_kfac.Cholesky`][] inverts."""
+    product is what [`eqx_kfac.Cholesky`][] inverts; $\pi$ may be `without_last`
+    coordinate of $A$, unless the others are zero."""
     eye_out, eye_in = identity(output_factor), identity(input_factor)
-    mean_out, mean_in = (
-        jnp.mean(diagonal(output_factor)),
-        jnp.mean(diagonal(input_factor)),
-    )
+    entries = diagonal(input_factor)
+    mean_out, mean_in = jnp.mean(diagonal(output_factor)), jnp.mean(entries)
+    if without_last:
+        others = jnp.mean(entries[:-1])
+        mean_in = jnp.where(others > 0, others, mean_in)
     alive = (mean_out > 0) & (mean_in > 0)
     # A dead layer: 1 ⊗ λ. (`where` on the way in too, so that nothing divides by zero.)
     safe_out = jnp.where(alive, mean_out, 1)

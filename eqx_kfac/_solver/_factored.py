@@ -1,6 +1,7 @@
 import abc
 from typing import Any, NamedTuple
 
+import equinox as eqx
 from jaxtyping import Array, Float
 
 from .._operator import Factor, KroneckerOperator
@@ -19,6 +20,7 @@ class InverseState(NamedTuple):
 class AbstractFactoredSolver(AbstractDampedSolver[InverseState]):
     """Factored Tikhonov damping: each damped factor is inverted by itself."""
 
+    without_bias: eqx.AbstractVar[bool]
     state_type = InverseState
 
     @abc.abstractmethod
@@ -27,9 +29,14 @@ class AbstractFactoredSolver(AbstractDampedSolver[InverseState]):
         be similar, `None`, or all zeros."""
 
     def damped(
-        self, output_factor: Factor, input_factor: Factor, damping: Float[Array, ""]
+        self,
+        output_factor: Factor,
+        input_factor: Factor,
+        damping: Float[Array, ""],
+        bias: bool,
     ) -> Pair:
-        return Pair(*damped_factors(output_factor, input_factor, damping))
+        bias = bias and self.without_bias
+        return Pair(*damped_factors(output_factor, input_factor, damping, bias))
 
     def decompose(self, factor: Factor, previous: Any) -> tuple[Factor]:
         return (self.invert(factor, None if previous is None else previous[0]),)

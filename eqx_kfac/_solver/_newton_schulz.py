@@ -3,7 +3,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._checks import check_count, check_number
+from .._checks import check_count, check_flag, check_number
 from .._operator import Factor, identity, matmul
 from ._factored import AbstractFactoredSolver
 
@@ -27,17 +27,26 @@ class NewtonSchulz(AbstractFactoredSolver):
 
     tolerance: float = eqx.field(static=True)
     max_iterations: int = eqx.field(static=True)
+    without_bias: bool = eqx.field(static=True)
     together = False  # Each for as long as it takes.
 
-    def __init__(self, tolerance: float = 1e-6, max_iterations: int = 60):
+    def __init__(
+        self,
+        tolerance: float = 1e-6,
+        max_iterations: int = 60,
+        without_bias: bool = False,
+    ):
         r"""**Arguments:**
 
         - `tolerance`: of the residual, in units of $\lVert I \rVert_F$.
         - `max_iterations`: two matrix products each.
+        - `without_bias`: as for [`eqx_kfac.Cholesky`][].
         """
         self.tolerance = check_number(
             "tolerance", tolerance, "at least 0", schedule=False
         )
+        check_flag("without_bias", without_bias)
+        self.without_bias = without_bias
         self.max_iterations = check_count("max_iterations", max_iterations, 1)
 
     def invert(self, factor: Factor, previous: Factor | None) -> Factor:
