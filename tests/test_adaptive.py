@@ -1338,6 +1338,29 @@ def test_the_rule_has_no_schedules(name):
         kfac.LevenbergMarquardt(1.0, **{name: lambda step: 0.5})
 
 
+def test_average_of_a_part():
+    """What is frozen stays what it is, in the whole model; another model is refused."""
+    model = make_model()
+    spec = jtu.tree_map(eqx.is_inexact_array, model)
+    spec = eqx.tree_at(lambda m: m.layers[0], spec, replace_fn=lambda _: False)
+    trained, frozen = eqx.partition(model, spec)
+
+    def loss_fn(trained, x, y):
+        return squared(eqx.combine(trained, frozen), x, y)
+
+    optimizer = kfac.KFAC(fisher=kfac.Exact())
+    state = optimizer.init(trained)
+    for _ in range(3):
+        trained, state, _ = optimizer.step(loss_fn, trained, state, *make_data())
+    mean = kfac.averaged(trained, state)
+    weights = mean.layers[1].weight, trained.layers[1].weight
+    assert not np.allclose(*weights, rtol=1e-9)
+    whole = kfac.averaged(eqx.combine(trained, frozen), state)
+    assert_same(whole, eqx.combine(mean, frozen))
+    with raises(ValueError, "averages of", "does not have"):
+        kfac.averaged(frozen, state)
+
+
 def test_average_of_an_optimizer_that_has_none():
     model = make_model()
     with raises(ValueError, "does not average", "averaging=0.99"):
