@@ -11,7 +11,13 @@ from ._checks import check_number
 from ._custom_types import Model
 from ._devices import over_stack
 from ._form import has_bias
-from ._operator import squared_norm, trace, unpacked
+from ._operator import (
+    KroneckerOperator,
+    SeriesOperator,
+    squared_norm,
+    trace,
+    unpacked,
+)
 from ._tagged import flatten_tags
 
 
@@ -28,10 +34,12 @@ class LayerDamping(eqx.Module):
     gradient of $N$ examples, $\sqrt{\operatorname{tr} \hat F_l / N}$ is noise, so that
     noise moves a layer by at most $\alpha / (\kappa \sqrt N)$ of its norm. Where a signal
     has faded in the depth of a network, or because its data are of a small scale, a fixed
-    damping would hold the layer. (For the same reason, $\theta_l$ are the weights alone
-    of a layer that has any: of a bias, the curvature does not know how large the data
-    are.) A layer without any curvature so far, or whose parameters are zero, has
-    $\lambda$. Pass it to [`eqx_kfac.KFAC`][] as `damping`.
+    damping would hold the layer. A layer without any curvature so far, or whose
+    parameters are zero, has $\lambda$. Pass it to [`eqx_kfac.KFAC`][] as `damping`.
+
+    In the third term, $\hat F_l$ and $\theta_l$ are those of the weights alone, if a
+    layer has any: what is known of a bias does not tell how large the data are. Of an
+    [`eqx_kfac.Series`][], $\hat F_l$ is the curvature of one time step.
 
     !!! Example
 
@@ -81,7 +89,7 @@ class LayerDamping(eqx.Module):
             number = -1 if has_bias(tag.form, layer) else None  # Of columns.
 
             def of_one(factors, matrix):
-                operator = tag.block.operator(unpacked(factors))
+                operator = _of_one_step(tag.block.operator(unpacked(factors)))
                 weights = lx.diagonal(operator).reshape(matrix.shape)[:, :number]
                 norm = jnp.linalg.norm(matrix[:, :number])
                 traces = trace(operator), jnp.sum(weights)
@@ -108,6 +116,14 @@ class LayerDamping(eqx.Module):
             return jnp.where(known, jnp.maximum(lower, _LEAST * most), most)
 
         return treedef.unflatten(map(damping_of, measures))
+
+
+def _of_one_step(operator: Any) -> Any:
+    """Of a chain of time steps, the curvature of one: a dense matrix of all would be as
+    large as the square of the parameters."""
+    if not isinstance(operator, SeriesOperator):
+        return operator
+    return KroneckerOperator(operator.output_factor, operator.input_factor)
 
 
 class _Measures(NamedTuple):

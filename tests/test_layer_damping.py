@@ -203,6 +203,21 @@ def test_small_data_beside_a_bias():
     assert ends[0] < 0.1 * start and ends[1] > 3 * ends[0]
 
 
+def test_a_chain_of_time_steps():
+    """The curvature of one, and nothing as large as that of all."""
+    layer = kfac.Linear(30, 20, key=KEYS[2])
+    tag = kfac.Tag(kfac.Dense(), kfac.Series("symmetric"))
+    series = eqx.tree_at(lambda m: m.tag, layer, tag)
+    a, g = jnp.diag(jnp.arange(1.0, 32)), jnp.diag(jnp.arange(1.0, 21))
+    length, zero = jnp.array(5.0), jnp.zeros(())
+    chain = kfac.SeriesFactors(a, 0.3 * a, g, 0.2 * g, length, zero)
+    rule, most = kfac.LayerDamping(1e9), jnp.array(1e9)
+    alone = rule(most, kfac.KroneckerFactors(a, g, zero), layer)
+    assert rule(most, chain, series) == alone != most
+    jaxpr = jax.make_jaxpr(rule)(most, chain, series)
+    assert max(v.aval.size for e in jaxpr.eqns for v in e.outvars) <= 31**2
+
+
 def test_layers_of_which_nothing_is_known():
     """No curvature so far (here, behind a layer of zeros), or no parameters but zeros."""
     model = kfac.convert(eqx.nn.MLP(5, 2, 4, 1, key=KEYS[2]))
