@@ -149,12 +149,13 @@ def test_without_the_bias(solver, damping, getkey):
             got = lx.linear_solve(operator, v, chosen, options=options).value
             want = other if without_bias and bias else plain
             assert reference.error(got, want) < TOLERANCE
-    # Where there is nothing but the bias, all of it counts.
-    alone = kfac.KroneckerOperator(G, jnp.diag(jnp.array([0.0, 0.0, 0.0, 2.0])))
-    options = {"damping": damping, "bias": True}
-    got = lx.linear_solve(alone, v, solver(without_bias=True), options=options).value
-    want = reference.factored_solve(*both(alone), damping, v)
-    assert reference.error(got, want) < TOLERANCE
+    # Where there is nothing but the bias, or it is but one of many, all of it counts.
+    for inputs in (jnp.diag(jnp.array([0.0, 0.0, 0.0, 2.0])), A):
+        other = kfac.KroneckerOperator(G, inputs)
+        options = {"damping": damping, "bias": True}
+        got = lx.linear_solve(other, v, solver(without_bias=True), options=options).value
+        want = reference.factored_solve(*both(other), damping, v)
+        assert reference.error(got, want) < TOLERANCE
 
 
 def test_diagonal_by_eigenvectors(getkey):

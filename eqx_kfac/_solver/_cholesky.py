@@ -34,8 +34,9 @@ class Cholesky(AbstractFactoredSolver):
         r"""**Arguments:**
 
         - `without_bias`: of a layer with weights and a bias, take $\pi$ of the weights
-            alone. The coordinate of a bias is one whatever the units of the data: where
-            these are small, $A$ would be damped by what the bias alone wants.
+            alone where the bias has more than 97 % of $\operatorname{tr} A$. The
+            coordinate of a bias is one whatever the units of the data: where these are
+            small, $A$ would be damped by what the bias alone wants.
         """
         check_flag("without_bias", without_bias)
         self.without_bias = without_bias

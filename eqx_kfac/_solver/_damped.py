@@ -4,6 +4,11 @@ from jaxtyping import Array, Float
 from .._operator import diagonal, Factor, identity
 
 
+# What is left of a mean without a coordinate that is nearly all of it. (Without it
+# wherever there is one, a deep and narrow autoencoder stays at the mean of its data.)
+_LITTLE = 0.03
+
+
 def damped_factors(
     output_factor: Factor,
     input_factor: Factor,
@@ -12,13 +17,14 @@ def damped_factors(
 ) -> tuple[Factor, Factor]:
     r"""$G + (\sqrt\lambda / \pi) I$ and $A + \pi \sqrt\lambda I$, whose Kronecker
     product is what [`eqx_kfac.Cholesky`][] inverts; $\pi$ may be `without_last`
-    coordinate of $A$, unless the others are zero."""
+    coordinate of $A$, where that is nearly all of it."""
     eye_out, eye_in = identity(output_factor), identity(input_factor)
     entries = diagonal(input_factor)
     mean_out, mean_in = jnp.mean(diagonal(output_factor)), jnp.mean(entries)
     if without_last:
         others = jnp.mean(entries[:-1])
-        mean_in = jnp.where(others > 0, others, mean_in)
+        little = (others > 0) & (others < _LITTLE * mean_in)
+        mean_in = jnp.where(little, others, mean_in)
     alive = (mean_out > 0) & (mean_in > 0)
     # A dead layer: 1 ⊗ λ. (`where` on the way in too, so that nothing divides by zero.)
     safe_out = jnp.where(alive, mean_out, 1)
