@@ -1,6 +1,7 @@
 """Small functions of arrays and trees, for which several files have a use."""
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float, Inexact, PyTree, Shaped
 
+from ._custom_types import Key
 from ._devices import explicit_sharding
 
 
@@ -47,6 +49,14 @@ def moment(
     else:
         out = contract(a, b)
     return out.astype(like.dtype)
+
+
+def draw(
+    distribution: Callable, key: Key, shape: Sequence[int], dtype: Any
+) -> Shaped[Array, "..."]:
+    """Random numbers, drawn in one row. (A last axis that fills no vector register is
+    unrolled by LLVM, which takes seconds to compile.)"""
+    return distribution(key, (math.prod(shape),), dtype).reshape(shape)
 
 
 def common_prefix(*shapes: Sequence[int]) -> tuple[int, ...]:

@@ -109,10 +109,10 @@ def test_monte_carlo_converges(loss, weighted, getkey):
 
     numbers = np.array([10, 100, 1000])
     errors = np.stack([mean_error(int(n)) for n in numbers])
-    # Errors times √n are constant.
+    # Errors times √n are constant, as far as eight of them tell.
     constants = errors * np.sqrt(numbers)[:, None]
-    assert np.all(constants < 2 * constants[0])
-    assert np.all(constants > 0.5 * constants[0])
+    assert np.all(constants < 2.5 * constants[0])
+    assert np.all(constants > 0.4 * constants[0])
     assert np.all(errors[0] < 1)
     assert np.all(errors[-1] < 0.06)
 

@@ -134,7 +134,7 @@ def test_many_large_factors_under_vmap():
             np.testing.assert_allclose(out[0], np.eye(n), atol=1e-12)
 
 
-@pytest.mark.parametrize("size", [3, 255, 256, 300, 520, 700])
+@pytest.mark.parametrize("size", [3, 255, 400, 401, 520, 900])
 def test_inverse_of_any_size(size):
     """Across the sizes at which it is computed by halves, of a matrix with a condition
     number of a million."""

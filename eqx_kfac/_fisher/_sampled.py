@@ -3,12 +3,14 @@ from typing import ClassVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
 
 from .._checks import check_count, check_key
 from .._custom_types import Key
 from .._loss import AbstractLoss
+from .._misc import draw
 from ._base import AbstractFisher
 
 
@@ -46,7 +48,9 @@ class _Samples(AbstractFisher):
                 "`fisher=kfac.Empirical()`, which need none.)"
             )
         check_key(key)
-        keys = jax.random.split(jax.random.fold_in(key, index), len(losses))
+        number = len(losses)
+        own = jax.vmap(lambda i: jax.random.fold_in(key, i))
+        keys = own(index * number + jnp.arange(number))
         samples = [self.sample(loss, k) for loss, k in zip(losses, keys, strict=True)]
         # The mean over samples.
         return jtu.tree_map(lambda s: s * self.num_samples**-0.5, samples)
@@ -89,4 +93,4 @@ class CurvatureProp(_Samples):
 
     def sample(self, loss, key):
         shape, dtype = loss.root_shape, loss.term_weights.dtype
-        return loss.fisher_root(jax.random.rademacher(key, shape, dtype))
+        return loss.fisher_root(draw(jax.random.rademacher, key, shape, dtype))

@@ -4,7 +4,7 @@ from jaxtyping import Array, Float, Inexact, Shaped
 
 from .._custom_types import Key
 from .._devices import cast_varying, varying_axes
-from .._misc import accumulator
+from .._misc import accumulator, draw
 from ._base import (
     AbstractLoss,
     at_least_float32,
@@ -76,7 +76,8 @@ class NormalNLL(AbstractLoss):
 
     def sample(self, key: Key):
         mean, s = self._wide(self.outputs)
-        return mean + jnp.exp(s / 2) * jax.random.normal(key, mean.shape, mean.dtype)
+        noise = draw(jax.random.normal, key, mean.shape, mean.dtype)
+        return mean + jnp.exp(s / 2) * noise
 
     def fisher_root(self, v):
         mean, s = self._wide(self.outputs)

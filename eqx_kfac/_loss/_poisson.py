@@ -4,6 +4,7 @@ from jaxtyping import Array, Float, Inexact, Shaped
 
 from .._custom_types import Key
 from .._devices import explicit_sharding
+from .._misc import draw
 from ._base import (
     AbstractLoss,
     at_least_float32,
@@ -68,7 +69,7 @@ class PoissonNLL(AbstractLoss):
             rate.shape,
             out_sharding=explicit_sharding(jax.typeof(rate)),
         )
-        noise = jax.random.normal(normal, rate.shape, rate.dtype)
+        noise = draw(jax.random.normal, normal, rate.shape, rate.dtype)
         large = rate + jnp.sqrt(rate) * noise
         return jnp.where(many, large, counts.astype(rate.dtype))
 

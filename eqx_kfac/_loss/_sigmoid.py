@@ -3,6 +3,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Shaped
 
 from .._custom_types import Key
+from .._misc import draw
 from ._base import (
     AbstractLoss,
     at_least_float32,
@@ -54,7 +55,8 @@ class SigmoidCrossEntropy(AbstractLoss):
         )
 
     def sample(self, key: Key):
-        return jax.random.bernoulli(key, jax.nn.sigmoid(at_least_float32(self.logits)))
+        p = jax.nn.sigmoid(at_least_float32(self.logits))
+        return draw(jax.random.uniform, key, p.shape, p.dtype) < p
 
     def fisher_root(self, v):
         z = at_least_float32(self.logits)

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Shaped
 
 from .._custom_types import Key
+from .._misc import draw
 from ._base import (
     AbstractLoss,
     at_least_float32,
@@ -81,7 +82,9 @@ class SoftmaxCrossEntropy(AbstractLoss):
 
     def sample(self, key: Key):
         logits, draws = at_least_float32(self.logits), self._draws
-        classes = jax.random.categorical(key, logits, axis=-1)
+        # The largest of the logits with Gumbel noise is at a class drawn from them.
+        noise = draw(jax.random.gumbel, key, logits.shape, logits.dtype)
+        classes = jnp.argmax(logits + noise, axis=-1)
         if draws is None:
             return classes
         # What has the mean and the covariance of so many draws.

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Shaped
 
 from .._custom_types import Key
+from .._misc import draw
 from ._base import (
     AbstractLoss,
     at_least_float32,
@@ -50,7 +51,7 @@ class SquaredError(AbstractLoss):
 
     def sample(self, key: Key):
         y = at_least_float32(self.predictions)
-        return y + jax.random.normal(key, y.shape, y.dtype)
+        return y + draw(jax.random.normal, key, y.shape, y.dtype)
 
     def fisher_root(self, v):
         return v.astype(self.predictions.dtype)

@@ -15,7 +15,7 @@ from ._decompositions import one_by_one
 Factor = Float[Array, "..."]  # One or two axes, of the same length.
 
 _highest = jax.lax.Precision.HIGHEST
-_WHOLE = 256  # Smaller ones are not split: more to compile, little to gain.
+_WHOLE = 400  # Smaller ones are not split: more to compile, little to gain.
 
 
 def matmul(a: Array, b: Array) -> Array:
