@@ -1,6 +1,5 @@
 """K-FAC for Equinox."""
 
-from ._accumulate import Accumulator as Accumulator, Total as Total
 from ._block import (
     AbstractBlock as AbstractBlock,
     AbstractFactors as AbstractFactors,
@@ -21,11 +20,17 @@ from ._block import (
     Statistics as Statistics,
     TNT as TNT,
 )
-from ._block_diagonal import BlockDiagonalOperator as BlockDiagonalOperator
-from ._capture import capture as capture, Captured as Captured
-from ._damping import LevenbergMarquardt as LevenbergMarquardt
-from ._estimate import (
+from ._curvature import (
+    Accumulator as Accumulator,
+    BlockDiagonalOperator as BlockDiagonalOperator,
+    capture as capture,
+    Captured as Captured,
     curvature as curvature,
+    EmpiricalFisher as EmpiricalFisher,
+    Fisher as Fisher,
+    GaussNewton as GaussNewton,
+    Hessian as Hessian,
+    Total as Total,
     value_grad_and_curvature as value_grad_and_curvature,
 )
 from ._fisher import (
@@ -48,7 +53,6 @@ from ._form import (
     Sizes as Sizes,
     Vectors as Vectors,
 )
-from ._layer_damping import LayerDamping as LayerDamping
 from ._loss import (
     AbstractLoss as AbstractLoss,
     L2 as L2,
@@ -58,12 +62,6 @@ from ._loss import (
     SoftmaxCrossEntropy as SoftmaxCrossEntropy,
     SquaredError as SquaredError,
 )
-from ._model_operator import (
-    EmpiricalFisher as EmpiricalFisher,
-    Fisher as Fisher,
-    GaussNewton as GaussNewton,
-    Hessian as Hessian,
-)
 from ._operator import (
     KroneckerOperator as KroneckerOperator,
     Packed as Packed,
@@ -71,10 +69,22 @@ from ._operator import (
     SpectralOperator as SpectralOperator,
     unpacked as unpacked,
 )
-from ._optax import kfac as kfac, scale_by_kfac as scale_by_kfac
-from ._optimizer import KFAC as KFAC
-from ._packed_state import packed as packed
-from ._quadratic import QuadraticModel as QuadraticModel
+from ._optimizer import (
+    averaged as averaged,
+    Faults as Faults,
+    Info as Info,
+    Iterates as Iterates,
+    KFAC as KFAC,
+    kfac as kfac,
+    KFACState as KFACState,
+    LayerDamping as LayerDamping,
+    LevenbergMarquardt as LevenbergMarquardt,
+    packed as packed,
+    QuadraticModel as QuadraticModel,
+    scale_by_kfac as scale_by_kfac,
+    TrustRegion as TrustRegion,
+    Window as Window,
+)
 from ._solver import (
     Cholesky as Cholesky,
     ConjugateGradient as ConjugateGradient,
@@ -82,15 +92,7 @@ from ._solver import (
     NewtonSchulz as NewtonSchulz,
     SubspaceIteration as SubspaceIteration,
 )
-from ._state import (
-    averaged as averaged,
-    Faults as Faults,
-    Info as Info,
-    Iterates as Iterates,
-    KFACState as KFACState,
-)
 from ._tag import Tag as Tag
-from ._trust import TrustRegion as TrustRegion, Window as Window
 from .debug import (
     LayerCheck as LayerCheck,
     LayerSummary as LayerSummary,

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import eqx_kfac as kfac
-from eqx_kfac._factorise import factorise
+from eqx_kfac._inverse._factorise import factorise
 from eqx_kfac._operator import inverse
-from eqx_kfac._tagged import map_tags
-from eqx_kfac._turns import Turn, Turns
+from eqx_kfac._optimizer._turns import Turn, Turns
+from eqx_kfac._tag._tagged import map_tags
 
 from .plain import plain_kfac
 

@@ -14,8 +14,8 @@ import optax
 import pytest
 
 import eqx_kfac as kfac
+from eqx_kfac._curvature._average import is_finite
 from eqx_kfac._misc import all_finite
-from eqx_kfac._precondition import is_finite
 
 from .plain import plain_kfac
 

@@ -14,10 +14,11 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import eqx_kfac as kfac
-from eqx_kfac._batch import Batch
-from eqx_kfac._factorise import factorise
-from eqx_kfac._precondition import precondition
-from eqx_kfac._through_rows import precondition_through_rows, row_slots
+from eqx_kfac._curvature._batch import Batch
+from eqx_kfac._curvature._gradient_rows import row_slots
+from eqx_kfac._inverse._factorise import factorise
+from eqx_kfac._inverse._precondition import precondition
+from eqx_kfac._inverse._through_rows import precondition_through_rows
 
 from . import reference
 from .plain import plain_kfac

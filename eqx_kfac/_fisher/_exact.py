@@ -10,7 +10,7 @@ from .._checks import check_count
 from .._custom_types import Model
 from .._loss import AbstractLoss
 from .._misc import names
-from .._tagged import tagged_layers
+from .._tag import tagged_layers
 from ._base import AbstractFisher
 
 

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .._checks import check_number
 from .._misc import masked, tree_dot
-from .._tagged import empty_tags
+from .._tag import empty_tags
 from ._base import AbstractObjective
 
 

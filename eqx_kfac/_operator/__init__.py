@@ -1,7 +1,4 @@
-from ._decompositions import (
-    eigh_dense as eigh_dense,
-    qr as qr,
-)
+from ._decompositions import eigh_dense as eigh_dense, qr as qr
 from ._factor import (
     diagonal as diagonal,
     eigh as eigh,

@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from .._curvature import init_curvature
 from .._custom_types import Model
 from .._devices import over_stack
-from .._factorise import factorise
+from .._inverse import factorise
 from .._operator import eigenvalues, trace, unpacked
-from .._precondition import init_curvature, partition_tagged
 from .._solver import AbstractDampedSolver, Cholesky
-from .._tag import Tag
-from .._tagged import flatten_tags
+from .._tag import flatten_tags, partition_tagged, Tag
 from ._table import block_shown, sizes_shown, table
 
 

@@ -11,16 +11,21 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._batch import Batch
+from .._curvature import Batch, linearise
 from .._custom_types import Key, Model
 from .._devices import over_stack
 from .._fisher import AbstractFisher, Empirical, Exact
-from .._linearise import linearise
 from .._misc import trailing
-from .._program import Program
-from .._run import run
-from .._tag import is_trainable, Tag
-from .._tagged import check_tagged, flatten_tags, map_tags, update_layers, with_tags
+from .._program import Program, run
+from .._tag import (
+    check_tagged,
+    flatten_tags,
+    is_trainable,
+    map_tags,
+    Tag,
+    update_layers,
+    with_tags,
+)
 from ._table import block_shown, sizes_shown, table
 
 

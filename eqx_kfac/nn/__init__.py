@@ -22,9 +22,5 @@ from ._elementwise import (
 from ._embedding import Embedding as Embedding
 from ._linear import Linear as Linear
 from ._reparametrised import SpectralNorm as SpectralNorm, WeightNorm as WeightNorm
-from ._rnn import (
-    GRUCell as GRUCell,
-    LSTMCell as LSTMCell,
-    scan_cell as scan_cell,
-)
+from ._rnn import GRUCell as GRUCell, LSTMCell as LSTMCell, scan_cell as scan_cell
 from ._shared import Shared as Shared

@@ -6,8 +6,7 @@ import jax.tree_util as jtu
 
 from .._block import AbstractBlock, AbstractSharing, check_block, Kronecker
 from .._misc import names
-from .._tag import Tag
-from .._tagged import is_tagged
+from .._tag import is_tagged, Tag
 from ._base import AbstractTagged, with_fields_of
 from ._composite import MLP, MultiheadAttention
 from ._conv import (

@@ -8,8 +8,7 @@ from jaxtyping import Array, ArrayLike, Inexact
 
 from .._block import AbstractBlock, check_block, Diagonal
 from .._form import Parameters
-from .._tag import Tag
-from .._tagged import LayerError
+from .._tag import LayerError, Tag
 from ._base import TaggedParameters
 
 

@@ -6,8 +6,7 @@ from jaxtyping import Array, Inexact
 
 from .._block import Kronecker
 from .._form import Dense
-from .._tag import Tag
-from .._tagged import LayerError
+from .._tag import LayerError, Tag
 from ._base import TaggedOutputs
 from ._inputs import check_integer
 

@@ -5,7 +5,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 
-from .._tagged import LayerError
+from .._tag import LayerError
 
 
 def check_input(layer: Any, x: Any, of: Any = None) -> None:

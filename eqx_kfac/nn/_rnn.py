@@ -11,8 +11,7 @@ from jaxtyping import Array, PyTree
 
 from .._block import AbstractBlock, Kronecker
 from .._form import Gates, Part
-from .._tag import Tag
-from .._tagged import LayerError
+from .._tag import LayerError, Tag
 from ._base import AbstractTagged, with_fields_of
 from ._inputs import check_input
 

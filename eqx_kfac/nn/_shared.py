@@ -9,8 +9,7 @@ from jaxtyping import PyTree
 from .._block import Kronecker
 from .._form import Dense, Lookup
 from .._misc import names
-from .._tag import Tag
-from .._tagged import is_tagged
+from .._tag import is_tagged, Tag
 
 
 Path = tuple[Any, ...]

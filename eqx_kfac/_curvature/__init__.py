@@ -1,0 +1,27 @@
+from ._accumulate import Accumulator as Accumulator, Total as Total
+from ._average import (
+    average as average,
+    has_bases as has_bases,
+    include as include,
+    init_curvature as init_curvature,
+    is_finite as is_finite,
+    refreshed as refreshed,
+    unseen as unseen,
+)
+from ._batch import Batch as Batch, LinearisedBatch as LinearisedBatch
+from ._block_diagonal import BlockDiagonalOperator as BlockDiagonalOperator
+from ._capture import capture as capture, Captured as Captured
+from ._estimate import (
+    curvature as curvature,
+    value_grad_and_curvature as value_grad_and_curvature,
+)
+from ._forward import check_pushes_forward as check_pushes_forward
+from ._gradient_rows import GradientRows as GradientRows
+from ._linearise import linearise as linearise
+from ._model_operator import (
+    EmpiricalFisher as EmpiricalFisher,
+    Fisher as Fisher,
+    GaussNewton as GaussNewton,
+    Hessian as Hessian,
+)
+from ._places import Used as Used, used_places as used_places

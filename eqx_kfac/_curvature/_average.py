@@ -1,0 +1,157 @@
+"""The average of the curvature: what is in it, and in which bases. Pure functions over
+trees that are shaped like the model."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Bool, Float
+
+from .._block import AbstractFactors, no_l2
+from .._custom_types import Model
+from .._devices import decomposed_over_stack, over_stack
+from .._misc import all_finite, difference, tree_where
+from .._operator import packed_like, unpacked
+from .._solver import AbstractDampedSolver, Eigh
+from .._tag import is_trainable, map_tags, tagged_layers
+
+
+def init_curvature(model: Model) -> Model:
+    """The factors of every tagged layer before anything has passed through it."""
+
+    def factors(tag, layer):
+        if not is_trainable(tag, layer):
+            return None
+        slots = tag.block.slots(tag.form, layer)
+        return tag.block.factors(slots, jnp.ones(()), no_l2(tag.form, layer))
+
+    return map_tags(factors, model)
+
+
+def average(
+    curvature: Model,
+    weight: Float[Array, ""],
+    new: Model,
+    ema: Float[Array, ""],
+    take: Bool[Array, ""],
+) -> tuple[Model, Float[Array, ""]]:
+    r"""One step of an exponential moving average that is never biased towards its start:
+    $w \leftarrow \rho w + 1$, $V \leftarrow V + (X - V) / w$; none if not to `take`."""
+    new_weight = ema * weight + 1
+    new = packed_like(new, curvature)
+
+    def blend(old, new):
+        return old + (new - old) / new_weight.astype(old.dtype)
+
+    blended = jtu.tree_map(blend, curvature, new)
+    return tree_where(take, (blended, new_weight), (curvature, weight))
+
+
+def is_finite(curvature: Model) -> Bool[Array, ""]:
+    """Whether curvature that was collected (not made up) is finite."""
+    is_factors = lambda node: isinstance(node, AbstractFactors)
+    layers = jtu.tree_leaves(curvature, is_leaf=is_factors)
+    bounds = [over_stack(type(f).bounds, f.l2.ndim)(f) for f in layers if is_factors(f)]
+    return all_finite(bounds)
+
+
+def unseen(grads: Model, curvature: Model) -> Bool[Array, ""]:
+    """Whether any layer, or one of a stack, has a gradient but no curvature at all."""
+
+    def is_zero(tag, _, factors):
+        if factors is None:
+            return None
+        axes = factors.l2.ndim
+        return over_stack(type(factors).is_zero, axes)(factors) & (factors.l2 == 0)
+
+    def is_missed(tag, layer, zero):
+        if zero is None:
+            return None
+        return zero & jnp.any(tag.form.to_matrix(layer) != 0, axis=(-2, -1))
+
+    def any_of(flags):
+        return jnp.any(jnp.concatenate([f.reshape(-1) for f in jtu.tree_leaves(flags)]))
+
+    zeros = map_tags(is_zero, grads, curvature)
+    missed = lambda: any_of(map_tags(is_missed, grads, zeros))
+    # Gradients are only looked at where there is any reason to.
+    return jax.lax.cond(any_of(zeros), missed, lambda: any_of(zeros))
+
+
+def has_bases(model: Model) -> bool:
+    """Whether the statistics of any block are taken in a basis of its factors."""
+    return any(tag.block.has_basis for _, tag, _ in tagged_layers(model))
+
+
+def refresh(
+    curvature: Model, model: Model, solver: AbstractDampedSolver = Eigh()
+) -> Model:
+    """The curvature in the bases that now are its own. That of most blocks stays what it
+    is."""
+
+    def layer_factors(tag, _, factors):
+        if factors is None or not tag.block.has_basis:
+            return factors
+
+        def refreshed(factors):
+            new = tag.block.refreshed(unpacked(factors), solver.eigenbasis)
+            return packed_like(new, factors)
+
+        return decomposed_over_stack(refreshed, factors.l2.ndim)(factors)
+
+    return map_tags(layer_factors, model, curvature)
+
+
+def refreshed(
+    curvature: Model, model: Model, solver: AbstractDampedSolver
+) -> tuple[Model, Bool[Array, ""]]:
+    """As `refresh`, and whether it is finite; what was there, if it is not."""
+    new = refresh(curvature, model, solver)
+    finite = all_finite(new)
+    return tree_where(finite, new, curvature), finite
+
+
+def include(
+    curvature: Model,
+    weight: Float[Array, ""],
+    model: Model,
+    new: Model,
+    ema: Float[Array, ""],
+    take: Bool[Array, ""] | bool = True,
+) -> tuple[Model, Float[Array, ""], Bool[Array, ""]]:
+    """As `average`, with an estimate from elsewhere, if that is finite and to `take`; and
+    whether it was taken."""
+    _check_curvature(new, model)
+    new = _in_bases_of(curvature, model, new, weight == 0)
+    take = take & all_finite(new)
+    return *average(curvature, weight, new, ema, take), take
+
+
+def _check_curvature(curvature: Model, model: Model) -> None:
+    """Raises unless curvature is that of exactly the parameters of a model."""
+    trees = (unpacked, curvature), (init_curvature, model)
+    wrong = difference(*(eqx.filter_eval_shape(*tree) for tree in trees))
+    if wrong is not None:
+        path, have, want = wrong
+        raise ValueError(
+            f"The curvature does not belong to these parameters: its `{path}` is {have}, "
+            f"but should be {want}. Estimate it for the same part of the model that "
+            "`init` got: `kfac.value_grad_and_curvature(loss_fn)(trained, ...)`."
+        )
+
+
+def _in_bases_of(
+    curvature: Model, model: Model, new: Model, first: Bool[Array, ""]
+) -> Model:
+    """`new`, in the bases of `curvature` unless it is the `first` one."""
+
+    def layer_factors(tag, _, old, new):
+        if old is None or not tag.block.has_basis:
+            return new
+
+        def expressed(old, new):
+            return tag.block.expressed(new, tag.block.basis(old))
+
+        return tree_where(first, new, over_stack(expressed, old.l2.ndim)(old, new))
+
+    return map_tags(layer_factors, model, curvature, new)

@@ -1,0 +1,264 @@
+"""What a step asks of a batch: in one go, in micro-batches, or of its first examples."""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array, Float
+
+from .._custom_types import Key, Model
+from .._devices import zeros_of
+from .._fisher import AbstractFisher
+from .._program import look, Program, run
+from .._tag import empty_tags, fill_raw, fill_tags
+from ._average import has_bases, refresh
+from ._gradient_rows import GradientRows, row_slots, RowSlots
+from ._linearise import evaluate, factors, Linearisation, linearise, Share, whole
+
+
+class Batch(eqx.Module):
+    """A loss function and its arguments. More than one micro-batch: the arrays among
+    `args` are split along their first axis, and whatever is asked is added up over them,
+    one after the other; `kwargs` are handed on whole."""
+
+    loss_fn: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+    micro_batches: int = eqx.field(static=True, default=1)
+
+    def first(self, examples: int | None) -> "Batch":
+        """The first `examples`, in micro-batches that are no larger."""
+        if examples is None:
+            return self
+        number = self._number_of_examples(f"the first {examples} examples")
+        if examples == number:
+            return self
+        if examples > number:
+            raise ValueError(
+                f"Asked for the first {examples} examples of a batch of {number}."
+            )
+        most = number // self.micro_batches
+        sizes = [size for size in range(1, most + 1) if examples % size == 0]
+        args = self._map_args(lambda x: x[:examples])
+        return Batch(self.loss_fn, args, self.kwargs, examples // sizes[-1])
+
+    def linearise(
+        self,
+        model: Model,
+        curvature: Model | None = None,
+        row_slots: RowSlots | None = None,
+        program: Program | None = None,
+    ) -> "LinearisedBatch":
+        """Everything a step asks for, at `model`. `curvature` is that so far: blocks like
+        [`eqx_kfac.EKFAC`][] take their statistics in its bases. `row_slots` is where the
+        rows of the gradient are to go (not of micro-batches); `program`, what is known of
+        the loss function already."""
+        program = self.look(model) if program is None else program
+        if self.micro_batches > 1:
+            share = self._share(model)
+            return LinearisedBatch(self, model, curvature, share, None, None, program)
+
+        def fill(model, weights=None):
+            filled = fill_tags(model, weights, curvature)
+            return filled if row_slots is None else fill_raw(filled, row_slots.slots)
+
+        linearised = linearise(
+            *(self.loss_fn, model, self.args, self.kwargs), fill=fill, program=program
+        )
+        share = linearised.share
+        return LinearisedBatch(self, model, curvature, share, linearised, row_slots, None)
+
+    def look(self, model: Model, uses: bool = True, trains: bool = False) -> Program:
+        """What the loss function does with the tags of the model."""
+        args = self.args if self.micro_batches == 1 else self._first_piece()
+        return look(self.loss_fn, model, args, self.kwargs, uses, trains)
+
+    def row_slots(self, model: Model, program: Program) -> RowSlots | None:
+        """Where rows are less work than features."""
+        if self.micro_batches > 1:
+            raise ValueError(
+                "`through_rows=True` needs the rows of the whole batch at the same time, "
+                f"which `micro_batches={self.micro_batches}` avoids. Leave one of them "
+                "out."
+            )
+        return row_slots(self.loss_fn, model, self.args, self.kwargs, program)
+
+    def value(self, model: Model, share: Share) -> Float[Array, ""]:
+        """The objective at another model, where other examples may count: one more
+        forward pass."""
+        if not share.is_whole:
+            share = self._share(model)
+
+        def piece(index, args):
+            objective, _ = run(self.loss_fn, model, args, self.kwargs)
+            return evaluate(objective, model, share), None
+
+        return self.total(piece)[0]
+
+    def total(self, fn: Callable) -> tuple[Any, Any]:
+        """`fn(index, args) -> (summand, aux)`, the summands added up over micro-batches,
+        the aux stacked."""
+        if self.micro_batches == 1:
+            return fn(0, self.args)
+        pieces, static = eqx.partition(self._pieces(), _has_examples)
+        rest = []
+
+        def body(total, indexed):
+            index, piece = indexed
+            summand, aux = fn(index, eqx.combine(piece, static))
+            aux, others = eqx.partition(aux, eqx.is_array)
+            rest[:] = [others]
+            return jtu.tree_map(jnp.add, total, summand), aux
+
+        indices = jnp.arange(self.micro_batches)
+        first = jtu.tree_map(lambda x: x[0], (indices, pieces))
+        like = jax.eval_shape(lambda i, p: fn(i, eqx.combine(p, static))[0], *first)
+        total, aux = jax.lax.scan(body, zeros_of(like), (indices, pieces))
+        return total, eqx.combine(aux, rest[0])
+
+    def _first_piece(self) -> tuple:
+        """The arguments of the first micro-batch."""
+        pieces, static = eqx.partition(self._pieces(), _has_examples)
+        return eqx.combine(jtu.tree_map(lambda x: x[0], pieces), static)
+
+    def _share(self, model: Model) -> Share:
+        """The terms of all micro-batches: only the loss knows how many they are. (Of the
+        forward pass, XLA keeps what they depend on: mostly nothing.)"""
+
+        def piece(index, args):
+            objective, _ = run(self.loss_fn, model, args, self.kwargs)
+            return whole(objective, model).counts, None
+
+        counts, _ = self.total(piece)
+        return Share(counts, 1 / self.micro_batches)
+
+    def _pieces(self) -> tuple:
+        """The arrays with the micro-batches as first axis. Examples are dealt out in
+        turn, so that an axis that is split over devices stays split."""
+        k = self.micro_batches
+        number = self._number_of_examples(f"{k} micro-batches")
+        if number % k != 0:
+            raise ValueError(f"{number} examples cannot be split into {k} micro-batches.")
+        return self._map_args(
+            lambda x: jnp.moveaxis(x.reshape(number // k, k, *x.shape[1:]), 1, 0)
+        )
+
+    def _number_of_examples(self, what: str) -> int:
+        arrays = [x for x in jtu.tree_leaves(self.args) if _has_examples(x)]
+        lengths = sorted({x.shape[0] for x in arrays})
+        if len(lengths) != 1:
+            raise ValueError(
+                f"To take {what} of a batch, all arrays among the positional arguments "
+                "of the loss function must have the examples as their first axis, but "
+                f"the lengths of their first axes are {lengths}. Pass what does not "
+                "belong to single examples (a PRNG key, an `eqx.nn.State`) by keyword: "
+                "keyword arguments are handed on whole."
+            )
+        return lengths[0]
+
+    def _map_args(self, fn: Callable) -> tuple:
+        return jtu.tree_map(lambda x: fn(x) if _has_examples(x) else x, self.args)
+
+
+class LinearisedBatch(eqx.Module):
+    """A batch at a model."""
+
+    batch: Batch
+    model: Model
+    bases: Model | None  # Curvature.
+    share: Share
+    linearisation: Linearisation | None  # Of the whole, unless it is too big for that.
+    row_slots: RowSlots | None
+    program: Program | None = eqx.field(static=True)  # Of a part.
+
+    def first(self, examples: int | None) -> "LinearisedBatch":
+        """The first `examples` of the batch, at the same model."""
+        batch = self.batch.first(examples)
+        return self if batch is self.batch else batch.linearise(self.model, self.bases)
+
+    def value_and_grads(
+        self,
+    ) -> tuple[Float[Array, ""], Any, Model, GradientRows | None]:
+        """The objective, the loss function's aux, the gradient, and its rows where they
+        were asked for. The aux of several micro-batches are stacked."""
+
+        def piece(_, lin):
+            pulled = lin.gradient()
+            rows = None if self.row_slots is None else self.row_slots.rows(pulled)
+            return (lin.value(), empty_tags(pulled)), (lin.aux, rows)
+
+        (value, grads), (aux, rows) = self._total(piece)
+        return value, aux, grads, rows
+
+    def curvature(self, fisher: AbstractFisher, key: Key | None) -> Model:
+        """The factors of every tagged layer, in a tree shaped like the model. Where bases
+        are needed and there are none, they are found first."""
+        if self.bases is None and has_bases(self.model):
+            bases = refresh(self._curvature(fisher, key), self.model)
+            return self.batch.linearise(self.model, bases).curvature(fisher, key)
+        return self._curvature(fisher, key)
+
+    def _curvature(self, fisher: AbstractFisher, key: Key | None) -> Model:
+        def piece(index, linearisation):
+            own = key
+            if key is not None and self.linearisation is None:
+                own = jax.random.fold_in(key, index)
+            statistics = linearisation.statistics(fisher, own)
+            return (statistics, linearisation.l2()), None
+
+        (statistics, l2), _ = self._total(piece)
+        return factors(self.model, statistics, self.share.count, l2, self.bases)
+
+    @property
+    def terms(self) -> int:
+        """The number of terms of the losses, that of the loss with most of them."""
+        return self.seen(lambda lin: lin.terms) * self.batch.micro_batches
+
+    def seen(self, fn: Callable) -> Any:
+        """`fn(linearisation)` of something that is known without computing: of every
+        micro-batch, the same."""
+        if self.linearisation is not None:
+            return fn(self.linearisation)
+        found = []
+
+        def look(_, linearisation):
+            found.append(fn(linearisation))
+            return linearisation.value(), None
+
+        jax.eval_shape(lambda: self._total(look)[0])
+        return found[-1]
+
+    def gram(self, *directions: Model) -> Float[Array, "n n"]:
+        r"""$d_a^\top C d_b$ with $C$ the Gauss-Newton matrix."""
+        return self._total(lambda _, lin: (lin.gram(directions), None))[0]
+
+    def value_at(self, model: Model) -> Float[Array, ""]:
+        """The objective at another model."""
+        return self.batch.value(model, self.share)
+
+    def _total(self, fn: Callable) -> tuple[Any, Any]:
+        """`fn(index, linearisation) -> (summand, aux)`, over all micro-batches."""
+        if self.linearisation is not None:
+            return fn(0, self.linearisation)
+
+        def piece(index, args):
+            batch = self.batch
+            fill = ft.partial(fill_tags, curvature=self.bases)
+            linearised = linearise(
+                *(batch.loss_fn, self.model, args, batch.kwargs),
+                share=self.share,
+                fill=fill,
+                program=self.program,
+            )
+            return fn(index, linearised)
+
+        return self.batch.total(piece)
+
+
+def _has_examples(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray)) and x.ndim > 0

@@ -1,0 +1,253 @@
+"""The curvature of all tagged layers as one operator."""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+from jaxtyping import Array, ArrayLike, Float, PyTree
+
+from .._block import AbstractFactors
+from .._custom_types import Model
+from .._devices import over_stack
+from .._form import has_bias
+from .._loss import linear_combination
+from .._misc import names
+from .._operator import (
+    AbstractSymmetricOperator,
+    eigenvalues,
+    flatten,
+    spectral,
+    SpectralOperator,
+    squared_norm,
+    Structure,
+    trace,
+    unpacked,
+    widest,
+)
+from .._solver import AbstractDampedSolver, Eigh
+from .._tag import flatten_tags, map_tags, partition_tagged, update_layers
+
+
+class BlockDiagonalOperator(AbstractSymmetricOperator):
+    r"""The curvature of all tagged layers as one operator on trees shaped like the
+    model:
+
+    $$C = \operatorname{diag}(C_1, C_2, \ldots), \qquad C_l = G_l \otimes A_l + c_l I$$
+
+    for [`eqx_kfac.Kronecker`][] blocks, or whatever else the block of layer $l$ denotes.
+    The curvature $c_l$ of an [`eqx_kfac.L2`][] term is part of it, as in the optimizer
+    and in [`eqx_kfac.GaussNewton`][] (but as its mean over each layer). Damping is
+    not: pass it to the methods that take it.
+
+    Its vectors have the parameters that tags cover, and `None` elsewhere. If tags cover
+    all parameters, they are shaped like `eqx.filter(model, eqx.is_inexact_array)`, as
+    those of [`eqx_kfac.GaussNewton`][], of which its inverse is a preconditioner.
+
+    !!! Example
+
+        ```python
+        curvature = kfac.curvature(loss_fn, fisher=kfac.Exact())(model, x, y)
+        operator = kfac.BlockDiagonalOperator(curvature, model)
+        evidence = -0.5 * operator.logdet(damping=1e-3)
+        ```
+    """
+
+    blocks: Model
+    structure: Structure
+
+    def __init__(self, curvature: Model, model: Model):
+        """**Arguments:**
+
+        - `curvature`: what [`eqx_kfac.curvature`][] returns, or `state.curvature` of an
+            optimizer.
+        - `model`: the model that it belongs to.
+
+        **Raises:** `ValueError` naming the layers of the model that it has nothing of.
+        """
+
+        def block(tag, layer, factors):
+            if factors is None:
+                return None
+            if not isinstance(factors, AbstractFactors):
+                raise ValueError(
+                    "The first argument must be the curvature of the model, as "
+                    "`kfac.curvature(loss_fn)(model, ...)` returns it, but at a tagged "
+                    f"layer it has a {type(factors).__name__}."
+                )
+            operator = over_stack(tag.block.operator, factors.l2.ndim)(factors)
+            return _Block(operator, factors.l2, has_bias(tag.form, layer))
+
+        found, _ = flatten_tags(lambda tag, layer, own: own, model, curvature)
+        missing = [path for path, factors in found if factors is None]
+        if missing:
+            raise ValueError(
+                f"There is no curvature of the layers {names(missing)}. Pass the part of "
+                "the model that it was taken of, without the layers that are frozen."
+            )
+        self.blocks = map_tags(block, model, unpacked(curvature))
+        self.structure = Structure(partition_tagged(model)[0])
+
+    def mv(self, vector: PyTree) -> PyTree:
+        def apply(tag, layer, new, block):
+            if block is None:
+                return new
+            matrix = tag.form.to_matrix(layer).astype(block.shift.dtype)
+            return tag.form.from_matrix(block(_product, matrix), new)
+
+        return update_layers(apply, vector, self.blocks)
+
+    def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        return self.structure.tree
+
+    @property
+    def positive_semidefinite(self) -> bool:
+        return True
+
+    def diagonal(self) -> Float[Array, " size"]:
+        def fill(tag, layer, new, block):
+            if block is None:
+                return new
+            shape = tag.form.to_matrix(new).shape
+            return tag.form.from_matrix(block(_diagonal).reshape(shape), new)
+
+        structure = self.in_structure()
+        zeros = jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), structure)
+        filled = update_layers(fill, zeros, self.blocks)
+        return flatten(filled, widest(structure))
+
+    def trace(self) -> Float[Array, ""]:
+        """The sum of all eigenvalues."""
+        return self._sum(lambda op, shift: trace(op) + shift * op.in_size())
+
+    def frobenius_norm(self) -> Float[Array, ""]:
+        """The root of the sum of the squares of all entries."""
+
+        def squared(op, shift):
+            return squared_norm(op) + 2 * shift * trace(op) + shift**2 * op.in_size()
+
+        return jnp.sqrt(self._sum(squared))
+
+    def logdet(self, damping: ArrayLike = 0.0) -> Float[Array, ""]:
+        r"""$\log\det(C + \lambda I)$, with `damping` $\lambda \ge 0$."""
+
+        def logdet(op, shift):
+            total = shift + jnp.asarray(damping, shift.dtype)
+            return jnp.sum(jnp.log(eigenvalues(op) + total))
+
+        return self._sum(logdet)
+
+    def eigenvalues(self) -> Model:
+        """All eigenvalues: a tree shaped like the model, with `[*stack, d_out, d_in]` in
+        the place of every tagged layer."""
+        return self._map(lambda block: block(lambda op, shift: eigenvalues(op) + shift))
+
+    def spectral(self) -> "BlockDiagonalOperator":
+        """The same operator, with the eigendecomposition of every layer cached: all
+        further functions of it are cheap."""
+        return self._function(lambda op, shift: spectral(op).map(lambda x: x + shift))
+
+    def power(
+        self, exponent: float | int, damping: ArrayLike = 0.0
+    ) -> "BlockDiagonalOperator":
+        r"""$(C + \lambda I)^p$, exactly, through the eigendecomposition of every layer.
+
+        **Arguments:**
+
+        - `exponent`: $p$; `0.5` is the square root; `-0.5` turns white noise into
+            samples with covariance $(C + \lambda I)^{-1}$.
+        - `damping`: $\lambda$, which must be positive if $C$ may be singular and
+            $p < 0$.
+        """
+
+        def power(op, shift):
+            total = shift + jnp.asarray(damping, shift.dtype)
+            return spectral(op).power(exponent, total)
+
+        return self._function(power)
+
+    def inverse(
+        self, damping: ArrayLike, solver: AbstractDampedSolver = Eigh()
+    ) -> "BlockDiagonalOperator":
+        r"""$(C + \lambda I)^{-1}$, as the solver approximates it: what an optimizer with
+        this solver multiplies gradients by. The factorisation is part of the operator.
+
+        **Arguments:**
+
+        - `damping`: $\lambda$.
+        - `solver`: [`eqx_kfac.Eigh`][] for the exact inverse, [`eqx_kfac.Cholesky`][]
+            for factored damping.
+        """
+
+        def inverse(bias, op, shift):
+            total = shift + jnp.asarray(damping, shift.dtype)
+            if isinstance(op, SpectralOperator):
+                return op.power(-1, total)
+            state = solver.init(op, {"damping": total, "bias": bias})
+            return _InverseOperator(solver, state, total, Structure(op.in_structure()))
+
+        return self._blockwise(lambda block: block(ft.partial(inverse, block.bias)))
+
+    def _map(self, fn: Callable) -> Model:
+        return jtu.tree_map(fn, self.blocks, is_leaf=_is_block)
+
+    def _sum(self, fn: Callable) -> Float[Array, ""]:
+        sums = jtu.tree_leaves(self._map(lambda block: jnp.sum(block(fn))))
+        return linear_combination([1.0] * len(sums), sums)
+
+    def _function(self, fn: Callable) -> "BlockDiagonalOperator":
+        """The operator with blocks `fn(operator, l2)`, which include their `l2`."""
+        return self._blockwise(lambda block: block(fn))
+
+    def _blockwise(self, fn: Callable) -> "BlockDiagonalOperator":
+        """The same, with blocks `fn(block)`."""
+        blocks = self._map(lambda b: _Block(fn(b), jnp.zeros_like(b.shift), b.bias))
+        return eqx.tree_at(lambda op: op.blocks, self, blocks)
+
+
+class _Block(eqx.Module):
+    """An operator plus a multiple of the identity, both stacked if layers are."""
+
+    operator: lx.AbstractLinearOperator
+    shift: Float[Array, "*stack"]
+    bias: bool = eqx.field(static=True)  # Whether the last column is one beside weights.
+
+    def __call__(self, fn: Callable, *args: Any) -> Any:
+        """`fn(operator, shift, *args)` for every layer of a stack."""
+        return over_stack(fn, self.shift.ndim)(self.operator, self.shift, *args)
+
+
+class _InverseOperator(AbstractSymmetricOperator):
+    """The inverse of a layer's damped curvature, as a solver computes it."""
+
+    solver: AbstractDampedSolver
+    state: Any
+    damping: Float[Array, ""]
+    structure: Structure
+
+    def mv(self, vector: Float[Array, "d_out d_in"]) -> Float[Array, "d_out d_in"]:
+        return self.solver.compute(self.state, vector, {"damping": self.damping})[0]
+
+    def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        return self.structure.tree
+
+    @property
+    def positive_semidefinite(self) -> bool:
+        return True
+
+
+def _product(operator: Any, shift: Array, matrix: Array) -> Array:
+    vector = matrix.reshape(operator.in_structure().shape)
+    return operator.mv(vector).reshape(matrix.shape) + shift * matrix
+
+
+def _diagonal(operator: Any, shift: Array) -> Array:
+    return lx.diagonal(operator).reshape(operator.in_structure().shape) + shift
+
+
+def _is_block(node: Any) -> bool:
+    return isinstance(node, _Block)

@@ -1,0 +1,107 @@
+"""The rows of a gradient, of those layers where they are less work than features."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Bool
+
+from .._custom_types import Model
+from .._devices import explicit_sharding, varying_axes
+from .._form import Dense
+from .._program import Program
+from .._tag import empty_tags, map_tags, Use
+from ._places import Used, used_places
+
+
+class GradientRows(eqx.Module):
+    """The `Rows` of those layers where preconditioning through them is less work (`None`
+    for others), and whether the gradient of these layers is their product."""
+
+    layers: Model
+    whole: Bool[Array, ""]
+
+
+class RowSlots(NamedTuple):
+    """Where the rows of a batch are to arrive, and what is known of them: trees shaped
+    like the model."""
+
+    slots: Model
+    uses: Model
+
+    def rows(self, pulled: Model) -> GradientRows:
+        """What arrived, with the gradient `pulled`."""
+
+        def layer_rows(tag, layer, use):
+            if use is None:
+                return None
+            # In the types that the layer has seen. (A scan's body sees no stack.)
+            x, g = tag.held.raw
+            x, g = x.astype(use.x.dtype), g.astype(use.g.dtype)
+            stack = len(tag.form.sizes(layer).stack)
+            return tag.form.rows(x, g, None, stack, stack + use.axes - use.stack)
+
+        layers = map_tags(layer_rows, pulled, self.uses)
+        return GradientRows(layers, _are_whole(layers, empty_tags(pulled)))
+
+
+def row_slots(
+    loss_fn: Callable,
+    model: Model,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    program: Program | None = None,
+) -> RowSlots | None:
+    """Slots for the rows of those layers where they are less work than features; `None`
+    if there is no such layer. (A layer that is used more than once has no rows: its slots
+    would add them up.)"""
+    if varying_axes((args, kwargs)):
+        raise ValueError(
+            "`through_rows=True` needs the rows of the whole batch, but within a "
+            "`shard_map` every device has its own. Leave it out, or call `KFAC.step` "
+            "outside of the `shard_map`, on sharded arrays."
+        )
+    found, treedef = used_places(loss_fn, model, args, kwargs, program)
+    uses = list(map(_use_with_few_rows, found))
+    if not any(uses):
+        return None
+    slots = [
+        None if use is None else used.place.slots(use)
+        for used, use in zip(found, uses, strict=True)
+    ]
+    return RowSlots(treedef.unflatten(slots), treedef.unflatten(uses))
+
+
+def _use_with_few_rows(used: Used) -> Use | None:
+    """The use of a layer that is made for this, if rows are less work."""
+    place, use = used.place, used.once
+    if use is None or not (isinstance(place.form, Dense) and place.block.two_sided):
+        return None
+    rows = math.prod(use.x.shape[use.stack : use.axes])
+    d_out, d_in = place.sizes.d_out, place.sizes.d_in + place.sizes.bias
+    through_rows = rows * (d_out**2 + d_in**2 + d_out * d_in)
+    return use if through_rows < d_out * d_in * (d_out + d_in) else None
+
+
+def _are_whole(layers: Model, grads: Model) -> Bool[Array, ""]:
+    """Whether the gradient is the rows' product: the same numbers, not nearly so."""
+
+    def same(tag, layer, rows):
+        if rows is None:
+            return None
+        parameters = tag.form.parameters(layer)
+        weight, _ = parameters
+        sharding = None if weight is None else explicit_sharding(jax.typeof(weight))
+        x = rows.x.vectors()
+        products = tag.form.gradient(x, rows.g, rows.stack, sharding)
+        return [
+            jnp.all(p == product.reshape(p.shape).astype(p.dtype))
+            for p, product in zip(parameters, products, strict=True)
+            if p is not None
+        ]
+
+    return jnp.all(jnp.stack(jtu.tree_leaves(map_tags(same, grads, layers))))

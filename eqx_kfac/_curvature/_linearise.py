@@ -1,0 +1,376 @@
+"""One forward pass, pulled back (to gradients, to statistics) and pushed forward."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Float, PyTree
+
+from .._block import is_statistics, no_l2, Statistics
+from .._custom_types import Key, Model
+from .._devices import cast_varying, placed_like, varying_axes
+from .._fisher import AbstractFisher
+from .._loss import AbstractLoss, L2, linear_combination, Sum
+from .._misc import accumulator, symmetric, tree_dot
+from .._program import depends, example_weights, look, prepared, Program, run
+from .._tag import blank, fill_tags, is_trainable, map_tags, Tag
+
+
+class Share(eqx.Module):
+    r"""Which part of a batch is looked at: everything a [`Linearisation`][] returns is
+    that part's summand of the whole, which has $N_i$ terms in loss $i$."""
+
+    counts: list[Float[Array, ""]]  # N_i
+    fraction: float = eqx.field(static=True)  # Of what is not a mean over examples.
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is left out."""
+        return self.fraction == 1.0
+
+    @property
+    def count(self) -> Float[Array, ""]:
+        """$N$: what all statistics are divided by."""
+        dtype = accumulator(*[n.dtype for n in self.counts])
+        return jnp.max(jnp.stack([n.astype(dtype) for n in self.counts]))
+
+
+class Linearisation(eqx.Module):
+    """A loss function linearised at a model, to be pulled back and pushed forward."""
+
+    objective: Sum
+    aux: Any
+    model: Model  # With filled tags.
+    pushforward: Callable  # From tangents of the model to those of the objective.
+    pullback: Callable  # From cotangents of the objective to those of the model.
+    curved: Sum  # The objective without penalties, and its pullback; tags know weights.
+    collect: Callable  # (cotangent, part of the objective that it is of)
+    share: Share
+    axes: frozenset = eqx.field(static=True)  # Of `shard_map`; they split the examples.
+
+    def value(self) -> Float[Array, ""]:
+        """The objective, as a mean over the examples of all devices."""
+        return _value(self.objective, self.share, self.axes)
+
+    @property
+    def terms(self) -> int:
+        """The number of terms of the losses, on all devices: that of the loss with most
+        of them."""
+        devices = math.prod(jax.lax.axis_size(axis) for axis in self.axes)
+        return devices * max(math.prod(o.leading) for o in self.objective.losses)
+
+    def gradient(self) -> Model:
+        """That of `value`, shaped like the model; its tags hold what came along."""
+        cotangent = eqx.filter_grad(_value)(self.objective, self.share, self.axes)
+        return self.pullback(cotangent)
+
+    def statistics(self, fisher: AbstractFisher, key: Key | None) -> Model:
+        """The statistics of every tagged layer, summed over all cotangents."""
+        pulled, number = self.pulled(fisher, key)
+
+        def pull(index):
+            return map_tags(_statistics, pulled(index))
+
+        statistics = pull(0)
+        if number == 1:
+            return statistics
+
+        # What depends on inputs alone is the same in every pullback; the rest adds up.
+        zeros = _outputs(map_tags(_statistics, self.model))
+        outputs = _sum(lambda i: _outputs(pull(i)), number, fisher.batch_size, zeros)
+        return jtu.tree_map(
+            lambda s, o: Statistics(s.inputs, o),
+            statistics,
+            outputs,
+            is_leaf=is_statistics,
+        )
+
+    def pulled(self, fisher: AbstractFisher, key: Key | None) -> tuple[Callable, int]:
+        """What comes back from the Fisher's cotangent `index`, shaped like the model, as
+        a function of `index`; and how many of them there are."""
+        fisher.check(self.model)
+        scales, key = self._scales(), self._device_key(key)
+
+        def pull(index):
+            cotangents = fisher.cotangents(self.objective.losses, index, key)
+            cotangents = [jtu.tree_map(s, c) for s, c in zip(scales, cotangents)]
+            return self.pull(cotangents)
+
+        return pull, fisher.number(self.objective.losses)
+
+    def l2(self) -> Model:
+        """The curvature of all `L2` terms: the mean of its diagonal over every layer."""
+
+        def parameters(objective):
+            return [o.parameters for _, o in objective.terms if isinstance(o, L2)]
+
+        diagonals = [
+            o.diagonal(c * self.share.fraction)
+            for c, o in self.objective.terms
+            if isinstance(o, L2)
+        ]
+        if not diagonals:
+            return map_tags(lambda tag, layer: no_l2(tag.form, layer), self.model)
+        return map_tags(_mean_over_layer, self.collect(diagonals, parameters))
+
+    def gram(self, directions: Sequence[Model]) -> Float[Array, "n n"]:
+        r"""$d_a^\top C d_b$ for all pairs of `directions`, with $C$ the Gauss-Newton
+        matrix of the objective, its `L2` terms included: one pushforward each."""
+        tangents = [self._push(d).terms for d in directions]
+
+        def inner(a, b):
+            coefficients, products, counts = [], [], iter(self.share.counts)
+            for (c, o), (_, u), (_, v) in zip(self.objective.terms, a, b, strict=True):
+                if isinstance(o, AbstractLoss):
+                    product = _weighted_dot(u.outputs, o.fisher_product(v.outputs), o)
+                    products.append(_psum(product, self.axes))
+                    coefficients.append(c / next(counts))
+                elif isinstance(o, L2):
+                    products.append(tree_dot(u.parameters, v.parameters))
+                    coefficients.append(c * o.coefficient * self.share.fraction)
+            return linear_combination(coefficients, products)
+
+        return symmetric(inner, tangents)
+
+    def _push(self, direction: Model) -> Sum:
+        """Pushes a direction (`None` where it is zero) forward to the objective."""
+        zeros = jtu.tree_map(jnp.zeros_like, eqx.filter(self.model, eqx.is_inexact_array))
+        tangent = eqx.combine(direction, zeros)
+        return self.pushforward(
+            jtu.tree_map(lambda t, z: t.astype(z.dtype), tangent, zeros)
+        )
+
+    def pull(self, cotangents: list[PyTree]) -> Model:
+        """Pulls cotangents of all losses' outputs back to the model and its tags."""
+
+        def outputs(objective):
+            return jtu.tree_leaves([loss.outputs for loss in objective.losses])
+
+        placed = map(placed_like, jtu.tree_leaves(cotangents), outputs(self.curved))
+        return self.collect(list(placed), outputs)
+
+    def _scales(self) -> list[Callable]:
+        r"""Multiplication by $\sqrt{c_i w N / N_i}$ for the outputs of every loss $i$:
+        dividing by $N$ then gives the curvature of $\sum_i c_i h_i$."""
+        terms = self.objective.weighted_losses
+        total = self.share.count
+
+        def scale(coefficient, loss, count):
+            ratio = 1.0 if len(terms) == 1 else total / count.astype(total.dtype)
+            if loss.weights is None:
+                squared = jnp.asarray(coefficient * ratio)
+            else:
+                squared = coefficient * ratio * loss.term_weights[..., None]
+            return lambda ct: ct * jnp.sqrt(squared).astype(ct.dtype)
+
+        counts = self.share.counts
+        return [scale(c, loss, n) for (c, loss), n in zip(terms, counts, strict=True)]
+
+    def _device_key(self, key: Key | None) -> Key | None:
+        if key is not None:
+            for axis in sorted(self.axes):  # Devices hold different examples.
+                key = jax.random.fold_in(key, jax.lax.axis_index(axis))
+        return key
+
+
+def whole(objective: Sum, model: Model) -> Share:
+    """The whole batch, which several devices may have parts of."""
+    axes = example_axes(objective, model)
+    return Share([_psum(loss.count, axes) for loss in objective.losses], 1.0)
+
+
+def example_axes(objective: Sum, model: Model) -> frozenset:
+    """The `shard_map` axes that split the examples."""
+    return varying_axes(objective) - varying_axes(model)
+
+
+def evaluate(objective: Sum, model: Model, share: Share) -> Float[Array, ""]:
+    """The objective, as a mean over the examples of all devices."""
+    return _value(objective, share, example_axes(objective, model))
+
+
+def linearise(
+    loss_fn: Callable,
+    model: Model,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    share: Share | None = None,
+    fill: Callable = fill_tags,
+    program: Program | None = None,
+) -> Linearisation:
+    """Runs `loss_fn` once, at a model whose tags are ready to collect: `fill(model,
+    weights)`. `program` is what is known of the loss function already."""
+    program = look(loss_fn, model, args, kwargs) if program is None else program
+    filled = prepared(fill(model), program)
+    objective, pushforward, pullback, aux = filter_linearize(
+        lambda model: run(loss_fn, model, args, kwargs), filled
+    )
+    axes = example_axes(objective, model)
+    if share is not None and not share.is_whole:
+        _check_constant_weights(pushforward, filled)
+    share = whole(objective, model) if share is None else share
+    weights = example_weights(objective.losses)
+    curved, collect = objective, pullback
+    if weights is not None or len(objective.curved) < len(objective.terms):
+        # The moments of a layer's inputs have to know the weights, which only the loss
+        # knew, and nothing of what only penalties see. What the two runs share, XLA
+        # computes once.
+        if weights is not None:
+            weights = jax.lax.stop_gradient(weights)
+            weights = cast_varying(weights, varying_axes(model))
+        curved, _, collect, _ = filter_linearize(
+            lambda model: (Sum(run(loss_fn, model, args, kwargs)[0].curved), None),
+            prepared(fill(model, weights), program),
+        )
+    return Linearisation(
+        objective, aux, filled, pushforward, pullback, curved, collect, share, axes
+    )
+
+
+def factors(
+    model: Model,
+    statistics: Model,
+    count: Float[Array, ""],
+    l2: Model,
+    curvature: Model | None,
+) -> Model:
+    """The factors of every tagged layer, in a tree shaped like the model. The statistics
+    were taken in the bases of `curvature`."""
+
+    def layer_factors(tag, layer, statistics, l2, old):
+        if not is_trainable(tag, layer):
+            return None
+        new = tag.block.factors(statistics, count, l2)
+        return new if old is None else tag.block.in_basis(new, tag.block.basis(old))
+
+    if curvature is None:
+        curvature = blank(model)
+    return map_tags(layer_factors, model, statistics, l2, curvature)
+
+
+def filter_linearize(fn: Callable, model: Model) -> tuple[Sum, Callable, Callable, Any]:
+    """`fn(model) -> (out, aux)` as `(out, pushforward, pullback, aux)`. One jaxpr serves
+    both directions."""
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    rest = []
+
+    def dynamic(params):
+        out, aux = fn(eqx.combine(params, static))
+        out, out_rest = eqx.partition(out, eqx.is_inexact_array)
+        arrays, others = eqx.partition((out_rest, aux), eqx.is_array)
+        rest[:] = [others]
+        return out, arrays
+
+    out, pushforward, arrays = jax.linearize(dynamic, params, has_aux=True)
+    out_rest, aux = eqx.combine(arrays, rest[0])
+
+    def pullback(cotangent, part=lambda out: out):
+        """Of `part` of the output: what leads to the rest is not gone through at all."""
+        pushed = lambda params: part(pushforward(params))
+        (transposed,) = jax.linear_transpose(pushed, params)(cotangent)
+        return transposed
+
+    return eqx.combine(out, out_rest), pushforward, pullback, aux
+
+
+def _value(objective: Sum, share: Share, axes: frozenset) -> Float[Array, ""]:
+    counts = iter(share.counts)
+
+    def value(term):
+        if isinstance(term, AbstractLoss):
+            total, count = _psum(term.total, axes), next(counts)
+            if share.is_whole:
+                # As a function of the weights, which may depend on the model.
+                count = _psum(term.count, axes)
+            return total / count.astype(total.dtype)
+        value, split = term.value * share.fraction, varying_axes(term) & axes
+        return jax.lax.pmean(value, tuple(sorted(split))) if split else value
+
+    coefficients = [c for c, _ in objective.terms]
+    return linear_combination(coefficients, [value(o) for _, o in objective.terms])
+
+
+def _check_constant_weights(pushforward: Callable, model: Model) -> None:
+    """Raises if weights depend on the model: with a part of the examples, the gradient of
+    how much all of them count is not known."""
+
+    def weights(params):
+        # Those that are not floating have no gradient.
+        return [loss.weights for loss in pushforward(params).losses]
+
+    if depends(weights, eqx.filter(model, eqx.is_inexact_array)):
+        raise ValueError(
+            "The weights of a loss depend on the model, so their sum has a gradient too, "
+            "of which a micro-batch only knows a part. Use `micro_batches=1`, or take "
+            "them for constants: `weights=jax.lax.stop_gradient(weights)`."
+        )
+
+
+def _weighted_dot(u: PyTree, v: PyTree, loss: AbstractLoss) -> Float[Array, ""]:
+    r"""$\sum_n w_n u_n^\top v_n$ over the terms of a loss."""
+    if loss.weights is not None:
+        w = loss.term_weights[..., None]
+        v = jtu.tree_map(lambda a: a * w.astype(a.dtype), v)
+    return tree_dot(u, v)
+
+
+def _psum(x: Array, axes: frozenset) -> Array:
+    """The sum over devices; a count of examples is the same on all of them, but is one
+    per device nevertheless."""
+    if not axes:
+        return x
+    return jax.lax.psum(cast_varying(x, axes), tuple(sorted(axes)))
+
+
+def _mean_over_layer(tag: Tag, diagonal: Any) -> Any:
+    """The mean over each layer's parameters of a diagonal."""
+    if not is_trainable(tag, diagonal):
+        return None
+    # The bias (the last one) by itself: XLA sees what is constant, and writes nothing.
+    *weights, bias = tag.form.parameters(diagonal)
+    parts = (*weights, None), (*[None] * len(weights), bias)
+    matrices = [
+        tag.form.to_matrix(tag.form.only(diagonal, part))
+        for part in parts
+        if any(p is not None for p in part)
+    ]
+    size = sum(math.prod(m.shape[-2:]) for m in matrices)
+    return sum(jnp.sum(m, axis=(-2, -1)) for m in matrices) / size
+
+
+def _sum(fn: Callable, number: int, at_once: int, zeros: PyTree) -> PyTree:
+    """`fn(0) + ... + fn(number - 1)`, by a loop over calls that are vmapped over
+    `at_once` indices each."""
+    at_once = min(at_once, number)
+    steps = math.ceil(number / at_once)
+
+    def masked(index):
+        # The last step may have fewer to add.
+        return jtu.tree_map(lambda a: jnp.where(index < number, a, 0), fn(index))
+
+    def body(step, total):
+        if at_once == 1:
+            return jtu.tree_map(jnp.add, total, fn(step))
+        one = fn if number % at_once == 0 else masked
+        several = jax.vmap(one)(step * at_once + jnp.arange(at_once))
+        return jtu.tree_map(lambda t, a: t + jnp.sum(a, axis=0), total, several)
+
+    return jax.lax.fori_loop(0, steps, body, zeros)
+
+
+def _statistics(tag: Tag, layer: Any) -> Statistics:
+    """Those of one layer, of the examples of all devices."""
+    own = varying_axes(tag.form.parameters(layer))
+
+    def total(a):
+        return _psum(a, varying_axes(a) - own)
+
+    return jtu.tree_map(total, tag.statistics)
+
+
+def _outputs(statistics: Model) -> Model:
+    return jtu.tree_map(lambda s: s.outputs, statistics, is_leaf=is_statistics)

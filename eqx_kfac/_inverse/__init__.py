@@ -1,0 +1,13 @@
+from ._factorise import (
+    damping_of as damping_of,
+    factorise as factorise,
+    for_each as for_each,
+    refactorise as refactorise,
+)
+from ._precondition import (
+    precondition as precondition,
+    solutions as solutions,
+    solvable as solvable,
+    with_matrices as with_matrices,
+)
+from ._through_rows import precondition_through_rows as precondition_through_rows

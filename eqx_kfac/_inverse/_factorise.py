@@ -1,0 +1,160 @@
+"""The factorisations of all layers: which factors are decomposed together."""
+
+import math
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array, Bool
+
+from .._block import AbstractFactors
+from .._checks import is_number, is_scalar
+from .._custom_types import Model
+from .._devices import decomposed_over_stack, explicit_sharding, over_stack
+from .._form import has_bias
+from .._misc import all_finite, tree_where
+from .._operator import packed_like, unpacked
+from .._solver import AbstractDampedSolver, is_factorised, Pair
+from .._tag import blank, flatten_tags, map_tags
+
+
+def damping_of(factors: AbstractFactors, damping: Any) -> Array:
+    """An L2 term is damping that the objective itself asks for."""
+    return jnp.asarray(damping, factors.l2.dtype) + factors.l2
+
+
+def for_each(damping: Any, model: Model, curvature: Model) -> Model:
+    """A number for every layer (for each of a stack): one for all, unless there are
+    several already."""
+    if not (is_number(damping) or is_scalar(damping)):
+        return damping
+
+    def of_layer(tag, layer, factors):
+        if factors is None:
+            return None
+        return jnp.asarray(damping, factors.l2.dtype) + jnp.zeros_like(factors.l2)
+
+    return map_tags(of_layer, model, curvature)
+
+
+def factorise(
+    curvature: Model,
+    model: Model,
+    solver: AbstractDampedSolver,
+    damping: Any,
+    previous: Model | None = None,
+) -> Model:
+    """The solver's state for every layer; `None` where the operator is factorised as it
+    is. Solvers that iterate start at the `previous` one. `damping`: a number, or a tree
+    with one for every layer."""
+
+    def prepare(tag, layer, factors, before, damping):
+        if factors is None:
+            return None, None, 0
+
+        def prepare(factors, damping):
+            operator = tag.block.operator(factors)
+            if is_factorised(operator):
+                return None
+            return solver.prepare(operator, damping, has_bias(tag.form, layer))
+
+        stack = factors.l2.ndim
+        damped = factors, damping_of(factors, damping)
+        return over_stack(prepare, stack)(*damped), before, stack
+
+    previous = blank(model) if previous is None else previous
+    trees = curvature, previous, for_each(damping, model, curvature)
+    found, treedef = flatten_tags(prepare, model, *trees)
+    jobs = []
+    for _, (prepared, before, stack) in found:
+        if isinstance(prepared, Pair):
+            halves = (None, None) if before is None else solver.split(before)
+            jobs += [_Job(*both, stack) for both in zip(prepared, halves, strict=True)]
+    pieces = iter(_decompose(solver, jobs))
+
+    def state(prepared):
+        if isinstance(prepared, Pair):
+            return solver.join(next(pieces), next(pieces))
+        return prepared
+
+    return treedef.unflatten([state(prepared) for _, (prepared, *_) in found])
+
+
+class _Job(NamedTuple):
+    factor: Array
+    previous: Any
+    stack: int
+
+    @property
+    def kind(self) -> Any:
+        """What has to be the same of factors that are decomposed together."""
+        shape = self.factor.shape[self.stack :]
+        return shape, self.factor.dtype, jtu.tree_structure(self.previous)
+
+
+def _decompose(solver: AbstractDampedSolver, jobs: list[_Job]) -> list[Any]:
+    """Decomposes factors, those of equal shapes in one go: less to compile, and more for
+    the hardware to do at the same time."""
+    groups = defaultdict(list)
+    for i, job in enumerate(jobs):
+        sharded = explicit_sharding(jax.typeof(job.factor)) is not None
+        alone = sharded or not solver.together
+        groups[i if alone else job.kind].append(i)
+    pieces: list[Any] = [None] * len(jobs)
+    for members in groups.values():
+        some = [jobs[i] for i in members]
+        for i, piece in zip(members, _decompose_alike(solver, some), strict=True):
+            pieces[i] = piece
+    return pieces
+
+
+def _decompose_alike(solver: AbstractDampedSolver, jobs: list[_Job]) -> list[Any]:
+    if len(jobs) == 1:
+        (factor, previous, stack) = jobs[0]
+        return [decomposed_over_stack(solver.decompose, stack)(factor, previous)]
+
+    def in_a_row(job):
+        def flat(a):
+            return a.reshape(-1, *a.shape[job.stack :])
+
+        return jtu.tree_map(flat, (job.factor, job.previous))
+
+    rows = [in_a_row(job) for job in jobs]
+    ends = np.cumsum([len(factor) for factor, _ in rows])
+    together = jtu.tree_map(lambda *a: jnp.concatenate(a), *rows)
+    decomposed = jax.vmap(solver.decompose)(*together)
+
+    def own(job, end):
+        shape = job.factor.shape[: job.stack]
+        begin = int(end) - math.prod(shape)
+
+        def part(a):
+            return a[begin : int(end)].reshape(shape + a.shape[1:])
+
+        return jtu.tree_map(part, decomposed)
+
+    return [own(job, end) for job, end in zip(jobs, ends, strict=True)]
+
+
+def refactorise(
+    inverse: Model,
+    curvature: Model,
+    model: Model,
+    solver: AbstractDampedSolver,
+    damping: Any,
+) -> tuple[Model, Bool[Array, ""]]:
+    """The factorisation of `curvature`, and whether it is finite; if it is not, the
+    previous one."""
+    curvature, previous = unpacked((curvature, inverse))
+    new = factorise(curvature, model, solver, damping, previous)
+
+    def bounds(tag, layer, factors, state):
+        if not isinstance(state, solver.state_type):
+            return state
+        return over_stack(solver.bounds, factors.l2.ndim)(state)
+
+    finite = all_finite(map_tags(bounds, model, curvature, new))
+    return tree_where(finite, packed_like(new, inverse), inverse), finite

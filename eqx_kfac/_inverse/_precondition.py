@@ -1,0 +1,72 @@
+"""Preconditioning the gradients of tagged layers: pure functions over trees that are
+shaped like the model."""
+
+from typing import Any
+
+from .._custom_types import Model
+from .._devices import over_stack
+from .._operator import unpacked
+from .._solver import AbstractDampedSolver
+from .._tag import map_tags, Tag, update_layers
+from ._factorise import damping_of, for_each
+
+
+def precondition(
+    grads: Model,
+    curvature: Model,
+    inverse: Model,
+    solver: AbstractDampedSolver,
+    damping: Any,
+) -> Model:
+    r"""$\hat F^{-1} \nabla h$ for the tagged layers; other leaves stay what they are."""
+    return with_matrices(grads, solutions(grads, curvature, inverse, solver, damping))
+
+
+def solutions(
+    grads: Model,
+    curvature: Model,
+    inverse: Model,
+    solver: AbstractDampedSolver,
+    damping: Any,
+) -> Model:
+    r"""The canonical matrix of $\hat F^{-1} \nabla h$ for every layer with factors."""
+
+    def layer_solution(tag, layer, factors, state, damping):
+        if factors is None:
+            return None
+
+        def solve(matrix, factors, state, damping):
+            # What `lx.linear_solve` computes, without its derivatives, which nothing here
+            # needs, and without its checks, which do not know explicit meshes.
+            operator, state, options = solvable(tag, factors, state, solver, damping)
+            # Reshaped by way of a vector: explicit meshes know no other way.
+            vector = matrix.reshape(-1).reshape(operator.in_structure().shape)
+            solution, _, _ = solver.compute(state, vector, options)
+            return solution.reshape(-1).reshape(matrix.shape)
+
+        matrix = tag.form.to_matrix(layer).astype(factors.l2.dtype)
+        each = matrix, factors, state, damping_of(factors, damping)
+        return over_stack(solve, factors.l2.ndim)(*each)
+
+    each = curvature, inverse, for_each(damping, grads, curvature)
+    return map_tags(layer_solution, grads, *each)
+
+
+def with_matrices(tree: Model, matrices: Model) -> Model:
+    """A model-shaped tree with its layers' parameters taken from canonical matrices,
+    where there are any."""
+
+    def layer_with_matrix(tag, layer, new, matrix):
+        return new if matrix is None else tag.form.from_matrix(matrix, new)
+
+    return update_layers(layer_with_matrix, tree, matrices)
+
+
+def solvable(
+    tag: Tag, factors: Any, state: Any, solver: AbstractDampedSolver, damping: Any
+) -> tuple[Any, Any, dict[str, Any]]:
+    """The operator of one layer, and the solver's state and options for it."""
+    options = {"damping": damping}
+    factors, state = unpacked((factors, state))
+    operator = tag.block.operator(factors)
+    return operator, solver.init(operator, options) if state is None else state, options

@@ -1,0 +1,14 @@
+from ._damping import LevenbergMarquardt as LevenbergMarquardt
+from ._kfac import KFAC as KFAC
+from ._layer_damping import LayerDamping as LayerDamping
+from ._optax import kfac as kfac, scale_by_kfac as scale_by_kfac
+from ._packing import packed as packed
+from ._quadratic import QuadraticModel as QuadraticModel
+from ._state import (
+    averaged as averaged,
+    Faults as Faults,
+    Info as Info,
+    Iterates as Iterates,
+    KFACState as KFACState,
+)
+from ._trust import TrustRegion as TrustRegion, Window as Window

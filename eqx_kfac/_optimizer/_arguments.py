@@ -1,0 +1,76 @@
+"""Whether the arguments of the optimizer's methods are what they should be, and in their
+order."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from .._checks import check_key
+from .._tag import tagged_layers
+from ._state import KFACState
+
+
+def check_init(model: Any) -> None:
+    """Raises for what is no model at all."""
+    if isinstance(model, KFACState) or _is_code(model):
+        raise TypeError(
+            f"`init` takes the model, or the part of it that is trained, but got "
+            f"{_shown(model)}."
+        )
+
+
+def check_step(loss_fn: Any, model: Any, state: Any, key: Any) -> None:
+    """Raises for arguments of `step` that are in another order, or something else."""
+    order = "The order is `optimizer.step(loss_fn, model, state, x, y, key=key)`."
+    if not callable(loss_fn):
+        raise TypeError(
+            f"`step` takes the loss function first, but got {_shown(loss_fn)}. {order}"
+        )
+    if _is_code(model) and tagged_layers(loss_fn):
+        raise TypeError(
+            "`step` takes the loss function first and then the model, but got the model "
+            f"first. {order}"
+        )
+    _check_state("step", model, state, order)
+    check_key(key)
+
+
+def check_update(grads: Any, state: Any, model: Any, value: Any) -> None:
+    """Raises for arguments of `update` that are in another order, or something else."""
+    order = "The order is `optimizer.update(grads, state, model, curvature=curvature)`."
+    _check_state("update", model, state, order)
+    if not tagged_layers(grads):
+        raise TypeError(
+            f"`update` takes gradients that are shaped like the model, but got "
+            f"{_shown(grads)}. {order}"
+        )
+    if value is not None and not eqx.is_array_like(value):
+        raise TypeError(
+            f"`value` must be a number, but is {_shown(value)}. (That of a loss object "
+            "is `loss.value`.)"
+        )
+
+
+def _check_state(method: str, model: Any, state: Any, order: str) -> None:
+    if isinstance(model, KFACState):
+        raise TypeError(f"`{method}` got a state in the place of the model. {order}")
+    if not isinstance(state, KFACState):
+        raise TypeError(
+            f"`{method}` takes the state that `optimizer.init(model)` made, but got "
+            f"{_shown(state)}. {order}"
+        )
+
+
+def _is_code(node: Any) -> bool:
+    """Whether it is a function or a class, but no model."""
+    is_function = callable(node) and not isinstance(node, eqx.Module)
+    return isinstance(node, type) or (is_function and not tagged_layers(node))
+
+
+def _shown(node: Any) -> str:
+    """What it is, in a few words."""
+    if isinstance(node, jax.Array):
+        return f"an array of type {node.dtype} and shape {node.shape}"
+    name = getattr(node, "__name__", None)
+    return f"`{name}`" if name else f"a `{type(node).__name__}` object"

@@ -1,0 +1,139 @@
+"""Damping that adapts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from .._checks import check_count, check_number, is_number
+
+
+class LevenbergMarquardt(eqx.Module):
+    r"""Damping that follows how well the quadratic model predicts the loss. Every
+    `interval` steps, on the step's own batch, the *reduction ratio*
+
+    $$\rho = \frac{h(\theta + \delta) - h(\theta)}{q(\delta)}$$
+
+    is measured. Above `upper` (3/4), the model can be trusted and $\lambda \leftarrow
+    \omega^T \lambda$; below `lower` (1/4), or if it is not finite, or if the model
+    promised no descent, $\lambda \leftarrow \lambda / \omega^T$. A step that is rejected
+    makes the damping grow too. Pass it to [`eqx_kfac.KFAC`][] as `damping`.
+
+    !!! Example
+
+        ```python
+        damping = kfac.LevenbergMarquardt(initial=1.0, calibration=50)
+        optimizer = kfac.KFAC(1e-2, 0.9, damping)
+        ```
+
+    ??? cite "Reference"
+
+        J. Martens and R. Grosse, *Optimizing Neural Networks with Kronecker-factored
+        Approximate Curvature*, ICML 2015, section 6.5.
+    """
+
+    initial: Any
+    decay: Any
+    interval: int = eqx.field(static=True)
+    lower: Any
+    upper: Any
+    minimum: Any
+    maximum: Any
+    calibration: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        initial: Any,
+        decay: Any = 0.95,
+        interval: int = 5,
+        lower: Any = 0.25,
+        upper: Any = 0.75,
+        minimum: Any = 1e-8,
+        maximum: Any = 1e8,
+        calibration: int = 0,
+    ):
+        r"""**Arguments:**
+
+        - `initial`: the damping to begin with.
+        - `decay`: $\omega \in (0, 1)$, for every step of the interval.
+        - `interval`: $T$, how many steps lie between two measurements. One measurement
+            costs one forward pass (and one forward-mode derivative if neither learning
+            rate nor momentum is an [`eqx_kfac.QuadraticModel`][]).
+        - `lower`, `upper`: the reduction ratios between which the damping is left alone.
+        - `minimum`, `maximum`: the bounds of the damping.
+        - `calibration`: before the first step, repeat the rule on the first batch until
+            it leaves the damping alone or turns round, at most so many times. Then a bad
+            guess of `initial` costs work rather than steps.
+
+        **Raises:** `ValueError` for a number out of its range.
+        """
+
+        def number(name, value, range_):
+            return check_number(name, value, range_, schedule=False)
+
+        self.initial = check_number("initial", initial, "positive")
+        self.decay = number("decay", decay, "in (0, 1)")
+        self.lower = number("lower", lower, "at least 0")
+        self.upper = number("upper", upper, "at least 0")
+        self.minimum = number("minimum", minimum, "positive")
+        self.maximum = number("maximum", maximum, "positive")
+        _check_order("lower", self.lower, "upper", self.upper)
+        _check_order("minimum", self.minimum, "maximum", self.maximum)
+        self.interval = check_count("interval", interval, 1)
+        self.calibration = check_count("calibration", calibration, 0)
+
+    def due(self, step: Int[Array, ""]) -> Bool[Array, ""]:
+        """Whether the ratio is measured in this step: the last one of every interval."""
+        return (step + 1) % self.interval == 0
+
+    def __call__(
+        self, damping: Float[Array, ""], ratio: Float[Array, ""]
+    ) -> Float[Array, ""]:
+        """The next damping, given this one and the reduction ratio. A ratio that is not
+        finite is one of failure."""
+        factor = self.decay**self.interval
+        failed = ~jnp.isfinite(ratio) | (ratio < self.lower)
+        trusted = ~failed & (ratio > self.upper)
+        new = jnp.where(
+            failed, damping / factor, jnp.where(trusted, damping * factor, damping)
+        )
+        return jnp.clip(new, self.minimum, self.maximum)
+
+
+def calibrated(
+    rule: LevenbergMarquardt,
+    damping: Float[Array, ""],
+    ratio: Callable[[Float[Array, ""]], Float[Array, ""]],
+    due: Bool[Array, ""],
+) -> Float[Array, ""]:
+    """The damping after repeating the rule, given the reduction ratio as a function of
+    the damping, until it leaves the damping alone or turns round: then the larger one
+    is taken."""
+
+    def repeat(carry):
+        damping, last, number, _ = carry
+        new = rule(damping, ratio(damping))
+        change = jnp.sign(new - damping)
+        turned = change * last < 0
+        new = jnp.where(turned, jnp.maximum(new, damping), new)
+        return new, change, number + 1, turned | (change == 0)
+
+    def again(carry):
+        _, _, number, done = carry
+        return ~done & (number < rule.calibration)
+
+    def calibrate():
+        # Done from the start if it is not due: `vmap` runs both branches of a `cond`.
+        start = damping, jnp.zeros_like(damping), jnp.zeros((), jnp.int32), ~due
+        return jax.lax.while_loop(again, repeat, start)[0]
+
+    # (A loop alone would do, if XLA did not move work out of it.)
+    return jax.lax.cond(due, calibrate, lambda: damping)
+
+
+def _check_order(low: str, a: Any, high: str, b: Any) -> None:
+    if is_number(a) and is_number(b) and a > b:
+        raise ValueError(f"`{low}` ({a}) must not be above `{high}` ({b}).")

@@ -1,0 +1,133 @@
+"""Damping for every layer by itself."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Float
+
+from .._checks import check_number
+from .._custom_types import Model
+from .._devices import over_stack
+from .._form import has_bias
+from .._operator import KroneckerOperator, SeriesOperator, squared_norm, trace, unpacked
+from .._tag import flatten_tags
+
+
+class LayerDamping(eqx.Module):
+    r"""Damping that is chosen for every layer whenever its curvature is factorised:
+
+    $$\lambda_l = \min\Bigl(\lambda, \; r \,
+    \frac{\sum_k \operatorname{tr} \hat F_k^2}{\sum_k \operatorname{tr} \hat F_k}, \;
+    \kappa \, \frac{\sqrt{\operatorname{tr} \hat F_l}}{\lVert \theta_l \rVert}\Bigr)$$
+
+    The second term is a part of the typical curvature of the whole network: where a
+    network fits its data, its Fisher vanishes, and a fixed damping would stop it. The
+    third one bounds, relative to the parameters, a step that damping alone makes: of a
+    gradient of $N$ examples, $\sqrt{\operatorname{tr} \hat F_l / N}$ is noise, so that
+    noise moves a layer by at most $\alpha / (\kappa \sqrt N)$ of its norm. Where a signal
+    has faded in the depth of a network, or because its data are of a small scale, a fixed
+    damping would hold the layer. A layer without any curvature so far, or whose
+    parameters are zero, has $\lambda$. Pass it to [`eqx_kfac.KFAC`][] as `damping`.
+
+    In the third term, $\hat F_l$ and $\theta_l$ are those of the weights alone, if a
+    layer has any: what is known of a bias does not tell how large the data are. Of an
+    [`eqx_kfac.Series`][], $\hat F_l$ is the curvature of one time step.
+
+    !!! Example
+
+        ```python
+        optimizer = kfac.KFAC(damping=kfac.LayerDamping(0.01))
+        ```
+
+    ??? cite "Reference"
+
+        That the size of a step should be measured by that of the parameters: Y. You,
+        I. Gitman, B. Ginsburg, *Large Batch Training of Convolutional Networks*, 2017.
+        As a rule for damping it was found by experiment: see "How to choose".
+    """
+
+    most: Any
+    share: Any
+    change: Any
+
+    def __init__(self, most: Any = 0.03, share: Any = 0.1, change: Any = 0.3):
+        r"""**Arguments:**
+
+        - `most`: $\lambda > 0$, in units of the loss per squared parameter.
+        - `share`: $r > 0$.
+        - `change`: $\kappa > 0$.
+
+        **Raises:** `ValueError` for a number out of its range.
+        """
+        self.most = check_number("most", most, "positive", schedule=False)
+        self.share = check_number("share", share, "positive", schedule=False)
+        self.change = check_number("change", change, "positive", schedule=False)
+
+    @property
+    def initial(self) -> Any:
+        """What the state holds at first: $\\lambda$."""
+        return self.most
+
+    def __call__(
+        self, damping: Float[Array, ""], curvature: Model, model: Model
+    ) -> Model:
+        r"""$\lambda_l$ for every layer with factors (and for each of a stack), given
+        $\lambda$."""
+
+        def measured(tag, layer, factors):
+            if factors is None:
+                return None
+
+            number = -1 if has_bias(tag.form, layer) else None  # Of columns.
+
+            def of_one(factors, matrix):
+                operator = _of_one_step(tag.block.operator(unpacked(factors)))
+                weights = lx.diagonal(operator).reshape(matrix.shape)[:, :number]
+                norm = jnp.linalg.norm(matrix[:, :number])
+                traces = trace(operator), jnp.sum(weights)
+                return _Measures(*traces, squared_norm(operator), norm)
+
+            matrix = tag.form.to_matrix(layer).astype(factors.l2.dtype)
+            return over_stack(of_one, factors.l2.ndim)(factors, matrix)
+
+        found, treedef = flatten_tags(measured, model, curvature)
+        measures = [of_layer for _, of_layer in found]
+        each = [m for m in measures if m is not None]
+        traces = sum(jnp.sum(m.trace) for m in each)
+        squares = sum(jnp.sum(m.squares) for m in each)
+        share = self.share * squares / jnp.where(traces > 0, traces, 1)
+        share = jnp.where(jnp.isnan(share), jnp.inf, share)  # Both have overflowed.
+
+        def damping_of(m):
+            if m is None:
+                return None
+            most = damping.astype(m.trace.dtype)
+            change = self.change * jnp.sqrt(m.weights) / jnp.where(m.norm > 0, m.norm, 1)
+            lower = jnp.minimum(most, jnp.minimum(share, change))
+            known = (m.weights > 0) & (m.norm > 0)
+            return jnp.where(known, jnp.maximum(lower, _LEAST * most), most)
+
+        return treedef.unflatten(map(damping_of, measures))
+
+
+def _of_one_step(operator: Any) -> Any:
+    """Of a chain of time steps, the curvature of one: a dense matrix of all would be as
+    large as the square of the parameters."""
+    if not isinstance(operator, SeriesOperator):
+        return operator
+    return KroneckerOperator(operator.output_factor, operator.input_factor)
+
+
+class _Measures(NamedTuple):
+    """Of the curvature of a layer, and of its weights."""
+
+    trace: Array
+    weights: Array  # Their part of it.
+    squares: Array  # The sum of the squares of all entries of the curvature.
+    norm: Array
+
+
+# No layer is damped by less than this part of the most, for numbers are not exact.
+_LEAST = 1e-4

@@ -1,0 +1,253 @@
+"""The optax faces of K-FAC."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import optax
+
+from .._curvature import has_bases, include, refreshed
+from .._custom_types import Model
+from .._inverse import precondition, refactorise
+from .._solver import AbstractDampedSolver, Cholesky
+from .._tag import check_covered, is_trainable, map_tags, partition_tagged
+from ._choices import check_choices, check_without_loss, NUMBERS
+from ._fallback import init_fallback, update_fallback
+from ._kfac import KFAC
+from ._packing import init_factors
+from ._schedule import at, when_due
+from ._state import check_state, ScaleByKFACState
+from ._trial import in_range
+
+
+def scale_by_kfac(
+    damping: Any = 0.03,
+    *,
+    solver: AbstractDampedSolver = Cholesky(),
+    inverse_period: int = 5,
+    packed: bool = False,
+    ema: Any = 0.95,
+    fallback: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""K-FAC preconditioning, $\nabla h \mapsto \hat F^{-1} \nabla h$, as an optax
+    transformation to be chained with others. Its `update` takes the curvature as an extra
+    argument; `curvature=None` keeps the average as it is. Before there is any, and while
+    a number is out of its range, the updates of tagged layers are zero.
+
+    **Arguments:** as [`eqx_kfac.KFAC`][], but `fallback` transforms the gradients of the
+    parameters that no tag covers (`optax.scale_by_adam()`, say), and what follows in the
+    chain applies to its result too.
+
+    **Raises:** `ValueError` from `init`, as [`eqx_kfac.KFAC`][] does; `TypeError` from
+    `update` if `curvature` is left out, or lost by a wrapper (`optax.lookahead`, say).
+
+    !!! Example
+
+        ```python
+        optimizer = optax.chain(
+            kfac.scale_by_kfac(damping=1e-3),
+            optax.trace(0.9),
+            optax.scale_by_learning_rate(1e-2),
+        )
+        value_and_all = kfac.value_grad_and_curvature(loss_fn)
+        loss, grads, curvature = value_and_all(model, x, y, key=key)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = optimizer.update(
+            grads, opt_state, params, curvature=curvature
+        )
+        model = eqx.apply_updates(model, updates)
+        ```
+    """
+    choices = dict(
+        damping=damping,
+        solver=solver,
+        inverse_period=inverse_period,
+        packed=packed,
+        ema=ema,
+        fallback=fallback,
+    )
+    check_choices(choices)
+    check_without_loss(choices, "kfac.scale_by_kfac")
+
+    def init(params) -> Any:
+        params = _unmask(params)
+        if _is_placeholder(params):
+            trees = _in_place_of(params, fallback)
+        else:
+            check_covered(params, fallback)
+            curvature, inverse = init_factors(params, solver, packed)
+            others = init_fallback(params, fallback)
+            trees = dict(curvature=curvature, inverse=inverse, fallback=others)
+        step, weight = jnp.zeros((), jnp.int32), jnp.zeros((), float)
+        return ScaleByKFACState(step=step, weight=weight, **trees)
+
+    def update(updates, state, params=None, *, curvature=_missing, **extra) -> Any:
+        del extra
+        _check_given(curvature, "kfac.scale_by_kfac")
+        updates, params = _unmask(updates), _unmask(params)
+        check_state(state, eqx.filter_eval_shape(init, updates))
+        damping_now, rho = at(damping, state.step), at(ema, state.step)
+        fine = _are_in_range(damping=(damping, damping_now), ema=(ema, rho))
+        averaged, weight = state.curvature, state.weight
+        if curvature is not None:
+            new = _trained(curvature, updates)
+            averaged, weight, _ = include(averaged, weight, updates, new, rho, fine)
+        due = state.step, state.weight, inverse_period
+        if has_bases(updates):
+            averaged = when_due(
+                *due, lambda: refreshed(averaged, updates, solver)[0], averaged, fine
+            )
+        inverse = when_due(
+            *due,
+            lambda: refactorise(state.inverse, averaged, updates, solver, damping_now)[0],
+            state.inverse,
+            fine,
+        )
+        gradient, _ = partition_tagged(updates)
+        natural = precondition(gradient, averaged, inverse, solver, damping_now)
+        ready = fine & (weight > 0)
+        natural = jtu.tree_map(lambda n: jnp.where(ready, n, 0), natural)
+        others, fallback_state = update_fallback(
+            updates, state.fallback, params, fallback
+        )
+        state = ScaleByKFACState(
+            state.step + 1, averaged, inverse, weight, fallback_state
+        )
+        return eqx.combine(natural, others), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def kfac(
+    learning_rate: Any,
+    momentum: Any = 0.9,
+    damping: Any = 0.03,
+    *,
+    solver: AbstractDampedSolver = Cholesky(),
+    norm_constraint: Any = None,
+    inverse_period: int = 5,
+    packed: bool = False,
+    ema: Any = 0.95,
+    fallback: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """[`eqx_kfac.KFAC`][] as an optax optimizer: the same arguments, the same steps.
+
+    Its `update` takes `curvature` (`None` keeps the average as it is; until there is one,
+    steps are rejected) and `value` as extra arguments. The choices that concern
+    estimating the curvature (`fisher`, `curvature_period`, `burn_in`) are the caller's,
+    who estimates it.
+
+    **Raises:** as [`eqx_kfac.scale_by_kfac`][].
+
+    !!! Example
+
+        ```python
+        optimizer = kfac.kfac(1e-2, momentum=0.9, damping=1e-3)
+        value_and_all = kfac.value_grad_and_curvature(loss_fn)
+        loss, grads, curvature = value_and_all(model, x, y, key=key)
+        updates, opt_state = optimizer.update(
+            grads, opt_state, params, curvature=curvature
+        )
+        ```
+    """
+    optimizer = KFAC(
+        learning_rate,
+        momentum,
+        damping,
+        solver=solver,
+        norm_constraint=norm_constraint,
+        averaging=None,
+        inverse_period=inverse_period,
+        packed=packed,
+        ema=ema,
+        fallback=fallback,
+    )
+    check_without_loss(vars(optimizer), "kfac.kfac")
+    # Arrays here come from `optax.inject_hyperparams`: they are the current values.
+    chosen = {name: getattr(optimizer, name) for name in NUMBERS}
+    injected = {name: value for name, value in chosen.items() if eqx.is_array(value)}
+
+    def init(params) -> Any:
+        params = _unmask(params)
+        if _is_placeholder(params):
+            trees = _in_place_of(params, fallback)
+            state = optimizer._init_with(
+                velocity=params, layer_damping=None, iterates=None, **trees
+            )
+        else:
+            state = optimizer.init(params)
+        # Of one type for good, also where optax joins states of two branches.
+        numbers = {name: getattr(state, name) for name in NUMBERS}
+        fixed = {
+            k: None if v is None else jnp.array(v, float) for k, v in numbers.items()
+        }
+        return state._replace(**fixed)
+
+    def update(
+        updates, state, params=None, *, curvature=_missing, value=None, **extra
+    ) -> Any:
+        del extra
+        _check_given(curvature, "kfac.kfac")
+        updates, params = _unmask(updates), _unmask(params)
+        if curvature is not None:
+            curvature = _trained(curvature, updates)
+        state = state._replace(**injected)
+        return optimizer.update(updates, state, params, curvature=curvature, value=value)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+_missing = object()
+
+
+def _check_given(curvature: Any, name: str) -> None:
+    if curvature is _missing:
+        raise TypeError(
+            f"The `update` of `{name}` needs the curvature as an extra argument: "
+            "`optimizer.update(grads, opt_state, params, curvature=curvature)`, from "
+            "`kfac.value_grad_and_curvature(loss_fn)`; or `curvature=None`, to keep the "
+            "average as it is. Some wrappers (`optax.lookahead`, "
+            "`optimistix.OptaxMinimiser`) drop extra arguments: wrap something else."
+        )
+
+
+def _are_in_range(**numbers: tuple) -> Any:
+    """Whether numbers that may change, `(choice, current value)` each, are in range."""
+
+    def may_change(choice):
+        return callable(choice) or eqx.is_array(choice)
+
+    changing = {name: value for name, (c, value) in numbers.items() if may_change(c)}
+    return in_range(changing) if changing else True
+
+
+def _is_placeholder(params: Any) -> bool:
+    """Whether `optax.tree.map_params` asks where the state has trees like the
+    parameters. (It is not told what these are.)"""
+    return type(params).__name__ == "_ParamsPlaceholder"
+
+
+def _in_place_of(params: Any, fallback: Any) -> dict[str, Any]:
+    """Leaves for trees of which no part is like the parameters."""
+    others = None if fallback is None else fallback.init(params)
+    leaf = jnp.zeros(())
+    return dict(curvature=leaf, inverse=leaf, fallback=others)
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def _unmask(tree: Any) -> Any:
+    """`optax.masked` hides what is not to be trained; here, that is `None`."""
+    return jtu.tree_map(lambda n: None if _is_masked(n) else n, tree, is_leaf=_is_masked)
+
+
+def _trained(curvature: Model, updates: Model) -> Model:
+    """The curvature of the layers that are trained."""
+    return map_tags(
+        lambda tag, layer, factors: factors if is_trainable(tag, layer) else None,
+        updates,
+        curvature,
+    )

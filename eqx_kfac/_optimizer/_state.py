@@ -1,0 +1,279 @@
+"""What the optimizers remember from step to step, and what they tell about each."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from .._custom_types import Model
+from .._misc import accumulator, difference, names
+from .._operator import is_packed
+
+
+class Faults(eqx.Module):
+    """What can go wrong in a step. In [`eqx_kfac.Info`][], whether it did; in
+    [`eqx_kfac.KFACState`][], how often so far. All but `factorisation` reject the
+    step."""
+
+    hyperparameters: Array  # A number in the state was out of its range.
+    loss: Array  # The loss was not finite before the step.
+    gradient: Array  # The loss was finite, its gradient was not.
+    curvature: Array  # Both were finite, the curvature was not, or there is none yet.
+    # A layer's curvature was exactly zero, its gradient was not: it did not come through
+    # the layer's tag (`kfac.verify` names the layer), or from a loss that curvature was
+    # not taken of, or from outputs so certain that they have none. Not looked for in
+    # `KFAC.step` if scalars are added to the loss: they have a gradient only.
+    unseen: Array
+    factorisation: Array  # It could not be inverted: the previous inverse is still used.
+    update: Array  # The update was not finite.
+    increase: Array  # The loss after the step was not finite, or rose by too much.
+
+    @property
+    def rejecting(self) -> Array:
+        """Whether the step was not taken."""
+        steps = self.update | self.increase
+        batches = self.loss | self.gradient | self.curvature | self.unseen
+        return self.hyperparameters | batches | steps
+
+
+class Iterates(eqx.Module):
+    """A moving average of the parameters: by their paths in the model, for whatever is
+    shaped like the model, Python takes apart node by node at every step."""
+
+    mean: dict[str, Array]
+    weight: Float[Array, ""]
+
+    def add(self, model: Model, decay: Float[Array, ""]) -> "Iterates":
+        r"""$w \leftarrow \xi w + 1$, $\bar\theta \leftarrow \bar\theta + (\theta -
+        \bar\theta) / w$: never biased towards the start; $\xi = 1$ is Polyak's mean."""
+        weight = decay.astype(self.weight.dtype) * self.weight + 1
+
+        def blend(mean, p):
+            return mean + (p.astype(mean.dtype) - mean) / weight.astype(mean.dtype)
+
+        return Iterates(jtu.tree_map(blend, self.mean, _by_path(model)), weight)
+
+
+class KFACState(NamedTuple):
+    """The state of [`eqx_kfac.KFAC`][]. All arrays; `eqx.tree_at` may change any of them
+    between steps, hyper-parameters included (those that follow a schedule or a rule are
+    overwritten by it). A named tuple, for `optax.tree.get` and `optax.tree.set` know
+    no other types."""
+
+    step: Int[Array, ""]
+    # Shaped like the model, with every tagged layer replaced by its averaged factors, or
+    # by their factorisation. (With `packed=True`, symmetric matrices are `Packed`.)
+    curvature: Model
+    inverse: Model
+    weight: Float[Array, ""]  # Total weight of the moving average; 0 before the first.
+    velocity: Model  # The previous update; zero after one that led uphill.
+    # Its squared length in the metric of the curvature, if a `TrustRegion` bounds it.
+    extent: Float[Array, ""] | None
+    layer_damping: Model | None  # As last chosen by a `LayerDamping`, if there is one.
+    fallback: Any
+    iterates: Iterates | None
+    learning_rate: Float[Array, ""]  # As last chosen, if a rule chooses it.
+    momentum: Float[Array, ""]
+    damping: Float[Array, ""]
+    damping_ratio: Float[Array, ""]
+    norm_constraint: Float[Array, ""] | None
+    ema: Float[Array, ""]
+    max_increase: Float[Array, ""] | None
+    weight_decay: Float[Array, ""] | None
+    averaging: Float[Array, ""] | None
+    refactorise: Bool[Array, ""]  # After a rejection the damping is another one.
+    rejected: Int[Array, ""]  # How many steps were not taken.
+    faults: Faults  # And why: counts.
+
+
+class ScaleByKFACState(NamedTuple):
+    """The state of [`eqx_kfac.scale_by_kfac`][]."""
+
+    step: Int[Array, ""]
+    curvature: Model
+    inverse: Model
+    weight: Float[Array, ""]
+    fallback: Any
+
+
+class Info(eqx.Module):
+    """What happened in one step of [`eqx_kfac.KFAC`][]. What was not measured in this
+    step is NaN; what never is, `None`."""
+
+    loss: Float[Array, ""]  # Before the step.
+    new_loss: Float[Array, ""] | None  # After it (without decay), same batch.
+    aux: Any
+    learning_rate: Float[Array, ""]  # Without the norm constraint,
+    momentum: Float[Array, ""]  # or the trust region.
+    damping: Float[Array, ""]  # In this step: before the rule, after calibration.
+    # The change of the loss over what the quadratic model predicted; minus infinity if
+    # the model promised no descent.
+    reduction_ratio: Float[Array, ""] | None
+    gradient_norm: Float[Array, ""]
+    # Whether the gradient was preconditioned through the rows, where these are fewer.
+    through_rows: Bool[Array, ""] | None
+    update_norm: Float[Array, ""]
+    rejected: Bool[Array, ""]  # The step was not taken: parameters stay.
+    faults: Faults  # Why.
+
+    def choose(self, new: PyTree, old: PyTree) -> PyTree:
+        """What a step changed beside the model, if that step was taken. An `eqx.nn.State`
+        that has seen a bad batch, say, would make all later steps bad, too.
+
+        **Arguments:**
+
+        - `new`: as it is after the step.
+        - `old`: as it was before, of the same structure.
+
+        **Returns:** the arrays of `new`, or those of `old` if the step was rejected; what
+        is not an array is that of `old`.
+
+        !!! Example
+
+            ```python
+            def loss_fn(model, bn_state, x, y):
+                logits, bn_state = jax.vmap(
+                    model, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
+                )(x, bn_state)
+                return kfac.SoftmaxCrossEntropy(logits, y), bn_state
+
+            model, state, info = optimizer.step(loss_fn, model, state, bn_state, x, y)
+            bn_state = info.choose(info.aux, bn_state)
+            ```
+        """
+
+        def pick(new, old):
+            is_array = isinstance(old, (jax.Array, np.ndarray))
+            return jnp.where(self.rejected, old, new) if is_array else old
+
+        return jtu.tree_map(pick, new, old)
+
+
+def init_iterates(model: Model) -> Iterates:
+    """No iterates yet."""
+
+    def zeros(p):
+        return jnp.zeros_like(p, dtype=accumulator(p.dtype))
+
+    return Iterates(jtu.tree_map(zeros, _by_path(model)), jnp.zeros((), float))
+
+
+def _by_path(model: Model) -> dict[str, Array]:
+    """The inexact arrays of a model."""
+    leaves, _ = jtu.tree_flatten_with_path(model)
+    return {jtu.keystr(p): leaf for p, leaf in leaves if eqx.is_inexact_array(leaf)}
+
+
+def averaged(model: Model, state: KFACState) -> Model:
+    r"""The model at the average of its iterates,
+
+    $$\bar\theta = \sum_t \xi^{T-t} \theta_t \Big/ \sum_t \xi^{T-t},$$
+
+    over the steps that were taken. Usually better than the last iterate where steps are
+    noisy; evaluate it, train the other.
+
+    **Arguments:**
+
+    - `model`, `state`: as returned from [`eqx_kfac.KFAC`][]`.step`.
+
+    **Returns:** a model like `model`; before the first step, `model` itself. What was not
+    trained stays what it is.
+
+    **Raises:** `ValueError` if the optimizer does not average, or not this model.
+
+    !!! Example
+
+        ```python
+        optimizer = kfac.KFAC()
+        state = optimizer.init(model)
+        model, state, info = optimizer.step(loss_fn, model, state, x, y, key=key)
+        test_model = kfac.averaged(model, state)
+        ```
+
+    ??? cite "Reference"
+
+        B. Polyak and A. Juditsky, *Acceleration of Stochastic Approximation by
+        Averaging*, SIAM J. Control Optim. 30(4), 1992; with decay, J. Martens and
+        R. Grosse, ICML 2015, section 13 of the long version.
+    """
+    iterates = state.iterates
+    if iterates is None:
+        raise ValueError(
+            "This optimizer does not average its iterates. Construct it with "
+            "`kfac.KFAC(..., averaging=0.99)` (or 1 for the mean of all)."
+        )
+    missing = sorted(set(iterates.mean) - set(_by_path(model)))
+    if missing:
+        raise ValueError(
+            f"The state has averages of {names(missing)}, which the model does not have. "
+            "Give the model (or the part of it that is trained) that `step` returned."
+        )
+
+    def choose(path, leaf):
+        mean = iterates.mean.get(jtu.keystr(path))
+        if mean is None:
+            return leaf
+        return jnp.where(iterates.weight == 0, leaf, mean.astype(leaf.dtype))
+
+    return jtu.tree_map_with_path(choose, model)
+
+
+def init_faults() -> Faults:
+    """Nothing went wrong so far."""
+    return Faults(*(jnp.zeros((), jnp.int32) for _ in dataclasses.fields(Faults)))
+
+
+def count(faults: Faults, new: Faults) -> Faults:
+    """The counts with those of one more step."""
+    return jax.tree.map(lambda n, f: n + f.astype(n.dtype), faults, new)
+
+
+def check_state(state: Any, expected: Any) -> None:
+    """Raises unless a state has the structure and the shapes of the `expected` one, and
+    what it keeps of the layers its types."""
+
+    def any_packed(tree):
+        return any(map(is_packed, jtu.tree_leaves(tree, is_leaf=is_packed)))
+
+    have, want = any_packed(state), any_packed(expected)
+    if have != want:
+        without = "" if want else "out"
+        raise ValueError(
+            f"The state is {'' if have else 'not '}packed, but belongs to an optimizer "
+            f"with{without} `packed=True`. Convert it once: `state = "
+            f"kfac.{'packed' if want else 'unpacked'}(state)`."
+        )
+    _check_same_shapes(state, expected)
+    for name in ("curvature", "inverse", "velocity", "layer_damping", "iterates"):
+        _check_same_types(name, getattr(state, name, None), getattr(expected, name, None))
+
+
+def _check_same_shapes(state: Any, expected: Any) -> None:
+    """Raises unless an optimizer's state has the structure and the shapes that belong to
+    its model."""
+    wrong = difference(state, expected)
+    if wrong is not None:
+        path, have, want = wrong
+        raise ValueError(
+            f"The state does not belong to this optimizer and model: its `{path}` is "
+            f"{have}, but should be {want}. Make it with `optimizer.init(model)`, with "
+            "the same optimizer and the same trained parameters that `step` (or "
+            "`update`) gets."
+        )
+
+
+def _check_same_types(name: str, part: Any, expected: Any) -> None:
+    leaves, _ = jtu.tree_flatten_with_path(part)
+    for (path, have), want in zip(leaves, jtu.tree_leaves(expected), strict=True):
+        if jnp.result_type(have) != want.dtype:
+            raise ValueError(
+                f"The state's `.{name}{jtu.keystr(path)}` is of type "
+                f"{jnp.result_type(have)}, but should be of type {want.dtype}: a state "
+                "must not be cast. For less precision, cast the parameters within the "
+                "loss function: `kfac.cast(model, jnp.bfloat16)`."
+            )

@@ -1,0 +1,312 @@
+"""What one step would do with a given damping."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Bool, Float
+
+from .._curvature import check_pushes_forward, GradientRows, LinearisedBatch, unseen
+from .._custom_types import Model
+from .._inverse import precondition, precondition_through_rows
+from .._loss import Penalty
+from .._misc import all_finite, tree_dot, tree_norm
+from .._solver import AbstractDampedSolver
+from .._tag import partition_tagged
+from ._choices import NUMBERS, Rules
+from ._quadratic import Quadratic, quadratic
+from ._state import Faults, Info, KFACState
+
+
+class Start(NamedTuple):
+    """Where a step begins, and whether it can."""
+
+    value: Float[Array, ""]
+    grads: Model
+    gradient_norm: Float[Array, ""]
+    in_range: Bool[Array, ""]  # The numbers in the state.
+
+    @property
+    def fine(self) -> Bool[Array, ""]:
+        """Whether curvature of this batch is to be trusted."""
+        return self.in_range & all_finite(self.value) & ~jnp.isnan(self.gradient_norm)
+
+
+class Proposal(NamedTuple):
+    """A step that may be taken, or not."""
+
+    damping: Float[Array, ""]
+    learning_rate: Float[Array, ""]  # Without the norm constraint.
+    momentum: Float[Array, ""]
+    velocity: Model  # The update of the parameters that tags cover,
+    others: Model  # and of those that the fallback looks after.
+    extent: Float[Array, ""] | None  # The squared length of the former, if it is bounded.
+    # For the former, by the quadratic model; `None` if it was not needed so far.
+    predicted: Float[Array, ""] | None
+
+    @property
+    def updates(self) -> Model:
+        return eqx.combine(self.velocity, self.others)
+
+
+class Trial(eqx.Module):
+    """Steps from one point, with one batch and one curvature, that differ in their
+    damping: proposes them, predicts what they do to the loss, looks, and judges."""
+
+    rules: Rules
+    solver: AbstractDampedSolver
+    state: KFACState
+    model: Model
+    start: Start
+    rows: GradientRows | None  # Of the gradient, if it may be preconditioned by them.
+    curvature: Model
+    finite: Bool[Array, ""]  # Loss, gradient and curvature.
+    linearised: Any  # A `LinearisedBatch`; `None` if the loss function is not there.
+
+    def strength(self, damping: Any) -> Any:
+        """What the preconditioner is damped with: a number, or one for every layer."""
+        ratio = self.state.damping_ratio
+        return jtu.tree_map(lambda d: d * ratio.astype(d.dtype), damping)
+
+    def propose(
+        self, damping: Float[Array, ""], inverse: Model, strength: Any, others: Model
+    ) -> Proposal:
+        r"""$\delta = \alpha d + \mu \delta_\text{prev}$ with $d = -\hat F^{-1} \nabla h$,
+        given the factorisation of $\hat F$, damped with `strength`."""
+        state, gradient = self.state, self._gradient
+        factorised = self.curvature, inverse, self.solver, strength
+        if self.rows is None:
+            natural = precondition(gradient, *factorised)
+        else:
+            natural = precondition_through_rows(gradient, self.rows, *factorised)
+        direction = jtu.tree_map(jnp.negative, natural)
+        given, extent = self._constrained(natural)
+        (scale, momentum), predicted = self._lengths(damping, direction, given)
+        velocity = jtu.tree_map(
+            lambda d, v: momentum.astype(v.dtype) * v + scale.astype(d.dtype) * d,
+            direction,
+            state.velocity,
+        )
+        # What was chosen, not what the norm constraint has made of it.
+        learning_rate = state.learning_rate if self.rules.learning_rate is None else scale
+        momentum = state.momentum if self.rules.momentum is None else momentum
+        chosen = damping, learning_rate, momentum
+        return Proposal(*chosen, velocity, others, extent, predicted)
+
+    def ratio(
+        self, damping: Float[Array, ""], inverse: Model, strength: Any
+    ) -> Float[Array, ""]:
+        """The reduction ratio of a step of the tagged parameters alone."""
+        _, others = partition_tagged(jtu.tree_map(jnp.zeros_like, self.grads))
+        proposal = self.propose(damping, inverse, strength, others)
+        return self._ratio(self._new_loss(proposal), self._predicted(proposal))
+
+    def judge(self, proposal: Proposal, factorised: Bool[Array, ""]) -> Info:
+        """What is to be said of a step, and whether it is to be taken; `factorised`: by
+        the inverse of this curvature."""
+        new_loss, ratio = self._look(proposal)
+        # Cheaper than looking at every number; an update whose norm overflows has
+        # diverged too. A gradient may be that large, if what follows is finite.
+        update_norm = tree_norm(proposal.updates)
+        # Of faults that follow from each other, the first.
+        finite_value = all_finite(self.value)
+        norm = self.start.gradient_norm
+        overflows = jnp.isinf(norm) & all_finite(update_norm)
+        finite_grads = all_finite(norm) | overflows
+        missed = self.finite & self._unseen()
+        known = self.finite & ~missed
+        finite_update = known & all_finite(update_norm)
+        faults = Faults(
+            hyperparameters=~self.start.in_range,
+            loss=~finite_value,
+            gradient=finite_value & ~finite_grads,
+            curvature=self.start.fine & ~self.finite,
+            unseen=missed,
+            factorisation=self.finite & ~factorised,
+            update=known & ~finite_update,
+            increase=finite_update & self._risen(new_loss),
+        )
+        return Info(
+            loss=self.value,
+            new_loss=new_loss,
+            aux=None,
+            learning_rate=proposal.learning_rate,
+            momentum=proposal.momentum,
+            damping=proposal.damping,
+            reduction_ratio=ratio,
+            gradient_norm=self.start.gradient_norm,
+            through_rows=None if self.rows is None else self.rows.whole,
+            update_norm=jnp.where(faults.rejecting, 0, update_norm),
+            rejected=faults.rejecting,
+            faults=faults,
+        )
+
+    @property
+    def value(self) -> Float[Array, ""]:
+        return self.start.value
+
+    @property
+    def grads(self) -> Model:
+        return self.start.grads
+
+    @property
+    def _gradient(self) -> Model:
+        """That of the tagged parameters."""
+        return partition_tagged(self.grads)[0]
+
+    def _constrained(self, natural: Model) -> tuple[tuple, Float[Array, ""] | None]:
+        r"""Learning rate and momentum, or less, such that $\alpha^2 \langle \hat F^{-1}
+        \nabla h, \nabla h \rangle \le c$; and the velocity's squared length, if it is
+        bounded."""
+        state, region = self.state, self.rules.norm_constraint
+        rate, momentum = state.learning_rate, state.momentum
+        if state.norm_constraint is None:
+            return (rate, momentum), None
+        norm = tree_dot(natural, self._gradient).astype(rate.dtype)
+        if region is None:
+            scale = _at_most(state.norm_constraint, rate**2 * norm)
+            return (scale * rate, momentum), None
+        terms = None if self.linearised is None else self.linearised.terms
+        most, most_of_velocity = region(state.norm_constraint, self.value, terms)
+        rate = _at_most(most, rate**2 * norm) * rate
+        joint = tree_dot(state.velocity, self._gradient).astype(rate.dtype)
+        before = jnp.zeros_like(rate) if state.extent is None else state.extent
+        # The curvature may have changed since; but the inequality of Cauchy and Schwarz
+        # holds in every metric.
+        before = jnp.maximum(before, joint**2 / _positive(norm))
+        momentum = momentum * _kept(joint, before, norm)
+        # Only what joins both parts of the velocity is new, for F (F^-1 g) = g.
+        extent = momentum**2 * before - 2 * momentum * rate * joint + rate**2 * norm
+        scale = _at_most(most_of_velocity, extent)
+        return (scale * rate, scale * momentum), scale**2 * extent
+
+    def _lengths(
+        self, damping: Float[Array, ""], direction: Model, given: tuple
+    ) -> tuple[list, Float[Array, ""] | None]:
+        r"""$\alpha$ and $\mu$: as given, unless a rule is to choose them, and what the
+        quadratic model that did predicts."""
+        ruled = [self.rules.learning_rate is not None, self.rules.momentum is not None]
+        if not any(ruled):
+            return [*given], None
+        model = self._quadratic(damping, direction, self.state.velocity)
+        best = model.minimum([None if r else g for r, g in zip(ruled, given)])
+        lengths = [
+            best[i].astype(g.dtype) if ruled[i] else g for i, g in enumerate(given)
+        ]
+        return lengths, model(best)
+
+    def _quadratic(self, damping: Float[Array, ""], *directions: Model) -> Quadratic:
+        """The quadratic model of the tagged parameters along `directions`."""
+        rule = self.rules.learning_rate or self.rules.momentum
+        linearised = self.linearised.first(None if rule is None else rule.examples)
+        what = (
+            "Give numbers for learning rate, momentum and damping: rules for these need"
+        )
+        check_pushes_forward(what, linearised.gram, *directions)
+        gram = linearised.gram(*directions)
+        return quadratic(gram, self._gradient, directions, damping)
+
+    def _look(
+        self, proposal: Proposal
+    ) -> tuple[Float[Array, ""] | None, Float[Array, ""] | None]:
+        """The loss after the step, and the reduction ratio: NaN if they are not due,
+        `None` if they never are."""
+
+        def wanted(always, compute):
+            rule = self.rules.damping
+            if always:
+                return compute()
+            if rule is None:
+                return None
+            nothing = jnp.full_like(self.value, jnp.nan)
+            return jax.lax.cond(rule.due(self.state.step), compute, lambda: nothing)
+
+        bounded = self.state.max_increase is not None
+        new_loss = wanted(bounded, lambda: self._new_loss(proposal))
+        known = proposal.predicted is not None
+        predicted = wanted(known, lambda: self._predicted(proposal))
+        if new_loss is None or predicted is None:
+            return new_loss, None
+        return new_loss, self._ratio(new_loss, predicted)
+
+    def _unseen(self) -> Bool[Array, ""]:
+        """Whether a gradient has come from elsewhere than through a tag."""
+        if self.linearised is not None and _is_penalised(self.linearised):
+            return jnp.zeros_like(self.finite)
+        return unseen(self.grads, self.curvature)
+
+    def _risen(self, new_loss: Float[Array, ""] | None) -> Bool[Array, ""]:
+        """Whether the loss, as far as it was looked at, forbids the step."""
+        if new_loss is None:
+            return jnp.zeros_like(self.value, bool)
+        bad = ~jnp.isfinite(new_loss)
+        most, rule = self.state.max_increase, self.rules.damping
+        if most is not None:
+            return bad | ((new_loss - self.value).astype(most.dtype) > most)
+        return bad if rule is None else bad & rule.due(self.state.step)
+
+    def _predicted(self, proposal: Proposal) -> Float[Array, ""]:
+        """The change of the loss that the quadratic model predicts, for parameters
+        without a tag that their gradient does."""
+        predicted = proposal.predicted
+        if predicted is None:
+            model = self._quadratic(proposal.damping, proposal.velocity)
+            predicted = model(jnp.ones_like(model.vector))
+        _, gradient = partition_tagged(self.grads)
+        predicted += tree_dot(gradient, proposal.others).astype(predicted.dtype)
+        return predicted.astype(self.value.dtype)
+
+    def _new_loss(self, proposal: Proposal) -> Float[Array, ""]:
+        return self.linearised.value_at(eqx.apply_updates(self.model, proposal.updates))
+
+    def _ratio(
+        self, new_loss: Float[Array, ""], predicted: Float[Array, ""]
+    ) -> Float[Array, ""]:
+        no_descent = (predicted >= 0) & ~jnp.isnan(new_loss)
+        return jnp.where(no_descent, -jnp.inf, (new_loss - self.value) / predicted)
+
+
+def _at_most(most: Float[Array, ""], norm: Float[Array, ""]) -> Float[Array, ""]:
+    """By what a vector is to be scaled such that its squared norm is not above `most`."""
+    return jnp.minimum(1, jnp.sqrt(most / _positive(norm)))
+
+
+def _kept(
+    joint: Float[Array, ""], before: Float[Array, ""], norm: Float[Array, ""]
+) -> Float[Array, ""]:
+    r"""What is kept of a velocity, given $\langle \delta, \nabla h \rangle$ and the
+    squared lengths of $\delta$ and of $\hat F^{-1} \nabla h$: all of it up to a cosine of
+    one half between them, nothing of a velocity that leads straight uphill."""
+    cosine = joint / jnp.sqrt(_positive(before * norm))
+    return jnp.clip(2 - 2 * cosine, 0, 1)
+
+
+def _positive(x: Float[Array, ""]) -> Float[Array, ""]:
+    return jnp.maximum(x, 1e-30)
+
+
+def _is_penalised(linearised: LinearisedBatch) -> bool:
+    """Whether the objective has terms with a gradient but no curvature."""
+
+    def penalised(linearisation):
+        return any(isinstance(o, Penalty) for _, o in linearisation.objective.terms)
+
+    return linearised.seen(penalised)
+
+
+def start(value: Float[Array, ""], grads: Model, state: KFACState, rules: Rules) -> Start:
+    """Where a step begins. Numbers that a rule chooses may be any."""
+    ruled = [rules.learning_rate is not None, rules.momentum is not None]
+    free = {n for n, r in zip(("learning_rate", "momentum"), ruled, strict=True) if r}
+    numbers = {name: getattr(state, name) for name in NUMBERS if name not in free}
+    return Start(value, grads, tree_norm(grads), in_range(numbers))
+
+
+def in_range(numbers: dict[str, Float[Array, ""] | None]) -> Bool[Array, ""]:
+    """Whether numbers lie in their ranges, to whose bounds a schedule may get."""
+    given = {name: value for name, value in numbers.items() if value is not None}
+    most = [1.0 if NUMBERS[name].startswith("in ") else jnp.inf for name in given]
+    values = jnp.stack([value.astype(float) for value in given.values()])
+    return jnp.all((values >= 0) & (values <= jnp.array(most, float)))

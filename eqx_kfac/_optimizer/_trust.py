@@ -1,0 +1,116 @@
+"""How far a step may go, given the loss; and over which steps parameters are averaged."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .._checks import check_count, check_number
+
+
+class TrustRegion(eqx.Module):
+    r"""Norm constraints that become tighter as the loss falls: of what a step adds to the
+    velocity, and of the whole of it,
+
+    $$\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle \le c_h \min(1, N / m),
+    \qquad \langle \delta, \hat F \delta \rangle \le k c_h, \qquad
+    c_h = c \min(1, |h|)^p$$
+
+    with $h$ the loss of the batch (in nats) and $N$ the number of its terms. Either
+    left-hand side is about twice a Kullback-Leibler divergence: that between the model
+    before and after the step, without momentum and with it. A network that fits its data
+    has a vanishing Fisher and a small loss: steps that were short at first are long
+    compared with what is left to be gained. The gradient of few examples is mostly noise,
+    of which the first one grows as $1 / N$. And where gradients agree from step to step,
+    momentum adds them up to ten times of what the first one bounds. Pass it to
+    [`eqx_kfac.KFAC`][] as `norm_constraint`.
+
+    The second one needs no product with $\hat F$: of $\delta = \mu \delta_\text{prev} -
+    \alpha \hat F^{-1} \nabla h$ it is
+    $\mu^2 \langle \delta_\text{prev}, \hat F \delta_\text{prev} \rangle
+    - 2 \mu \alpha \langle \delta_\text{prev}, \nabla h \rangle
+    + \alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle$. Of a velocity that leads
+    uphill, whose cosine with $\hat F^{-1} \nabla h$ in the metric of $\hat F$ is $\cos >
+    1/2$, the step keeps $2 - 2 \cos$ times $\mu$: the quadratic model from which it came
+    does not hold any more.
+
+    !!! Example
+
+        ```python
+        optimizer = kfac.KFAC(norm_constraint=kfac.TrustRegion(1e-3))
+        ```
+
+    ??? cite "Reference"
+
+        With $p = 0$ and $m = 1$ the first one is the constraint of J. Ba, R. Grosse,
+        J. Martens, *Distributed Second-Order Optimization using Kronecker-Factored
+        Approximations*, ICLR 2017, section 5. How they depend on the loss and on the
+        number of terms, and the second one, were found by experiment: see "How to
+        choose".
+    """
+
+    size: Any
+    power: Any
+    terms: int = eqx.field(static=True)
+    velocity: Any
+
+    def __init__(
+        self, size: Any = 3e-3, power: Any = 0.75, terms: int = 128, velocity: Any = 8.0
+    ):
+        """**Arguments:**
+
+        - `size`: $c > 0$, in nats.
+        - `power`: $p \\ge 0$. 0 leaves the loss out.
+        - `terms`: $m$: from how many terms of the loss on their number does not matter.
+        - `velocity`: $k > 0$; `jnp.inf` leaves the velocity alone.
+
+        **Raises:** `ValueError` for a number out of its range.
+        """
+        self.size = check_number("size", size, "positive", schedule=False)
+        self.power = check_number("power", power, "at least 0", schedule=False)
+        self.terms = check_count("terms", terms, 1)
+        self.velocity = check_number("velocity", velocity, "positive", schedule=False)
+
+    @property
+    def initial(self) -> Any:
+        """What the state holds at first: $c$."""
+        return self.size
+
+    def __call__(
+        self, size: Float[Array, ""], value: Float[Array, ""], terms: int | None
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Both right-hand sides, given $c$, the loss, and the number of its terms if that
+        is known."""
+        most = size * jnp.minimum(1, jnp.abs(value)).astype(size.dtype) ** self.power
+        few = 1.0 if terms is None else min(1.0, terms / self.terms)
+        return few * most, self.velocity * most
+
+
+class Window(eqx.Module):
+    r"""Averaging over a window that grows with the steps:
+    $\xi_t = s t / (1 + s t)$, with which about the last $1 + s t$ of $t$ iterates count.
+    Whenever one stops, the averaged model is about as good as after a learning rate that
+    has fallen to zero. Pass it to [`eqx_kfac.KFAC`][] as `averaging`.
+
+    !!! Example
+
+        ```python
+        optimizer = kfac.KFAC(averaging=kfac.Window(0.2))
+        ```
+    """
+
+    share: Any
+
+    def __init__(self, share: Any = 0.1):
+        """**Arguments:**
+
+        - `share`: $s > 0$: how long the window is, as a part of all steps so far.
+
+        **Raises:** `ValueError` for a number out of its range.
+        """
+        self.share = check_number("share", share, "positive", schedule=False)
+
+    def __call__(self, step: Int[Array, ""]) -> Float[Array, ""]:
+        length = self.share * step.astype(float)
+        return length / (1 + length)

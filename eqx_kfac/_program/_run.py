@@ -1,0 +1,71 @@
+"""A loss function, run at a model."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array
+
+from .._custom_types import Model
+from .._loss import AbstractLoss, AbstractObjective, Sum
+from .._misc import accumulator, common_prefix
+from .._tag import naming_layers
+
+
+def run(
+    loss_fn: Callable, model: Model, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Sum, Any]:
+    """The objective that `loss_fn` returns, and its aux."""
+    with naming_layers(model):
+        # Copies: an `eqx.nn.State` may be used once only.
+        args, kwargs = jtu.tree_map(lambda x: x, (tuple(args), kwargs))
+        out = loss_fn(model, *args, **kwargs)
+    objective, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+    return _check_objective(objective), aux
+
+
+def example_weights(losses: list[AbstractLoss]) -> Array | None:
+    """The weights of examples for the input moments of the layers, on the first axes that
+    all weights of the losses have in common. A layer cannot tell which loss it serves: of
+    several losses over the same examples, the mean of the weights is taken."""
+    shapes = [loss.weights.shape for loss in losses if loss.weights is not None]
+    if not shapes:
+        return None
+    shared = common_prefix(*shapes)
+    if not shared:
+        raise ValueError(
+            "Several losses of a sum have weights, over different examples: the weights "
+            f"have shapes {shapes}. Only one batch of examples can be weighted; give the "
+            "weights of the others as fewer examples, or as a coefficient."
+        )
+    axes = len(shared)
+    means = [
+        jnp.mean(loss.term_weights, axis=tuple(range(axes, len(loss.leading))))
+        for loss in losses
+        if loss.leading[:axes] == shared
+    ]
+    dtype = accumulator(*[w.dtype for w in means])
+    return jnp.mean(jnp.stack([w.astype(dtype) for w in means]), axis=0)
+
+
+def _check_objective(objective: Any) -> Sum:
+    if not isinstance(objective, AbstractObjective):
+        got = type(objective).__name__
+        if isinstance(objective, jax.Array):
+            got = f"an array of type {objective.dtype} and shape {objective.shape}"
+        raise TypeError(
+            "`loss_fn` must return a loss that knows its predictive distribution, such "
+            "as `kfac.SoftmaxCrossEntropy(logits, targets)`, `kfac.SigmoidCrossEntropy` "
+            "or `kfac.SquaredError` (or `(loss, aux)`), but returned "
+            f"{got}. A bare number has no curvature to collect; add penalties to the "
+            "loss object instead: `loss + penalty`."
+        )
+    objective = objective + 0
+    if not objective.losses:
+        raise ValueError(
+            "`loss_fn` returned only penalties, which have no curvature to collect. Add "
+            "them to a loss such as `kfac.SoftmaxCrossEntropy`."
+        )
+    return objective

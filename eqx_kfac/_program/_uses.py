@@ -1,0 +1,96 @@
+"""How often layers are used, and what a traced function needs: parts of jaxprs."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.core import eval_jaxpr, Tracer
+from jax.interpreters import partial_eval
+
+from .._tag import use_p
+
+
+class Uses(NamedTuple):
+    """How a layer is used: `number` for each one of a stack, `None` if that depends on
+    data; the `Use`s that all those are; and whether there are several devices."""
+
+    number: np.ndarray | None
+    kinds: frozenset
+    devices: bool
+
+
+def uses(fn: Callable, *args: Any) -> list[Uses]:
+    """What is in the slots of uses that `fn(*args)` returns."""
+    params, static = eqx.partition(args, eqx.is_array)
+    closed = jax.make_jaxpr(lambda p: fn(*eqx.combine(p, static)))(params)
+    everything = [True] * len(closed.out_avals)
+    jaxpr, consts, _ = _needed(_silent(closed.jaxpr), closed.consts, everything)
+    found, without_data = [], []
+    for i in range(len(jaxpr.outvars)):
+        wanted = [i == j for j in range(len(jaxpr.outvars))]
+        own, _, known = _needed(jaxpr, consts, wanted)
+        devices = contains(own, "shard_map")
+        without_data.append(known and not devices)
+        kinds = [e.params["use"] for e in _equations(own) if e.primitive is use_p]
+        found.append(Uses(None, frozenset(kinds), devices))
+    own, own_consts, _ = _needed(jaxpr, consts, without_data)
+    with jax.ensure_compile_time_eval():
+        numbers = iter(jax.jit(eval_jaxpr, static_argnums=0)(own, own_consts))
+    return [
+        use._replace(number=np.asarray(next(numbers))) if known else use
+        for use, known in zip(found, without_data, strict=True)
+    ]
+
+
+def depends(fn: Callable, *args: Any) -> bool:
+    """Whether anything that `fn(*args)` returns depends on its arguments."""
+    closed = jax.make_jaxpr(fn)(*args)
+    everything = [True] * len(closed.out_avals)
+    return any(part_of(closed.jaxpr, everything)[2])
+
+
+def part_of(jaxpr: Any, wanted: Sequence[bool]) -> tuple[Any, list[bool], list[bool]]:
+    """The part of a jaxpr that some of its outputs need; and which constants and inputs
+    it has."""
+    return partial_eval.dce_jaxpr_consts(jaxpr, wanted)
+
+
+def _needed(jaxpr: Any, consts: Sequence[Any], wanted: list[bool]) -> Any:
+    """The part of a jaxpr that some of its outputs need, and whether it needs no data."""
+    jaxpr, used_consts, used_inputs = part_of(jaxpr, wanted)
+    consts = [c for c, used in zip(consts, used_consts, strict=True) if used]
+    traced = any(isinstance(c, Tracer) for c in consts)
+    return jaxpr, consts, not (any(used_inputs) or traced)
+
+
+def _silent(value):
+    """A jaxpr without its side effects: what is only printed is not needed."""
+    if type(value) in (tuple, list):
+        return type(value)(map(_silent, value))
+    if getattr(value, "jaxpr", value) is not value:  # One with constants.
+        return value.replace(jaxpr=_silent(value.jaxpr))
+    if not hasattr(value, "eqns"):
+        return value
+    eqns = [
+        eqn.replace(
+            params={name: _silent(p) for name, p in eqn.params.items()}, effects=set()
+        )
+        for eqn in value.eqns
+    ]
+    return value.replace(eqns=eqns, effects=set())
+
+
+def contains(jaxpr: Any, name: str) -> bool:
+    return any(eqn.primitive.name == name for eqn in _equations(jaxpr))
+
+
+def _equations(value: Any) -> Iterator[Any]:
+    """Those of a jaxpr, and of all inside them."""
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _equations(item)
+    for eqn in getattr(getattr(value, "jaxpr", value), "eqns", ()):
+        yield eqn
+        yield from _equations(list(eqn.params.values()))

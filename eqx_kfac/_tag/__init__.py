@@ -1,0 +1,28 @@
+from ._partition import (
+    check_covered as check_covered,
+    partition_tagged as partition_tagged,
+)
+from ._rows import Raw as Raw, Use as Use, use_p as use_p
+from ._tag import (
+    is_trainable as is_trainable,
+    Note as Note,
+    statistic_p as statistic_p,
+    Tag as Tag,
+    tag_p as tag_p,
+)
+from ._tagged import (
+    blank as blank,
+    check_tagged as check_tagged,
+    empty_tags as empty_tags,
+    fill_raw as fill_raw,
+    fill_tags as fill_tags,
+    flatten_tags as flatten_tags,
+    is_tagged as is_tagged,
+    LayerError as LayerError,
+    map_tags as map_tags,
+    naming_layers as naming_layers,
+    tagged_layers as tagged_layers,
+    update_layers as update_layers,
+    with_tags as with_tags,
+)
+from ._weights import row_weights as row_weights

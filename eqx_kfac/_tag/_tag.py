@@ -1,0 +1,486 @@
+"""The tag primitive: statistics as cotangents.
+
+`tag(y, x)` is `y`. Its JVP binds a linear twin in which the *slots* are inputs that do
+not touch the value, and whose transpose passes the cotangent of `y` through and *defines*
+the cotangent of the slots as the layer's statistics. One `jax.vjp` of any function of a
+model then returns the gradient in its weights and the statistics in its tags; whatever
+JAX can differentiate, it can collect curvature from.
+
+This folder, and `_program/`, which reads jaxprs, are the only ones that touch JAX's
+extension points.
+"""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array, Inexact, Shaped
+from wadler_lindig import AbstractDoc, TextDoc
+
+from .._block import AbstractBlock, check_block, Series, Statistics
+from .._checks import check_instance
+from .._devices import cast_varying, varying_axes, zeros_beside
+from .._form import AbstractForm, Parameters
+from .._misc import accumulator
+from ._rows import Raw, Sight
+from ._weights import row_weights
+
+
+class Held(NamedTuple):
+    """What a tag holds while curvature is being collected. Otherwise all is `None`."""
+
+    slots: Statistics
+    weights: Array | None
+    basis: Any
+    # Of a tag at parameters: a mark for each one that is trained. (Within the loss
+    # function, the others are there again.)
+    trained: tuple[Array | None, ...] | None
+    raw: Statistics  # Slots for the rows themselves, beside or instead of their sums.
+    seen: Statistics  # Slots for the gradient, as far as the tag sees it.
+    note: Array | None = None  # See `Note`.
+    # Zeros that nothing uses: does the loss function notice them?
+    spare: tuple[Array | None, Array | None, Array | None] = (None, None, None)
+
+
+class Note(NamedTuple):
+    """What a tag should know while a loss function is traced: its number among the tags
+    of the model, and how many examples the losses have. No operation may change it, so it
+    is the *shape* of zeros: `[*stack, *examples, len(examples) + 1, number + 1]`."""
+
+    stack: int  # How many axes of stacked layers there still are.
+    number: int
+    examples: tuple[int, ...]
+
+    @classmethod
+    def read(cls, shape: tuple[int, ...]) -> "Note":
+        *rest, several, number = shape
+        stack = len(rest) - (several - 1)
+        return cls(stack, number - 1, tuple(rest[stack:]))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the zeros, behind the layer's stack."""
+        return *self.examples, len(self.examples) + 1, self.number + 1
+
+
+class Tag(eqx.Module):
+    """Ends a layer's forward pass: `return self.tag(y, x)`.
+
+    It says how the layer is linear in its parameters (its *form*) and how its curvature
+    is approximated (its *block*). It has no leaves, and calling it returns `y` itself,
+    except while curvature is being collected: then its slots are filled.
+    """
+
+    form: AbstractForm = eqx.field(static=True)
+    block: AbstractBlock = eqx.field(static=True)
+    swapped: bool = eqx.field(static=True)
+    # The leaves of what is `held`. (In one tuple: Python goes through every node of every
+    # tag at every step. Always as many: a filled tag may be combined with an empty one.)
+    places: tuple[Array | None, ...]
+    also: "Tag | None"
+
+    def __init__(
+        self, form: AbstractForm, block: AbstractBlock, *, swapped: bool = False
+    ):
+        """**Arguments:**
+
+        - `form`: how the output depends on the parameters, e.g. `kfac.Dense()`.
+        - `block`: what is kept of its curvature, e.g. `kfac.Kronecker()`.
+        - `swapped`: whether the statistics are for a layer with the transposed weight;
+            see [`eqx_kfac.Shared`][].
+
+        **Raises:** `TypeError` for something of another kind.
+        """
+        check_instance("form", form, AbstractForm, "kfac.Dense()")
+        check_block("block", block)
+        self.form = form
+        self.block = block
+        self.swapped = swapped
+        self.places = (None,) * self._holder.num_leaves
+        self.also = None
+
+    def __pdoc__(self, **kwargs: Any) -> AbstractDoc:
+        """One line, wherever a model is printed. (Also by JAX, which wants a name for
+        whatever is vmapped.)"""
+        form, block = type(self.form).__name__, type(self.block).__name__
+        sharing = getattr(self.block, "sharing", None)
+        sharing = "" if sharing is None else repr(sharing)
+        collecting = ", collecting" * self.collecting
+        return TextDoc(f"Tag(form={form}(), block={block}({sharing}){collecting})")
+
+    @property
+    def _holder(self) -> Any:
+        """The structure of what is held."""
+        block, form = self.block, self.form
+        trained = (None,) * len(form.names) if isinstance(form, Parameters) else None
+        basis, raw, seen = block.empty_basis(), Raw().empty(), Sight().empty()
+        empty = Held(block.empty(), None, basis, trained, raw, seen)
+        return jtu.tree_structure(empty, is_leaf=_is_none)
+
+    @property
+    def held(self) -> Held:
+        """What it holds."""
+        return self._holder.unflatten(self.places)
+
+    @property
+    def slots(self) -> Statistics:
+        """Where the statistics arrive."""
+        return self.held.slots
+
+    @property
+    def statistics(self) -> Statistics:
+        """What arrived there."""
+        return self.block.squared(self.held.slots)
+
+    def __call__(
+        self, y: Inexact[Array, "*y"], x: Shaped[Array, "*x"]
+    ) -> Inexact[Array, "*y"]:
+        """**Arguments:**
+
+        - `y`: the layer's output.
+        - `x`: the layer's input.
+
+        **Returns:**
+
+        `y`. Differentiating it with respect to filled slots gives the statistics.
+        """
+        if isinstance(self.block, Series) and jtu.tree_leaves(self.slots):
+            raise ValueError(
+                "The block `kfac.Series` has to know which time step follows which: run "
+                "the cell with `kfac.scan_cell(cell, hidden, inputs)`, or call "
+                "`tag.remember` in a loop of your own."
+            )
+        if self.also is not None:  # The statistics of another layer's weight, used here.
+            y = self.also(y, x)
+        return self._bind(y, x)
+
+    def _bind(self, y: Array, x: Array) -> Array:
+        if not self.collecting:
+            return y
+        held = self.held
+        collected = (self.block, held.slots), (Raw(), held.raw), (Sight(), held.seen)
+        for block, empty in collected:
+            slots, treedef = jtu.tree_flatten(empty)
+            if slots:
+                y = self._bind_slots(y, x, block, slots, treedef)
+        return y
+
+    def _bind_slots(
+        self, y: Array, x: Array, block: AbstractBlock, slots: list[Array], treedef: Any
+    ) -> Array:
+        for slot in slots:
+            if slot.dtype != accumulator(slot.dtype):
+                raise TypeError(
+                    f"The statistics of a layer would be added up in {slot.dtype}: the "
+                    "whole model was cast, the slots of its tags included. Cast the "
+                    "parameters only, with `kfac.cast(model, dtype)`."
+                )
+        held = self.held
+        shared = held.weights, held.basis, held.note
+        shared, shared_treedef = jtu.tree_flatten(shared)
+        y, x, slots = cast_varying((y, x, slots), varying_axes((y, x, slots)))
+        layout = _Layout(self.form, block, self.swapped, treedef, shared_treedef)
+        return tag_p.bind(y, x, *shared, *slots, layout=layout, stack=0, examples=0)
+
+    def memory(self, layer: Any) -> Any:
+        """What [`remember`][eqx_kfac.Tag.remember] hands on from one time step to the
+        next, before the first one: zeros. `None` if the block has no use for it."""
+        if not isinstance(self.block, Series):
+            return None
+        sizes = self.form.sizes(layer)
+        dtype = self.form.some_parameter(layer).dtype
+        return jnp.zeros(sizes.d_in + 1, dtype), jnp.zeros(sizes.d_out, dtype)
+
+    def remember(
+        self, y: Inexact[Array, "*y"], x: Shaped[Array, "*x"], memory: Any
+    ) -> tuple[Inexact[Array, "*y"], Any]:
+        """As calling the tag, in a loop over time, with a block that wants to know what
+        came before and what comes after ([`eqx_kfac.Series`][]).
+
+        **Arguments:**
+
+        - `y`, `x`: the layer's output and input at this time step.
+        - `memory`: `tag.memory(layer)`, or what the previous step returned.
+
+        **Returns:** `y`, and the next step's `memory`.
+        """
+        if memory is None:
+            return self(y, x), None
+        # The input is carried forward. Backward, the gradient of a zero that the next
+        # step adds to its output arrives here, beside the gradient of this one's.
+        before, zero = memory
+        y = y + zero.astype(y.dtype)
+        now = jnp.concatenate([x, jnp.ones(1, x.dtype)])
+        both = jnp.concatenate([y, jnp.zeros_like(y)])
+        both = self._bind(both, jnp.concatenate([x, before.astype(x.dtype)]))
+        y, zero_next = jnp.split(both, 2)
+        return y, (now.astype(before.dtype), zero_next.astype(zero.dtype))
+
+    def parameters(self, layer: Any, x: Any) -> Any:
+        """For the form [`eqx_kfac.Parameters`][]: to be called at the start of a layer's
+        forward pass, instead of at its end.
+
+        **Arguments:**
+
+        - `layer`: the layer itself.
+        - `x`: its input, or anything else with arrays that belong to one example.
+
+        **Returns:**
+
+        `layer`; while curvature is being collected, with its parameters tagged, once for
+        every example that `x` is vmapped over.
+        """
+        if not self.collecting or not is_trainable(self, layer):
+            return layer
+        (example, *_) = [a for a in jtu.tree_leaves(x) if isinstance(a, jax.Array)]
+        marks = self.held.trained or ()
+        leaves = zip(self.form.parameters(layer), marks, strict=True)
+        trained = tuple(None if mark is None else leaf for leaf, mark in leaves)
+        part = self.form.only(layer, trained)
+        column = self(self.form.to_matrix(part)[..., 0], example.reshape(-1)[0])
+        part = self.form.from_matrix(column[..., None], part)
+        return self.form.replace(layer, self.form.parameters(part))
+
+    @property
+    def collecting(self) -> bool:
+        """Whether the slots are filled."""
+        return any(place is not None for place in self.places)
+
+    @property
+    def checking(self) -> bool:
+        """Whether the slots are for the gradient that is seen, to be compared."""
+        return self.held.seen.outputs.gradient is not None
+
+    def fill(
+        self,
+        layer: Any,
+        weights: Array | None,
+        factors: Any = None,
+    ) -> "Tag":
+        """This tag, ready to collect. `weights` are example weights, or `None`. `factors`
+        are those of the layer so far, if there are any; there may be a basis in them that
+        the statistics are to be taken in."""
+        slots = self.block.slots(self.form, layer)
+        if not jtu.tree_leaves(slots):
+            return self
+        if not self.block.weighted:
+            weights = None
+        if weights is not None:
+            weights = jnp.broadcast_to(weights, self.stack(layer) + weights.shape)
+        held = self.held._replace(slots=slots, weights=weights)
+        if factors is not None:
+            held = held._replace(basis=self.block.basis(factors))
+        return self._holding(held._replace(trained=self._marks(layer)))
+
+    def fill_raw(self, layer: Any, raw: Statistics) -> "Tag":
+        """This tag, ready to hand out its rows, if there are slots for them."""
+        if not jtu.tree_leaves(raw):
+            return self
+        return self._holding(self.held._replace(raw=raw, trained=self._marks(layer)))
+
+    def adding_up(self, layer: Any, examples: int, axes: frozenset) -> "Tag":
+        """This tag, ready to collect, with slots in which the gradients of examples add
+        up over all uses of the layer. Devices, along `axes`, have their own examples."""
+        slots = self.block.together(self.form, layer, examples)
+        slots = slots._replace(outputs=cast_varying(slots.outputs, axes))
+        return self._holding(self.held._replace(slots=slots))
+
+    def noting(self, layer: Any, note: Note, spare: bool = False) -> "Tag":
+        """This tag with a note, and with spare zeros, if it is ready to collect."""
+        if not self.collecting:
+            return self
+        stack = self.stack(layer)
+        leaf = self.form.some_parameter(layer)
+
+        def zeros(*shape):
+            return zeros_beside(leaf, (*stack, *shape), float, len(stack))
+
+        held = self.held._replace(note=zeros(*note.shape))
+        if spare:  # Of one, a vector, a matrix.
+            held = held._replace(spare=(zeros(), zeros(2), zeros(2, 2)))
+        return self._holding(held)
+
+    def stack(self, layer: Any) -> tuple[int, ...]:
+        """The axes along which whole layers are stacked."""
+        stack = self.form.sizes(layer).stack
+        return stack[: len(stack) - self.form.groups]
+
+    def fill_seen(self, layer: Any) -> "Tag":
+        """This tag, ready to collect the gradient that it sees."""
+        seen = Sight().slots(self.form, layer)
+        if not jtu.tree_leaves(seen):
+            return self
+        return self._holding(self.held._replace(seen=seen, trained=self._marks(layer)))
+
+    def with_slots(self, other: "Tag") -> "Tag":
+        """This tag, to add to the statistics of another one."""
+        return self._holding(other.held._replace(trained=self.held.trained))
+
+    def _holding(self, held: Held) -> "Tag":
+        places = tuple(self._holder.flatten_up_to(held))
+        return eqx.tree_at(lambda tag: tag.places, self, places, is_leaf=_is_none)
+
+    def _marks(self, layer: Any) -> tuple[Array | None, ...] | None:
+        """For the parameters that it is at, one for every member of a stack."""
+        if not isinstance(self.form, Parameters):
+            return None
+        leaves = zip(self.form.parameters(layer), self.form.ranks, strict=True)
+        return tuple(
+            None if p is None else jnp.ones(p.shape[: p.ndim - rank], bool)
+            for p, rank in leaves
+        )
+
+    def empty(self) -> "Tag":
+        """This tag without its slots."""
+        return Tag(self.form, self.block, swapped=self.swapped)
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
+
+
+def is_trainable(tag: Tag, layer: Any) -> bool:
+    """Whether any parameter that a tag covers is there to be trained."""
+    return tag.form.some_parameter(layer) is not None
+
+
+class _Layout(NamedTuple):
+    """What the operands `y, x, *shared, *slots` of a tag are. `shared` arrays belong to
+    the layer and not to an example; like the slots, they are mapped over stacks only."""
+
+    form: AbstractForm
+    block: AbstractBlock
+    swapped: bool
+    slots: Any  # treedef of the slots
+    shared: Any  # and of weights and basis
+
+    def split(self, operands):
+        k = 2 + self.shared.num_leaves
+        return operands[0], operands[1], operands[2:k], operands[k:]
+
+    def note(self, operands) -> Note | None:
+        """That of a tag with these operands, or abstract values of them."""
+        _, _, shared, _ = self.split(operands)
+        *_, note = jtu.tree_unflatten(self.shared, shared)
+        return None if note is None else Note.read(note.shape)
+
+
+tag_p = Primitive("kfac_tag")
+tag_linear_p = Primitive("kfac_tag_linear")
+statistic_p = Primitive("kfac_statistic")  # Marks what came from a transpose.
+
+
+def _value(y, *_, **__):
+    return y
+
+
+def _batch_tag(primitive, axis, operands, dims, *, layout, **params):
+    """As `_batch`. What is the same for all examples gets their axis nevertheless: else
+    the gradients at it would be added up before they are squared."""
+    if all(d is None for d in dims):
+        note = layout.note(operands)
+        if note is None or axis.size not in note.examples:
+            return primitive.bind(*operands, layout=layout, **params), None
+        y, *others = operands
+        operands = [jnp.broadcast_to(y, (axis.size, *y.shape)), *others]
+        dims = [0, *dims[1:]]
+    return _batch(primitive, operands, dims, layout=layout, **params)
+
+
+def _batch(primitive, operands, dims, *, layout, stack, examples):
+    """Every operand's mapped axis moves to the front of its kind: stacked layers first,
+    then examples. Only a mapped slot means a stack: separate layers, separate statistics;
+    otherwise the new axis is an example axis, outside the earlier ones."""
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    stacked = any(d is not None for d in dims[2:])
+    axis = 0 if stacked else stack
+
+    def place(x, d):
+        if d is not None:
+            return jnp.moveaxis(x, d, axis)
+        shape = x.shape[:axis] + (size,) + x.shape[axis:]
+        return jnp.broadcast_to(jnp.expand_dims(x, axis), shape)
+
+    num_placed = len(operands) if stacked else 2
+    placed = list(map(place, operands[:num_placed], dims[:num_placed]))
+    out = primitive.bind(
+        *placed,
+        *operands[num_placed:],
+        layout=layout,
+        stack=stack + stacked,
+        examples=examples + (not stacked),
+    )
+    return out, axis
+
+
+def _linear_tangent(y_dot, operands, slot_dots, layout, **params):
+    if all(type(s) is ad.Zero for s in slot_dots):
+        return y_dot
+    _, x, shared, _ = layout.split(operands)
+    y_dot, *slot_dots = map(ad.instantiate_zeros, (y_dot, *slot_dots))
+    return tag_linear_p.bind(y_dot, x, *shared, *slot_dots, layout=layout, **params)
+
+
+def _jvp(primitive, primals, tangents, *, layout, **params):
+    """Neither tag depends on anything but its first operand, and linearly on that."""
+    out = primitive.bind(*primals, layout=layout, **params)
+    y_dot, _, _, slot_dots = layout.split(tangents)
+    return out, _linear_tangent(y_dot, primals, slot_dots, layout, **params)
+
+
+def _transpose(ct, *operands, layout, stack, examples):
+    _, x, shared, slots = layout.split(operands)
+    nothing = [None] * (1 + len(shared))
+    if type(ct) is ad.Zero:
+        return [ct, *nothing, *[None] * len(slots)]
+    avals = [s.aval if ad.is_undefined_primal(s) else jax.typeof(s) for s in slots]
+    like = jtu.tree_unflatten(layout.slots, avals)
+
+    def statistics(x, ct, *shared):
+        axes = stack + examples
+        weights, basis, *_ = jtu.tree_unflatten(layout.shared, shared)
+        weights = row_weights(weights, x, stack, axes)
+        rows = layout.block.rows(layout.form, x, ct, weights, stack, axes)
+        rows = rows._replace(swapped=layout.swapped, basis=basis)
+        return jtu.tree_leaves(layout.block.statistics(rows, like))
+
+    stats = statistics(x, ct, *shared)
+    if not isinstance(layout.block, Raw):  # Rows have a derivative, sums do not.
+        stats = list(map(statistic_p.bind, stats))
+    stats = [
+        cast_varying(s, a.manual_axis_type.varying)
+        for s, a in zip(stats, avals, strict=True)
+    ]
+    wanted = [s if ad.is_undefined_primal(t) else None for s, t in zip(stats, slots)]
+    return [ct, *nothing, *wanted]
+
+
+def _no_derivative(primals, tangents):
+    (statistic,), (tangent,) = primals, tangents
+    if type(tangent) is ad.Zero:
+        return statistic_p.bind(statistic), tangent
+    raise TypeError(
+        "Tried to differentiate curvature statistics. They are defined by a "
+        "transpose rule and have no derivative. If the loss function takes gradients "
+        "with respect to the model itself, take them with respect to "
+        "`kfac.revert(model)`. If curvature is computed inside a function that is "
+        "differentiated, apply `jax.lax.stop_gradient` to the model and the batch "
+        "that it is computed from. Of diffrax's adjoints, use "
+        "`RecursiveCheckpointAdjoint` or `DirectAdjoint`, not `BacksolveAdjoint`."
+    )
+
+
+for _p in (tag_p, tag_linear_p, statistic_p):
+    _p.def_impl(_value)
+    _p.def_abstract_eval(_value)
+    mlir.register_lowering(_p, mlir.lower_fun(_value, multiple_results=False))
+for _p in (tag_p, tag_linear_p):
+    ad.primitive_jvps[_p] = jtu.Partial(_jvp, _p)
+    batching.fancy_primitive_batchers[_p] = jtu.Partial(_batch_tag, _p)
+ad.primitive_transposes[tag_linear_p] = _transpose
+batching.defvectorized(statistic_p)
+ad.primitive_jvps[statistic_p] = _no_derivative

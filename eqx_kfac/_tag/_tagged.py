@@ -1,0 +1,214 @@
+"""Tagged layers in a model."""
+
+import contextlib
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array
+
+from .._misc import names
+from ._tag import is_trainable, Tag
+
+
+def is_tagged(node: Any) -> bool:
+    """Whether `node` is a tagged layer: a Module with a `tag` that is a `Tag`, or several
+    by name, if its parameters are those of several linear maps."""
+    tag = getattr(node, "tag", None) if isinstance(node, eqx.Module) else None
+    several = isinstance(tag, dict) and len(tag) > 0 and all(map(_is_tag, tag.values()))
+    return _is_tag(tag) or several
+
+
+def map_tags(fn: Callable, tree: Any, *rest: Any, others: Callable = lambda *_: None):
+    """Maps `fn(tag, layer, *rest)` over the tags of a model-shaped tree, and `others`
+    over its other leaves. Several tags of one layer give several results, by name."""
+
+    def apply(node, *nodes):
+        if not is_tagged(node):
+            return others(node, *nodes)
+        if isinstance(node.tag, Tag):
+            return fn(node.tag, node, *nodes)
+        return {
+            name: fn(tag, node, *(None if n is None else n[name] for n in nodes))
+            for name, tag in node.tag.items()
+        }
+
+    return jtu.tree_map(apply, tree, *rest, is_leaf=is_tagged)
+
+
+def update_layers(fn: Callable, tree: Any, *rest: Any):
+    """Maps the tagged layers of a model-shaped tree, `new = fn(tag, layer, new, *rest)`
+    for one tag after the other; other leaves stay."""
+
+    def apply(node, *nodes):
+        if not is_tagged(node):
+            return node
+        if isinstance(node.tag, Tag):
+            return fn(node.tag, node, node, *nodes)
+        new = node
+        for name, tag in node.tag.items():
+            own = (None if n is None else n[name] for n in nodes)
+            new = fn(tag, node, new, *own)
+        return new
+
+    return jtu.tree_map(apply, tree, *rest, is_leaf=is_tagged)
+
+
+def tagged_layers(model: Any) -> list[tuple[str, Tag, Any]]:
+    """`(path, tag, layer)` for every tag of a model."""
+    nodes, _ = jtu.tree_flatten_with_path(model, is_leaf=is_tagged)
+    found = []
+    for path, node in nodes:
+        if is_tagged(node):
+            tags = [node.tag] if isinstance(node.tag, Tag) else node.tag.values()
+            found += [(jtu.keystr(path), tag, node) for tag in tags]
+    return found
+
+
+def flatten_tags(
+    fn: Callable, model: Any, *rest: Any
+) -> tuple[list[tuple[str, Any]], Any]:
+    """`(path, fn(tag, layer, *rest))` for every tag with something to train, and the
+    structure of a model-shaped tree that has one leaf for each."""
+
+    def leaf(tag, layer, *own):
+        return _Leaf(fn(tag, layer, *own)) if is_trainable(tag, layer) else None
+
+    found, treedef = jtu.tree_flatten_with_path(map_tags(leaf, model, *rest))
+    return [(jtu.keystr(path), leaf.value) for path, leaf in found], treedef
+
+
+class _Leaf:
+    """Something that is not a tree."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+def check_tagged(model: Any) -> None:
+    """Raises if there is nothing in a model that curvature could be collected from, or
+    parameters that there is none of."""
+    for path, tag, layer in tagged_layers(model):
+        _check_parameters(f"layer `{path}`" if path else "model", tag, layer)
+    if not any(is_trainable(tag, layer) for _, tag, layer in tagged_layers(model)):
+        raise ValueError(
+            "The model has no tagged layer with parameters to train, so there is no "
+            "curvature to collect. Convert it with `kfac.convert(model)`, or write its "
+            "layers with `kfac.Linear`."
+        )
+
+
+def _check_parameters(where: str, tag: Tag, layer: Any) -> None:
+    missing = [name for name in tag.form.names if not _has(layer, name)]
+    if missing:
+        raise ValueError(
+            f"The {where} has a tag with the form `{tag.form}`, which is that of a layer "
+            f"with {names(tag.form.names)}, but it has no {names(missing)}. Give it a "
+            "field of that name (`None` if there is no such parameter), or its tag "
+            "another form."
+        )
+    for name, p in zip(tag.form.names, tag.form.parameters(layer), strict=True):
+        what = f"The parameter `{name}` of the {where}"
+        if p is not None and not jnp.issubdtype(p.dtype, jnp.floating):
+            raise TypeError(
+                f"{what} is of type {p.dtype}, but curvature is that of real "
+                "floating-point numbers. (A complex parameter is two: its real and its "
+                "imaginary part.) Freeze it (`eqx.partition` it out of the model), or "
+                "leave its layer without a tag: `kfac.convert(model, blocks={path: "
+                "None})`."
+            )
+        if p is not None and p.size == 0:
+            raise ValueError(
+                f"{what} has shape {p.shape}: there is nothing to train. Freeze it "
+                "(`eqx.partition` it out of the model), or leave out the layer."
+            )
+    if is_trainable(tag, layer):
+        try:
+            tag.form.sizes(layer)
+        except ValueError as error:  # Of some, all are trained or none.
+            error.add_note(f"This is about the {where}.")
+            raise
+
+
+def _has(layer: Any, name: str) -> bool:
+    try:
+        operator.attrgetter(name)(layer)
+    except AttributeError:
+        return False
+    return True
+
+
+class LayerError(ValueError):
+    """A tagged layer was misused. Carries the layer, so that its path can be named."""
+
+    def __init__(self, layer: Any, message: str):
+        super().__init__(message)
+        self.layer = layer
+
+
+@contextlib.contextmanager
+def naming_layers(model: Any):
+    """Adds to any `LayerError` where in `model` the layer is. (A layer does not know its
+    path; layers that look alike are all named.)"""
+    try:
+        yield
+    except LayerError as error:
+        looks = jtu.tree_structure(empty_tags(error.layer))
+        paths = {  # In their order, each once.
+            path: None
+            for path, _, layer in tagged_layers(model)
+            if jtu.tree_structure(empty_tags(layer)) == looks
+        }
+        if paths:
+            error.add_note(f"The layer is {names(list(paths))} of the model.")
+        raise
+
+
+def blank(model: Any) -> Any:
+    """A model-shaped tree with `None` for every tag."""
+    return map_tags(lambda *_: None, model)
+
+
+def fill_tags(model: Any, weights: Array | None = None, curvature: Any = None) -> Any:
+    """The model with its tags ready to collect. `curvature` is that so far, in whose
+    bases some blocks take their statistics."""
+
+    def fill(tag, layer, factors):
+        return tag.fill(layer, weights, factors)
+
+    return with_tags(fill, model, blank(model) if curvature is None else curvature)
+
+
+def fill_raw(model: Any, slots: Any) -> Any:
+    """The model with its tags ready to hand out rows, where `slots` has any for them."""
+
+    def fill(tag, layer, slots):
+        return tag if slots is None else tag.fill_raw(layer, slots)
+
+    return with_tags(fill, model, slots)
+
+
+def empty_tags(model: Any) -> Any:
+    """The model (or a tree of gradients of it) without its tags' slots."""
+    return with_tags(lambda tag, _: tag.empty(), model)
+
+
+def with_tags(fn: Callable, model: Any, *rest: Any) -> Any:
+    """The model with `fn(tag, layer, *rest)` in the place of each of its tags."""
+
+    def apply(layer, *own):
+        if not is_tagged(layer):
+            return layer
+        tag = jtu.tree_map(
+            lambda tag, *own: fn(tag, layer, *own), layer.tag, *own, is_leaf=_is_tag
+        )
+        return eqx.tree_at(lambda m: m.tag, layer, tag, is_leaf=lambda x: x is layer.tag)
+
+    return jtu.tree_map(apply, model, *rest, is_leaf=is_tagged)
+
+
+def _is_tag(node: Any) -> bool:
+    return isinstance(node, Tag)

@@ -1,0 +1,47 @@
+"""The folders of the library: imports point only downwards, as "Contributing" draws it."""
+
+import ast
+import pathlib
+
+import pytest
+
+
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGE = ROOT / "eqx_kfac"
+
+
+def drawn() -> list[str]:
+    """The folders and files of the drawing, from the top to the bottom."""
+    page = (ROOT / "docs" / "contributing.md").read_text()
+    drawing = page.split("## How the code is laid out")[1].split("```")[1]
+    words = [line.split()[0] for line in drawing.splitlines() if line[:1].strip()]
+    return [word.rstrip("/").removesuffix(".py") for word in words]
+
+
+def imported(path: pathlib.Path) -> set[str]:
+    """The folders and files, right below the package, that a file imports from."""
+    inside = path.relative_to(PACKAGE).parts[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == len(inside) + 1:
+            found.add((node.module or "").split(".")[0])
+    return found - {"", "_custom_types"}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.stem)
+def test_imports_point_downwards(path):
+    if path == PACKAGE / "__init__.py":
+        return
+    order = drawn()
+    own, *_ = path.relative_to(PACKAGE).parts
+    own = own.removesuffix(".py")
+    if own == "_custom_types":
+        assert not imported(path)
+        return
+    below = order[order.index(own) + 1 :]
+    assert imported(path) <= {own, *below}
+
+
+def test_everything_is_drawn():
+    here = {p.name.removesuffix(".py") for p in PACKAGE.iterdir()}
+    assert set(drawn()) == here - {"__init__", "__pycache__", "_custom_types", "py.typed"}
