@@ -42,7 +42,7 @@ def dense(factor: Factor) -> Float[Array, "d d"]:
 
 
 def diagonal(factor: Factor) -> Float[Array, " d"]:
-    # Of a matrix' entries in a row, every so manieth: XLA copies nothing else.
+    # Every (d + 1)-th of a matrix' entries in a row: XLA copies nothing else.
     return factor if factor.ndim == 1 else factor.reshape(-1)[:: len(factor) + 1]
 
 

@@ -1,7 +1,7 @@
 import dataclasses
 import functools as ft
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -46,6 +46,9 @@ from ._schedule import at, early, when_due
 from ._state import check_state, count, Info, init_faults, init_iterates, KFACState
 from ._trial import Proposal, Start, start, Trial
 from ._turns import Turns, when_in_turn
+
+
+_Model = TypeVar("_Model")
 
 
 class KFAC(eqx.Module):
@@ -243,14 +246,14 @@ class KFAC(eqx.Module):
     def step(
         self,
         loss_fn: Callable,
-        model: Model,
+        model: _Model,
         state: KFACState,
         /,
         *args: Any,
         key: Key | None = None,
         micro_batches: int = 1,
         **kwargs: Any,
-    ) -> tuple[Model, KFACState, Info]:
+    ) -> tuple[_Model, KFACState, Info]:
         """One step: estimate the curvature (if due), factorise it (if due), update.
 
         **Arguments:**

@@ -1,18 +1,22 @@
 """What the optimizers remember from step to step, and what they tell about each."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._custom_types import Model
 from .._misc import accumulator, difference, names
 from .._operator import is_packed
+
+
+_Model = TypeVar("_Model")
 
 
 class Faults(eqx.Module):
@@ -39,6 +43,20 @@ class Faults(eqx.Module):
         steps = self.update | self.increase
         batches = self.loss | self.gradient | self.curvature | self.unseen
         return self.hyperparameters | batches | steps
+
+    def __repr__(self) -> str:
+        said = {f.name: shown(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        some = {k: v for k, v in said.items() if v not in ("False", "0")}
+        listed = [k if v == "True" else f"{k}={v}" for k, v in some.items()]
+        return f"Faults({', '.join(listed)})"
+
+
+def shown(value: Any) -> str:
+    """A number as such; anything else (of several steps, or while tracing), by type."""
+    if eqx.is_array(value) and value.ndim == 0 and not isinstance(value, Tracer):
+        number = value.item()
+        return f"{number:.4g}" if isinstance(number, float) else str(number)
+    return repr(value) if isinstance(value, Faults) else eqx.tree_pformat(value)
 
 
 class Iterates(eqx.Module):
@@ -153,6 +171,11 @@ class Info(eqx.Module):
 
         return jtu.tree_map(pick, new, old)
 
+    def __repr__(self) -> str:
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        said = [f"{k}={shown(v)}" for k, v in fields.items() if v is not None]
+        return f"Info({', '.join(said)})"
+
 
 def init_iterates(model: Model) -> Iterates:
     """No iterates yet."""
@@ -169,7 +192,7 @@ def _by_path(model: Model) -> dict[str, Array]:
     return {jtu.keystr(p): leaf for p, leaf in leaves if eqx.is_inexact_array(leaf)}
 
 
-def averaged(model: Model, state: KFACState) -> Model:
+def averaged(model: _Model, state: KFACState) -> _Model:
     r"""The model at the average of its iterates,
 
     $$\bar\theta = \sum_t \xi^{T-t} \theta_t \Big/ \sum_t \xi^{T-t},$$

@@ -57,7 +57,7 @@ class Turns:
         return map_tags(mine, self.model, self.turns, *trees)
 
     def part(self, tree: Model, turn: Turn, index: Int[Array, ""]) -> Model:
-        """Of every stack of layers, each so manieth from `index` on, as one stack."""
+        """Of every stack of layers, one in `turn.parts`, from `index` on, as one stack."""
 
         def pick(a, axes):
             a = a.reshape(-1, turn.parts, *a.shape[axes:])
@@ -89,7 +89,8 @@ class Turns:
 
 
 def _dealt_out(work: list["_Work"], number: int) -> list[Turn]:
-    """What is most at a step first, each where there is least to do so far."""
+    """Turns for all layers: those with most work are dealt out first, each to the step
+    that has least to do so far."""
     parts = [w.parts(number) for w in work]
     steps = [w.operations / p for w, p in zip(work, parts, strict=True)]
     totals, turns = np.zeros(number), [Turn(0, 1)] * len(work)

@@ -15,6 +15,8 @@ from ._base import TaggedParameters
 class LayerNorm(TaggedParameters, eqx.nn.LayerNorm):
     """`equinox.nn.LayerNorm`, with a tag at its weight and bias."""
 
+    __init__ = TaggedParameters.__init__
+
     @staticmethod
     def ranks(layer: Any) -> dict[str, int]:
         return dict(weight=len(layer.shape), bias=len(layer.shape))
@@ -23,6 +25,8 @@ class LayerNorm(TaggedParameters, eqx.nn.LayerNorm):
 class RMSNorm(TaggedParameters, eqx.nn.RMSNorm):
     """`equinox.nn.RMSNorm`, with a tag at its weight and bias."""
 
+    __init__ = TaggedParameters.__init__
+
     @staticmethod
     def ranks(layer: Any) -> dict[str, int]:
         return dict(weight=len(layer.shape), bias=len(layer.shape))
@@ -30,6 +34,8 @@ class RMSNorm(TaggedParameters, eqx.nn.RMSNorm):
 
 class GroupNorm(TaggedParameters, eqx.nn.GroupNorm):
     """`equinox.nn.GroupNorm`, with a tag at its weight and bias."""
+
+    __init__ = TaggedParameters.__init__
 
     @staticmethod
     def ranks(layer: Any) -> dict[str, int]:
@@ -40,6 +46,8 @@ class BatchNorm(TaggedParameters, eqx.nn.BatchNorm):
     """`equinox.nn.BatchNorm`, with a tag at its weight and bias; its running statistics
     are where they were. (What one example's normalisation owes to the others is in the
     gradient, but not in the curvature of one example.)"""
+
+    __init__ = TaggedParameters.__init__
 
     @staticmethod
     def ranks(layer: Any) -> dict[str, int]:
@@ -59,6 +67,8 @@ class BatchNorm(TaggedParameters, eqx.nn.BatchNorm):
 
 class PReLU(TaggedParameters, eqx.nn.PReLU):
     """`equinox.nn.PReLU`, with a tag at its slope."""
+
+    __init__ = TaggedParameters.__init__
 
     @staticmethod
     def ranks(layer: Any) -> dict[str, int]:

@@ -22,6 +22,8 @@ class WeightNorm(AbstractTagged, eqx.nn.WeightNorm):
     the weight of the layer inside, as if the norm that divides it were fixed, and at the
     scale `g` and the bias."""
 
+    __init__ = AbstractTagged.__init__
+
     tag: dict[str, Tag]
     default = Kronecker()
 
@@ -49,6 +51,8 @@ class SpectralNorm(AbstractTagged, eqx.nn.SpectralNorm):
     """`equinox.nn.SpectralNorm` around a linear or convolutional layer, with two tags: at
     the weight of the layer inside, as if the norm that divides it were fixed, and at the
     bias."""
+
+    __init__ = AbstractTagged.__init__
 
     tag: dict[str, Tag]
     default = Kronecker()

@@ -20,6 +20,8 @@ class LSTMCell(AbstractTagged, eqx.nn.LSTMCell):
     """`equinox.nn.LSTMCell`, with a tag: one linear map of the input and the hidden state
     onto all four gates."""
 
+    __init__ = AbstractTagged.__init__
+
     tag: Tag
     default = Kronecker()
 
@@ -49,6 +51,8 @@ class GRUCell(AbstractTagged, eqx.nn.GRUCell):
     """`equinox.nn.GRUCell`, with three tags: the linear map of the input and the hidden
     state onto the two gates, and those of each of them onto the candidate, which the
     cell keeps apart."""
+
+    __init__ = AbstractTagged.__init__
 
     tag: dict[str, Tag]
     default = Kronecker()

@@ -1,0 +1,71 @@
+"""A user's script, of which pyright has nothing to say; and what a user sees who prints."""
+
+from typing import assert_type
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import eqx_kfac as kfac
+
+
+def test_constructors(getkey):
+    """Those of Equinox, and a block."""
+    layers = [
+        kfac.Linear(2, 3, key=getkey()),
+        kfac.Linear("scalar", 3, use_bias=False, key=getkey(), block=kfac.Full()),
+        kfac.Conv(2, 1, 3, kernel_size=3, key=getkey()),
+        kfac.Conv1d(1, 3, kernel_size=3, key=getkey()),
+        kfac.Conv2d(1, 3, kernel_size=3, padding="SAME", key=getkey()),
+        kfac.Conv3d(1, 3, kernel_size=3, key=getkey(), block=kfac.EKFAC()),
+        kfac.ConvTranspose(2, 1, 3, kernel_size=3, key=getkey()),
+        kfac.ConvTranspose1d(1, 3, kernel_size=3, key=getkey()),
+        kfac.ConvTranspose2d(1, 3, kernel_size=3, key=getkey()),
+        kfac.ConvTranspose3d(1, 3, kernel_size=3, key=getkey()),
+        kfac.Embedding(5, 3, key=getkey()),
+        kfac.GRUCell(2, 3, key=getkey()),
+        kfac.LSTMCell(2, 3, key=getkey()),
+        kfac.LayerNorm(3),
+        kfac.RMSNorm(3),
+        kfac.GroupNorm(1, 3),
+        kfac.PReLU(0.1),
+        kfac.BatchNorm(3, axis_name="batch", mode="batch"),
+        kfac.MultiheadAttention(2, 4, key=getkey()),
+        kfac.WeightNorm(eqx.nn.Linear(2, 3, key=getkey())),
+        kfac.SpectralNorm(eqx.nn.Linear(2, 3, key=getkey()), "weight", key=getkey()),
+        kfac.Parameter(jnp.zeros(3)),
+    ]
+    assert all(hasattr(layer, "tag") for layer in layers if layer is not layers[-4])
+    with pytest.raises(TypeError):
+        kfac.Linear(2, 3, 4, 5, key=getkey())
+
+
+def test_a_step_and_what_is_printed(getkey):
+    def loss_fn(model: kfac.MLP, x: jax.Array, y: jax.Array) -> kfac.SquaredError:
+        return kfac.SquaredError(jax.vmap(model)(x), y)
+
+    model = kfac.MLP(2, 1, 8, 1, key=getkey())
+    optimizer = kfac.KFAC()
+    state = optimizer.init(model)
+    x, y = jnp.ones((4, 2)), jnp.ones((4, 1))
+
+    @eqx.filter_jit
+    def step(model: kfac.MLP, state: kfac.KFACState, x: jax.Array):
+        return optimizer.step(loss_fn, model, state, x, y, key=jax.random.key(0))
+
+    out = step(model, state, x)
+    assert_type(out, tuple[kfac.MLP, kfac.KFACState, kfac.Info])
+    model, state, info = out
+    assert_type(kfac.averaged(model, state), kfac.MLP)
+    assert_type(kfac.convert(eqx.nn.MLP(2, 1, 8, 1, key=getkey())), eqx.nn.MLP)
+    said = repr(info)
+    assert f"loss={float(info.loss):.4g}" in said and "damping=0.03" in said
+    assert "rejected=False" in said and "faults=Faults()" in said
+    _, state, info = step(model, state, jnp.nan * x)
+    assert "rejected=True" in repr(info) and "faults=Faults(loss)" in repr(info)
+    assert repr(state.faults) == "Faults(loss=1)"
+    several = jax.tree.map(lambda a: jnp.stack([a, a]), info)
+    assert "loss=f64[2]" in repr(several)  # As after a `scan`.
+    shapes = eqx.filter_eval_shape(step, model, state, x)[2]
+    assert "loss=f64[]" in repr(shapes)
