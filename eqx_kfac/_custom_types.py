@@ -9,3 +9,9 @@ IntScalar: TypeAlias = Int[Array, ""]
 Key: TypeAlias = PRNGKeyArray | Shaped[Array, "2"]
 # A PyTree shaped like the user's model. (Spelled out because every level uses it.)
 Model: TypeAlias = Any
+# A tagged layer, or the part of a model-shaped tree (gradients, say) in its place.
+Layer: TypeAlias = Any
+# What an array is to be like: something with its shape, type and sharding.
+Like: TypeAlias = Any
+# Of the examples in a batch, on their axes; `None`: all count alike.
+Weights: TypeAlias = Array | None

@@ -9,7 +9,10 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
+
+from ._custom_types import Like
 
 
 def varying_axes(tree: PyTree) -> frozenset:
@@ -44,7 +47,7 @@ def explicit_sharding(aval: Any) -> NamedSharding | None:
     return None
 
 
-def placed_like(a: Array, like: Any) -> Array:
+def placed_like(a: Array, like: Like) -> Array:
     """`a`, split over devices as `like` (an array of the same shape) is."""
     sharding = explicit_sharding(jax.typeof(like))
     if sharding is not None:
@@ -52,7 +55,7 @@ def placed_like(a: Array, like: Any) -> Array:
     return cast_varying(a, varying_axes(like))
 
 
-def split_as(a: Array, axes: int, like: Any, like_axes: int) -> Array:
+def split_as(a: Array, axes: int, like: Like, like_axes: int) -> Array:
     """`a`, split over the devices of an explicit mesh as it is along its first `axes`
     axes, and along the others as `like` behind its first `like_axes` ones."""
     sharding, own = explicit_sharding(like), explicit_sharding(jax.typeof(a))
@@ -72,7 +75,9 @@ def gathered(a: Array, axes: int) -> Array:
     return jax.sharding.reshard(a, NamedSharding(sharding.mesh, spec))
 
 
-def zeros_beside(leaf: Array, shape: Sequence[int], dtype: Any, stack: int) -> Array:
+def zeros_beside(
+    leaf: Array, shape: Sequence[int], dtype: DTypeLike, stack: int
+) -> Array:
     """Zeros that are sharded like `leaf` along their first `stack` axes, and replicated
     along the others; within `shard_map` they vary as `leaf` does."""
     zeros = jnp.zeros(shape, dtype)

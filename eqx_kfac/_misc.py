@@ -9,9 +9,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Inexact, PyTree, Shaped
 
-from ._custom_types import Key
+from ._custom_types import Key, Like
 from ._devices import explicit_sharding
 
 
@@ -22,7 +23,7 @@ def accumulator(*dtypes: Any) -> Any:
 
 
 def moment(
-    a: Inexact[Array, "*rows m"], b: Inexact[Array, "*rows n"], stack: int, like: Any
+    a: Inexact[Array, "*rows m"], b: Inexact[Array, "*rows n"], stack: int, like: Like
 ) -> Float[Array, "*stack m n"]:
     r"""$\sum_\text{rows} a b^\top$, in one contraction over all axes but the first
     `stack` ones, accumulated in at least float32; `like` is the result's type."""
@@ -52,7 +53,7 @@ def moment(
 
 
 def draw(
-    distribution: Callable, key: Key, shape: Sequence[int], dtype: Any
+    distribution: Callable, key: Key, shape: Sequence[int], dtype: DTypeLike
 ) -> Shaped[Array, "..."]:
     """Random numbers, drawn in one row. (A last axis that fills no vector register is
     unrolled by LLVM, which takes seconds to compile.)"""

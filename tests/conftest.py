@@ -1,7 +1,5 @@
 import importlib.metadata
-import importlib.util
 import os
-import pkgutil
 from typing import Any
 
 
@@ -37,28 +35,29 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 _checked = beartype(conf=BeartypeConf(strategy=BeartypeStrategy.On))
 
 
+# The functions whose types are checked, and those of them that were called.
+checked, called = set(), set()
+
+
 def typechecked(fn):
     """Checks types and shapes where there are any annotations: functions within functions
     mostly have none, and would be decorated at every call."""
+    name = f"{fn.__module__}.{fn.__qualname__}"
+    checked.add(name)
     hints = [hint for hint in fn.__annotations__.values() if hint is not Any]
-    return _checked(fn) if hints else fn
+    check = _checked(fn) if hints else fn
+
+    def noted(*args, **kwargs):
+        called.add(name)
+        return check(*args, **kwargs)
+
+    return noted
 
 
-# Of these, every function is called without end while a loss function is looked at.
-_HOT = {"_devices", "_flow", "_misc", "_program", "_rows", "_tagged"}
-
-
-def check_types():
-    """Everything else that is imported from now on checks the types of its arguments."""
-    spec = importlib.util.find_spec("eqx_kfac")
-    assert spec is not None and spec.submodule_search_locations is not None
-    found = pkgutil.iter_modules(spec.submodule_search_locations, "eqx_kfac.")
-    names = [module.name for module in found]
-    checked = [name for name in names if name.partition(".")[2] not in _HOT]
-    install_import_hook(checked, "tests.conftest.typechecked")
-
-
-check_types()
+# All functions check the types of their arguments, for which tests take twice as long: in
+# the interpreter that `test_types.py` starts.
+if os.environ.get("CHECK_TYPES") == "1":
+    install_import_hook("eqx_kfac", "tests.conftest.typechecked")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The folders of the library: imports point only downwards, as "Contributing" draws it."""
+"""The folders of the library: imports point downwards, as "Contributing" draws them."""
 
 import ast
 import pathlib

@@ -1,4 +1,4 @@
-"""A user's script, of which pyright has nothing to say; and what a user sees who prints."""
+"""A user's script: pyright has nothing to say of it; and what a user sees who prints."""
 
 from typing import assert_type
 

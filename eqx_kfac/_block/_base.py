@@ -6,6 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
+from .._custom_types import Layer, Weights
 from .._devices import zeros_beside
 from .._form import AbstractForm, Rows, Sizes
 from .._misc import accumulator
@@ -24,7 +25,7 @@ def is_statistics(node: Any) -> bool:
     return isinstance(node, Statistics)
 
 
-def sizes_and_zeros(form: AbstractForm, layer: Any) -> tuple[Sizes, Callable] | None:
+def sizes_and_zeros(form: AbstractForm, layer: Layer) -> tuple[Sizes, Callable] | None:
     """The sizes of a layer, and how to make slots for it (one for every layer of a
     stack): `zeros(*shape)`. `None` if there is nothing to train."""
     leaf = form.some_parameter(layer)
@@ -39,7 +40,7 @@ def sizes_and_zeros(form: AbstractForm, layer: Any) -> tuple[Sizes, Callable] | 
     return sizes, zeros
 
 
-def no_l2(form: AbstractForm, layer: Any) -> Float[Array, "*stack"] | None:
+def no_l2(form: AbstractForm, layer: Layer) -> Float[Array, "*stack"] | None:
     """The curvature of no L2 term. `None` if there is nothing to train."""
     leaf = form.some_parameter(layer)
     if leaf is None:
@@ -91,12 +92,18 @@ class AbstractBlock(eqx.Module):
         """Statistics whose leaves are all `None`."""
 
     @abc.abstractmethod
-    def slots(self, form: AbstractForm, layer: Any) -> Statistics:
+    def slots(self, form: AbstractForm, layer: Layer) -> Statistics:
         """Zeros of the statistics' shapes for `layer`; `None` where a parameter is
         missing or frozen."""
 
     def rows(
-        self, form: AbstractForm, x: Any, g: Any, weights: Any, stack: int, axes: int
+        self,
+        form: AbstractForm,
+        x: Any,
+        g: Any,
+        weights: Weights,
+        stack: int,
+        axes: int,
     ) -> Any:
         """What `statistics` is given: as the form sees it."""
         return form.rows(x, g, weights, stack, axes)
@@ -106,7 +113,7 @@ class AbstractBlock(eqx.Module):
         """Sums over `rows`. `slots` holds the abstract values that are wanted."""
 
     @abc.abstractmethod
-    def factors(self, statistics: Statistics, count: Any, l2: Any) -> AbstractFactors:
+    def factors(self, statistics: Statistics, count: Array, l2: Array) -> AbstractFactors:
         r"""The curvature of the mean loss over `count` $= N$ terms, plus `l2`
         $\cdot I$."""
 
@@ -119,7 +126,7 @@ class AbstractBlock(eqx.Module):
     # With `squares_examples`, and a number of `batch_axes`:
     #
 
-    def together(self, form: AbstractForm, layer: Any, examples: int) -> Statistics:
+    def together(self, form: AbstractForm, layer: Layer, examples: int) -> Statistics:
         """As `slots`, but for the gradients of so many examples, which add up over the
         uses of the layer; `squared` then has the statistics."""
         raise NotImplementedError

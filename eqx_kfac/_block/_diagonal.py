@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Bool, Float
 
+from .._custom_types import Like
 from .._misc import moment
 from ._base import AbstractFactors, Statistics
 from ._gradients import AbstractGradientBlock
@@ -41,13 +42,13 @@ class Diagonal(AbstractGradientBlock):
     def shapes(self, d_out: int, d_in: int) -> dict[str, tuple[int, ...]]:
         return dict(squares=(d_out, d_in))
 
-    def moments(self, gradients: Array, stack: int, like: Any) -> Any:
+    def moments(self, gradients: Array, stack: int, like: Like) -> Any:
         return dict(squares=jnp.sum(gradients**2, axis=stack))
 
-    def moments_of_rows(self, g: Array, x: Array, stack: int, like: Any) -> Any:
+    def moments_of_rows(self, g: Array, x: Array, stack: int, like: Like) -> Any:
         return dict(squares=moment(g**2, x**2, stack, like["squares"]))
 
-    def factors(self, statistics: Statistics, count: Any, l2: Any) -> DiagonalFactors:
+    def factors(self, statistics: Statistics, count: Array, l2: Array) -> DiagonalFactors:
         total = statistics.outputs.squares["squares"]
         diagonal = total / count.astype(total.dtype)
         return DiagonalFactors(diagonal, l2.astype(diagonal.dtype))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from .._checks import check_count
+from .._custom_types import Layer
 from .._devices import zeros_of
 from .._form import AbstractForm, Rows
 from .._operator import KroneckerBasis, matmul, SpectralOperator, vanishes
@@ -88,7 +89,7 @@ class EKFAC(AbstractBlock):
         outputs = empty.outputs, Squares(None, None)
         return Statistics((empty.inputs, Columns()), outputs)
 
-    def slots(self, form: AbstractForm, layer: Any) -> Statistics:
+    def slots(self, form: AbstractForm, layer: Layer) -> Statistics:
         found = columns_of(form, layer)
         if found is None:
             return self.empty()
@@ -113,7 +114,7 @@ class EKFAC(AbstractBlock):
             (moments.inputs, zeros_of(columns)), (moments.outputs, eigenvalues)
         )
 
-    def together(self, form: AbstractForm, layer: Any, examples: int) -> Statistics:
+    def together(self, form: AbstractForm, layer: Layer, examples: int) -> Statistics:
         slots = self.slots(form, layer)
         outputs, eigenvalues = slots.outputs
         eigenvalues = eigenvalues.together(form, layer, examples)
@@ -126,7 +127,7 @@ class EKFAC(AbstractBlock):
         eigenvalues = jnp.sum(gradients**2, axis=gradients.ndim - 3)
         return statistics._replace(outputs=(outputs, Squares(None, eigenvalues)))
 
-    def factors(self, statistics: Statistics, count: Any, l2: Any) -> EKFACFactors:
+    def factors(self, statistics: Statistics, count: Array, l2: Array) -> EKFACFactors:
         (inputs, _), (outputs, (_, squares)) = statistics.inputs, statistics.outputs
         kronecker = self.kronecker.factors(Statistics(inputs, outputs), count, l2)
         diagonal = kronecker.input_factor.ndim == l2.ndim + 1

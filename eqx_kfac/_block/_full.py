@@ -3,6 +3,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from .._custom_types import Like
 from .._misc import moment
 from .._operator import KroneckerOperator, vanishes
 from ._base import AbstractFactors, Statistics
@@ -35,11 +36,11 @@ class Full(AbstractGradientBlock):
     def shapes(self, d_out: int, d_in: int) -> dict[str, tuple[int, ...]]:
         return dict(second=(d_out * d_in, d_out * d_in))
 
-    def moments(self, gradients: Array, stack: int, like: Any) -> Any:
+    def moments(self, gradients: Array, stack: int, like: Like) -> Any:
         vectors = gradients.reshape(*gradients.shape[: stack + 1], -1)
         return dict(second=moment(vectors, vectors, stack, like["second"]))
 
-    def factors(self, statistics: Statistics, count: Any, l2: Any) -> FullFactors:
+    def factors(self, statistics: Statistics, count: Array, l2: Array) -> FullFactors:
         total = statistics.outputs.squares["second"]
         matrix = total / count.astype(total.dtype)
         return FullFactors(matrix, l2.astype(matrix.dtype))

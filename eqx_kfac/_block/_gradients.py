@@ -12,6 +12,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Float
 
 from .._checks import check_count
+from .._custom_types import Layer, Like
 from .._devices import gathered, zeros_of
 from .._form import AbstractForm, Rows
 from .._misc import accumulator, moment
@@ -36,7 +37,7 @@ class Columns(NamedTuple):
 
 
 def columns_of(
-    form: AbstractForm, layer: Any
+    form: AbstractForm, layer: Layer
 ) -> tuple[Columns, tuple[int, int], Callable] | None:
     """The columns of a layer that are trained, if any, the shape of its canonical matrix,
     and how to make its slots."""
@@ -67,7 +68,10 @@ class AbstractGradientBlock(AbstractBlock):
 
     @abc.abstractmethod
     def moments(
-        self, gradients: Float[Array, "*stack examples d_out d_in"], stack: int, like: Any
+        self,
+        gradients: Float[Array, "*stack examples d_out d_in"],
+        stack: int,
+        like: Like,
     ) -> Any:
         """Sums over examples, of the shapes `like`."""
 
@@ -76,7 +80,7 @@ class AbstractGradientBlock(AbstractBlock):
         g: Float[Array, "*rows d_out"],
         x: Float[Array, "*rows d_in"],
         stack: int,
-        like: Any,
+        like: Like,
     ) -> Any:
         """The same, of examples with one row each: where it can be done without writing
         their gradients out."""
@@ -90,7 +94,7 @@ class AbstractGradientBlock(AbstractBlock):
     def empty(self) -> Statistics:
         return Statistics(Columns(), Squares(None, dict.fromkeys(self.shapes(0, 0))))
 
-    def slots(self, form: AbstractForm, layer: Any) -> Statistics:
+    def slots(self, form: AbstractForm, layer: Layer) -> Statistics:
         found = columns_of(form, layer)
         if found is None:
             return self.empty()
@@ -111,7 +115,7 @@ class AbstractGradientBlock(AbstractBlock):
             outputs = Squares(None, self.moments_of_rows(g, x, stack, like))
         return Statistics(zeros_of(slots.inputs), outputs)
 
-    def together(self, form: AbstractForm, layer: Any, examples: int) -> Statistics:
+    def together(self, form: AbstractForm, layer: Layer, examples: int) -> Statistics:
         slots = self.slots(form, layer)
         return slots._replace(outputs=slots.outputs.together(form, layer, examples))
 
@@ -137,7 +141,7 @@ class Squares(NamedTuple):
         gradients = gathered(gradients.astype(self.gradients.dtype), stack)
         return Squares(gradients, zeros_of(self.squares))
 
-    def together(self, form: AbstractForm, layer: Any, examples: int) -> "Squares":
+    def together(self, form: AbstractForm, layer: Layer, examples: int) -> "Squares":
         """Slots for gradients."""
         found = columns_of(form, layer)
         if found is None:
@@ -155,7 +159,7 @@ def squares(
     x: Float[Array, "*rows d_in"],
     stack: int,
     batch_axes: int,
-    like: Any,
+    like: Like,
 ) -> Float[Array, "*stack d_out d_in"]:
     r"""$\sum_n (\sum_s g_{ns} x_{ns}^\top)^{\circ 2}$."""
     g, x = g.astype(like.dtype), x.astype(like.dtype)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Bool, Float
 
+from .._custom_types import Like
 from .._devices import zeros_of
 from ._base import AbstractFactors, Statistics
 from ._gradients import AbstractGradientBlock
@@ -37,18 +38,18 @@ class Identity(AbstractGradientBlock):
     def shapes(self, d_out: int, d_in: int) -> dict[str, tuple[int, ...]]:
         return dict(rows=(d_out,), columns=(d_in,))
 
-    def moments(self, gradients: Array, stack: int, like: Any) -> Any:
+    def moments(self, gradients: Array, stack: int, like: Like) -> Any:
         return self._norms(jnp.sum(gradients**2, axis=-1), stack, like)
 
-    def moments_of_rows(self, g: Array, x: Array, stack: int, like: Any) -> Any:
+    def moments_of_rows(self, g: Array, x: Array, stack: int, like: Like) -> Any:
         return self._norms(g**2 * jnp.sum(x**2, axis=-1, keepdims=True), stack, like)
 
-    def _norms(self, norms: Array, stack: int, like: Any) -> Any:
+    def _norms(self, norms: Array, stack: int, like: Like) -> Any:
         """The squared norms of all rows; of the columns, only their number counts."""
         rows = jnp.sum(norms, axis=tuple(range(stack, norms.ndim - 1)))
         return dict(rows=rows, columns=zeros_of(like["columns"]))
 
-    def factors(self, statistics: Statistics, count: Any, l2: Any) -> IdentityFactors:
+    def factors(self, statistics: Statistics, count: Array, l2: Array) -> IdentityFactors:
         squares = statistics.outputs.squares
         rows, columns = squares["rows"], squares["columns"]
         shape = rows.shape[-1], columns.shape[-1]

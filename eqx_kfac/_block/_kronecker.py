@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
 from .._checks import check_flag, check_instance
+from .._custom_types import Layer, Like, Weights
 from .._devices import zeros_of
 from .._form import AbstractForm, Rows, Vectors
 from .._misc import trailing
@@ -119,7 +120,7 @@ class Kronecker(AbstractBlock):
     def empty(self) -> Statistics:
         return Statistics(inputs=InputMoments(), outputs=OutputMoments())
 
-    def slots(self, form: AbstractForm, layer: Any) -> Statistics:
+    def slots(self, form: AbstractForm, layer: Layer) -> Statistics:
         found = sizes_and_zeros(form, layer)
         if found is None:
             return self.empty()
@@ -164,7 +165,9 @@ class Kronecker(AbstractBlock):
             OutputMoments(outputs, zeros_of(slots.outputs.transposed)),
         )
 
-    def factors(self, statistics: Statistics, count: Any, l2: Any) -> KroneckerFactors:
+    def factors(
+        self, statistics: Statistics, count: Array, l2: Array
+    ) -> KroneckerFactors:
         # A layer that nothing passed through has no curvature, rather than 0/0.
         rows = statistics.inputs.rows
         scale = jnp.where(rows == 0, 0, 1 / jnp.where(rows == 0, 1, rows))
@@ -184,7 +187,7 @@ class Kronecker(AbstractBlock):
         return KroneckerOperator(factors.output_factor, factors.input_factor)
 
 
-def _number(g: Array, weights: Any, stack: int, like: Any) -> Float[Array, "*stack"]:
+def _number(g: Array, weights: Weights, stack: int, like: Like) -> Float[Array, "*stack"]:
     """The number of rows, or the sum of their weights."""
     if weights is None:
         # As a function of the data: under `vmap`, the backward pass of a `custom_vjp`

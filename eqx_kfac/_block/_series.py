@@ -4,6 +4,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from .._custom_types import Layer
 from .._form import AbstractForm, Rows
 from .._misc import moment, trailing
 from .._operator import SeriesOperator, vanishes
@@ -81,7 +82,7 @@ class Series(AbstractBlock):
     def empty(self) -> Statistics:
         return Statistics(inputs=SeriesMoments(), outputs=SeriesMoments())
 
-    def slots(self, form: AbstractForm, layer: Any) -> Statistics:
+    def slots(self, form: AbstractForm, layer: Layer) -> Statistics:
         found = sizes_and_zeros(form, layer)
         if found is None:
             return self.empty()
@@ -120,7 +121,7 @@ class Series(AbstractBlock):
         )
         return Statistics(inputs=inputs, outputs=outputs)
 
-    def factors(self, statistics: Statistics, count: Any, l2: Any) -> SeriesFactors:
+    def factors(self, statistics: Statistics, count: Array, l2: Array) -> SeriesFactors:
         x, g = statistics.inputs, statistics.outputs
         count = count.astype(x.rows.dtype)
         per_row, per_pair = _inverse(x.rows), _inverse(x.pairs)

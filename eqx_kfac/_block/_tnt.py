@@ -3,6 +3,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .._custom_types import Like
 from .._misc import moment
 from .._operator import KroneckerOperator
 from ._base import Statistics
@@ -32,14 +33,14 @@ class TNT(AbstractGradientBlock):
     def shapes(self, d_out: int, d_in: int) -> dict[str, tuple[int, ...]]:
         return dict(left=(d_out, d_out), right=(d_in, d_in))
 
-    def moments(self, gradients: Array, stack: int, like: Any) -> Any:
+    def moments(self, gradients: Array, stack: int, like: Like) -> Any:
         a = gradients
         return dict(
             left=moment(a.mT, a.mT, stack, like["left"]),
             right=moment(a, a, stack, like["right"]),
         )
 
-    def moments_of_rows(self, g: Array, x: Array, stack: int, like: Any) -> Any:
+    def moments_of_rows(self, g: Array, x: Array, stack: int, like: Like) -> Any:
         # (g x^T) (g x^T)^T = |x|^2 g g^T
         x_norm = jnp.sum(x**2, axis=-1, keepdims=True)
         g_norm = jnp.sum(g**2, axis=-1, keepdims=True)
@@ -48,7 +49,9 @@ class TNT(AbstractGradientBlock):
             right=moment(x * g_norm, x, stack, like["right"]),
         )
 
-    def factors(self, statistics: Statistics, count: Any, l2: Any) -> KroneckerFactors:
+    def factors(
+        self, statistics: Statistics, count: Array, l2: Array
+    ) -> KroneckerFactors:
         squares = statistics.outputs.squares
         left, right = squares["left"], squares["right"]
         trace = jnp.trace(left, axis1=-2, axis2=-1)[..., None, None]

@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
 from .._block import is_statistics, no_l2, Statistics
-from .._custom_types import Key, Model
+from .._custom_types import Key, Layer, Model
 from .._devices import cast_varying, placed_like, varying_axes
 from .._fisher import AbstractFisher
 from .._loss import AbstractLoss, L2, linear_combination, Sum
@@ -362,7 +362,7 @@ def _sum(fn: Callable, number: int, at_once: int, zeros: PyTree) -> PyTree:
     return jax.lax.fori_loop(0, steps, body, zeros)
 
 
-def _statistics(tag: Tag, layer: Any) -> Statistics:
+def _statistics(tag: Tag, layer: Layer) -> Statistics:
     """Those of one layer, of the examples of all devices."""
     own = varying_axes(tag.form.parameters(layer))
 

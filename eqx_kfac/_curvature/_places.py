@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from .._block import Statistics
-from .._custom_types import Model
+from .._custom_types import Layer, Model
 from .._devices import split_as, zeros_beside
 from .._form import Parameters
 from .._misc import accumulator
@@ -22,7 +23,7 @@ from ._linearise import Linearisation, linearise
 class Place:
     """A tag of a model."""
 
-    def __init__(self, tag: Tag, layer: Any):
+    def __init__(self, tag: Tag, layer: Layer):
         self.form = tag.form
         self.block = tag.block
         self.sizes = tag.form.sizes(layer)
@@ -46,7 +47,7 @@ class Place:
         zeros = self._zeros(rows.shape[stack:], rows.dtype)
         return split_as(zeros, len(self.stack), rows, stack)
 
-    def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+    def _zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         shape = (*self.stack, *shape)
         return zeros_beside(self.leaf, shape, accumulator(dtype), len(self.stack))
 

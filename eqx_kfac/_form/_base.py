@@ -6,6 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Shaped
 
+from .._custom_types import Layer, Weights
 from ._inputs import AbstractInputs
 
 
@@ -23,7 +24,7 @@ class Sizes(NamedTuple):
     diagonal: bool = False  # Whether second moments of the inputs are diagonal.
 
 
-def has_bias(form: "AbstractForm", layer: Any) -> bool:
+def has_bias(form: "AbstractForm", layer: Layer) -> bool:
     """Whether the last column of a layer's canonical matrix is a bias beside weights."""
     sizes = form.sizes(layer)
     return sizes.bias and sizes.d_in > 0
@@ -63,18 +64,18 @@ class AbstractForm(eqx.Module):
         """The names of the layer's leaves that the canonical matrix is made of, with
         dots if they are deeper."""
 
-    def parameters(self, layer: Any) -> tuple[Any, ...]:
+    def parameters(self, layer: Layer) -> tuple[Any, ...]:
         """The leaves called `names`. A leaf is `None` when the layer does not have it,
         when it is frozen (partitioned away), or belongs to another layer
         (`eqx.nn.Shared`)."""
         leaves = [operator.attrgetter(name)(layer) for name in self.names]
         return tuple(None if isinstance(p, _SharedNode) else p for p in leaves)
 
-    def some_parameter(self, layer: Any) -> Any:
+    def some_parameter(self, layer: Layer) -> Any:
         """The first of these leaves that is there; `None` if none is."""
         return next((p for p in self.parameters(layer) if p is not None), None)
 
-    def replace(self, layer: Any, parameters: tuple[Any, ...]) -> Any:
+    def replace(self, layer: Layer, parameters: tuple[Any, ...]) -> Any:
         """The layer with its `parameters` replaced; those that are `None` stay."""
         new = [(n, p) for n, p in zip(self.names, parameters) if p is not None]
         if not new:
@@ -86,7 +87,7 @@ class AbstractForm(eqx.Module):
             is_leaf=lambda x: x is None,
         )
 
-    def only(self, layer: Any, parameters: tuple[Any, ...]) -> Any:
+    def only(self, layer: Layer, parameters: tuple[Any, ...]) -> Any:
         """The layer with exactly these parameters, some of which are `None`."""
         return eqx.tree_at(
             lambda m: [operator.attrgetter(name)(m) for name in self.names],
@@ -96,7 +97,7 @@ class AbstractForm(eqx.Module):
         )
 
     @abc.abstractmethod
-    def sizes(self, layer: Any) -> Sizes:
+    def sizes(self, layer: Layer) -> Sizes:
         """The sizes of the canonical matrix. At least one parameter is there."""
 
     @abc.abstractmethod
@@ -112,7 +113,7 @@ class AbstractForm(eqx.Module):
         (the form's own groups behind those of `z`), then examples, then positions at
         which the layer applies its matrix, then one axis of features."""
 
-    def rows(self, x: Array, g: Array, weights: Any, stack: int, axes: int) -> Rows:
+    def rows(self, x: Array, g: Array, weights: Weights, stack: int, axes: int) -> Rows:
         """Everything that has passed through the layer, given its input `x` and the
         gradient `g` at its output."""
         groups = tuple(range(stack, stack + self.groups))
@@ -122,9 +123,11 @@ class AbstractForm(eqx.Module):
         return Rows(inputs, outputs, weights, stack + self.groups)
 
     @abc.abstractmethod
-    def to_matrix(self, layer: Any) -> Inexact[Array, "*stack d_out d_in"]:
+    def to_matrix(self, layer: Layer) -> Inexact[Array, "*stack d_out d_in"]:
         """The canonical matrix of a layer (or of its gradient), of what is present."""
 
     @abc.abstractmethod
-    def from_matrix(self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Any) -> Any:
+    def from_matrix(
+        self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Layer
+    ) -> Any:
         """Inverse of `to_matrix`: `layer` with its leaves taken from `matrix`."""

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Shaped
 
+from .._custom_types import Layer
 from ._base import AbstractForm, Sizes
 from ._dense import join, split
 from ._inputs import Patches, Window
@@ -78,7 +79,7 @@ class Convolution(AbstractForm):
     def groups(self) -> int:
         return int(self.channel_groups > 1)
 
-    def sizes(self, layer: Any) -> Sizes:
+    def sizes(self, layer: Layer) -> Sizes:
         rank, groups = len(self.kernel), self.channel_groups
         weight, bias = self.parameters(layer)
         if weight is not None:
@@ -101,7 +102,7 @@ class Convolution(AbstractForm):
         z = self._grouped(z, stack, axes)
         return jnp.moveaxis(z, z.ndim - 1 - len(self.kernel), -1)
 
-    def to_matrix(self, layer: Any) -> Inexact[Array, "*stack d_out d_in"]:
+    def to_matrix(self, layer: Layer) -> Inexact[Array, "*stack d_out d_in"]:
         sizes = self.sizes(layer)
         weight, bias = self.parameters(layer)
         shape = (*sizes.stack, sizes.d_out)
@@ -110,7 +111,9 @@ class Convolution(AbstractForm):
             None if bias is None else bias.reshape(*shape, 1),
         )
 
-    def from_matrix(self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Any) -> Any:
+    def from_matrix(
+        self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Layer
+    ) -> Any:
         weight, bias = split(matrix, *self.parameters(layer))
         return self.replace(layer, (weight, bias))
 

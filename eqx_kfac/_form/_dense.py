@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Shaped
 
+from .._custom_types import Layer
 from ._base import AbstractForm, Sizes
 from ._inputs import Vectors
 
@@ -19,7 +20,7 @@ class Dense(AbstractForm):
     def names(self) -> tuple[str, ...]:
         return "weight", "bias"
 
-    def sizes(self, layer: Any) -> Sizes:
+    def sizes(self, layer: Layer) -> Sizes:
         weight, bias = self.parameters(layer)
         *stack, d_out, d_in = (*bias.shape, 0) if weight is None else weight.shape
         return Sizes(tuple(stack), d_out, d_in, bias is not None)
@@ -48,11 +49,13 @@ class Dense(AbstractForm):
         weight = jax.lax.dot_general(g, x, dims, out_sharding=sharding)
         return weight, jax.lax.reduce_sum(g, rows)
 
-    def to_matrix(self, layer: Any) -> Inexact[Array, "*stack d_out d_in"]:
+    def to_matrix(self, layer: Layer) -> Inexact[Array, "*stack d_out d_in"]:
         weight, bias = self.parameters(layer)
         return join(weight, None if bias is None else bias[..., None])
 
-    def from_matrix(self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Any) -> Any:
+    def from_matrix(
+        self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Layer
+    ) -> Any:
         weight, bias = split(matrix, *self.parameters(layer))
         return self.replace(layer, (weight, bias))
 

@@ -5,6 +5,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Shaped
 
+from .._custom_types import Layer
 from ._base import AbstractForm, Sizes
 from ._dense import join, split
 from ._inputs import Vectors
@@ -75,7 +76,7 @@ class Einsum(AbstractForm):
     def groups(self) -> int:
         return int(self._letters["groups"] != "")
 
-    def sizes(self, layer: Any) -> Sizes:
+    def sizes(self, layer: Layer) -> Sizes:
         weight, bias = self._pair(layer)
         letters = self._letters
         known = letters["w"] if weight is not None else letters["b"]
@@ -101,7 +102,7 @@ class Einsum(AbstractForm):
         letters = self._letters
         return self._rows(z, letters["z"], letters["out"], stack, axes)
 
-    def to_matrix(self, layer: Any) -> Inexact[Array, "*stack d_out d_in"]:
+    def to_matrix(self, layer: Layer) -> Inexact[Array, "*stack d_out d_in"]:
         letters, sizes = self._letters, self.sizes(layer)
         weight, bias = self._pair(layer)
         shape = (*sizes.stack, sizes.d_out)
@@ -113,7 +114,9 @@ class Einsum(AbstractForm):
             bias = bias.reshape(*shape, 1)
         return join(weight, bias)
 
-    def from_matrix(self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Any) -> Any:
+    def from_matrix(
+        self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Layer
+    ) -> Any:
         letters = self._letters
         weight, bias = self._pair(layer)
         rows = letters["groups"] + letters["out"]
@@ -130,7 +133,7 @@ class Einsum(AbstractForm):
             bias = _reorder(bias, rows, letters["b"])
         return self.replace(layer, (weight, bias))
 
-    def _pair(self, layer: Any) -> tuple[Any, Any]:
+    def _pair(self, layer: Layer) -> tuple[Any, Any]:
         return (*self.parameters(layer), None)[:2]  # pyright: ignore
 
     @property

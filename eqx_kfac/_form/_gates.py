@@ -4,6 +4,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Shaped
 
+from .._custom_types import Layer
 from ._base import AbstractForm, Sizes
 from ._dense import join
 from ._inputs import Vectors
@@ -36,7 +37,7 @@ class Gates(AbstractForm):
     def names(self) -> tuple[str, ...]:
         return tuple(part.name for part in (*self.weights, self.bias))
 
-    def sizes(self, layer: Any) -> Sizes:
+    def sizes(self, layer: Layer) -> Sizes:
         weights, bias = self._pieces(layer)
         if not weights and bias is not None:
             return Sizes(bias.shape[:-1], bias.shape[-1], 0, bias=True)
@@ -52,12 +53,14 @@ class Gates(AbstractForm):
     ) -> Inexact[Array, "*rows d_out"]:
         return z
 
-    def to_matrix(self, layer: Any) -> Inexact[Array, "*stack d_out d_in"]:
+    def to_matrix(self, layer: Layer) -> Inexact[Array, "*stack d_out d_in"]:
         weights, bias = self._pieces(layer)
         weight = jnp.concatenate(weights, axis=-1) if weights else None
         return join(weight, None if bias is None else bias[..., None])
 
-    def from_matrix(self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Any) -> Any:
+    def from_matrix(
+        self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Layer
+    ) -> Any:
         new, start = [], 0
         for part, leaf in zip(self.weights, self.parameters(layer), strict=False):
             if leaf is not None:
@@ -71,7 +74,7 @@ class Gates(AbstractForm):
             bias = bias.at[rows].set(matrix[..., -1].astype(bias.dtype))
         return self.replace(layer, (*new, bias))
 
-    def _pieces(self, layer: Any) -> tuple[list[Array], Array | None]:
+    def _pieces(self, layer: Layer) -> tuple[list[Array], Array | None]:
         leaves = [getattr(layer, part.name) for part in self.weights]
         if len({leaf is None for leaf in leaves}) == 2:
             names = " and ".join(f"`{part.name}`" for part in self.weights)

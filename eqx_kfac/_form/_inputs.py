@@ -4,13 +4,13 @@ first `stack` axes separate layers; then come examples, then positions.)"""
 import abc
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int
 
+from .._custom_types import Like, Weights
 from .._devices import explicit_sharding, over_stack, zeros_of
 from .._misc import accumulator, moment, trailing
 
@@ -24,18 +24,20 @@ class AbstractInputs(eqx.Module):
     the result."""
 
     @abc.abstractmethod
-    def first(self, weights: Any, stack: int, like: Any) -> Inexact[Array, "*stack d_in"]:
+    def first(
+        self, weights: Weights, stack: int, like: Like
+    ) -> Inexact[Array, "*stack d_in"]:
         r"""$\sum w x$ over rows."""
 
     @abc.abstractmethod
-    def second(self, weights: Any, stack: int, like: Any) -> Inexact[Array, "..."]:
+    def second(self, weights: Weights, stack: int, like: Like) -> Inexact[Array, "..."]:
         r"""$\sum w x x^\top$ over rows; its diagonal if `like` has no more axes."""
 
     @abc.abstractmethod
     def vectors(self) -> Inexact[Array, "*rows d_in"]:
         """All rows, written out."""
 
-    def mean(self, weights: Any, axes: int) -> "AbstractInputs":
+    def mean(self, weights: Weights, axes: int) -> "AbstractInputs":
         """The mean over all axes of the rows but the first `axes`: over the positions of
         every example. Positions of zero weight are left out, as if they were not
         there."""
@@ -53,11 +55,13 @@ class Vectors(AbstractInputs):
 
     x: Inexact[Array, "*rows d_in"]
 
-    def first(self, weights: Any, stack: int, like: Any) -> Inexact[Array, "*stack d_in"]:
+    def first(
+        self, weights: Weights, stack: int, like: Like
+    ) -> Inexact[Array, "*stack d_in"]:
         axes = tuple(range(stack, self.x.ndim - 1))
         return jnp.sum(weighted(self.x, weights), axis=axes, dtype=like.dtype)
 
-    def second(self, weights: Any, stack: int, like: Any) -> Inexact[Array, "..."]:
+    def second(self, weights: Weights, stack: int, like: Like) -> Inexact[Array, "..."]:
         wx = weighted(self.x, weights)
         x = self.x.astype(wx.dtype)
         if len(like.shape) == stack + 2:
@@ -74,16 +78,18 @@ class Nothing(AbstractInputs):
 
     rows: tuple[int, ...] = eqx.field(static=True)
 
-    def first(self, weights: Any, stack: int, like: Any) -> Inexact[Array, "*stack d_in"]:
+    def first(
+        self, weights: Weights, stack: int, like: Like
+    ) -> Inexact[Array, "*stack d_in"]:
         return jnp.zeros(like.shape, like.dtype)
 
-    def second(self, weights: Any, stack: int, like: Any) -> Inexact[Array, "..."]:
+    def second(self, weights: Weights, stack: int, like: Like) -> Inexact[Array, "..."]:
         return jnp.zeros(like.shape, like.dtype)
 
     def vectors(self) -> Inexact[Array, "*rows d_in"]:
         return jnp.zeros(self.rows + (0,))
 
-    def mean(self, weights: Any, axes: int) -> "AbstractInputs":
+    def mean(self, weights: Weights, axes: int) -> "AbstractInputs":
         return Nothing(self.rows[:axes])
 
 
@@ -93,7 +99,9 @@ class OneHot(AbstractInputs):
     index: Int[Array, "*rows"]
     size: int = eqx.field(static=True)
 
-    def first(self, weights: Any, stack: int, like: Any) -> Inexact[Array, "*stack d_in"]:
+    def first(
+        self, weights: Weights, stack: int, like: Like
+    ) -> Inexact[Array, "*stack d_in"]:
         w = jnp.ones((), like.dtype) if weights is None else trailing(weights, self.index)
         w = jnp.broadcast_to(w, self.index.shape).astype(like.dtype)
 
@@ -102,7 +110,7 @@ class OneHot(AbstractInputs):
 
         return over_stack(count, stack)(self.index, w)
 
-    def second(self, weights: Any, stack: int, like: Any) -> Inexact[Array, "..."]:
+    def second(self, weights: Weights, stack: int, like: Like) -> Inexact[Array, "..."]:
         if len(like.shape) == stack + 2:
             return Vectors(self.vectors()).second(weights, stack, like)
         return self.first(weights, stack, like)
@@ -161,12 +169,14 @@ class Patches(AbstractInputs):
     def lead(self) -> int:
         return self.x.ndim - 1 - len(self.window.kernel)
 
-    def first(self, weights: Any, stack: int, like: Any) -> Inexact[Array, "*stack d_in"]:
+    def first(
+        self, weights: Weights, stack: int, like: Like
+    ) -> Inexact[Array, "*stack d_in"]:
         sums = self._sums()
         axes = tuple(range(stack, sums.ndim - 1))
         return jnp.sum(weighted(sums, weights), axis=axes, dtype=like.dtype)
 
-    def second(self, weights: Any, stack: int, like: Any) -> Inexact[Array, "..."]:
+    def second(self, weights: Weights, stack: int, like: Like) -> Inexact[Array, "..."]:
         number = self._pieces(stack)
         if number == 1:
             return Vectors(self.vectors()).second(weights, stack, like)
@@ -201,7 +211,7 @@ class Patches(AbstractInputs):
     def vectors(self) -> Inexact[Array, "*rows d_in"]:
         return jnp.moveaxis(self._flat(self.window.unfold(self.x)), self.lead, -1)
 
-    def mean(self, weights: Any, axes: int) -> AbstractInputs:
+    def mean(self, weights: Weights, axes: int) -> AbstractInputs:
         number = math.prod(self.window.positions(self.x.shape[self.lead + 1 :]))
         means = Vectors(self._sums() / number)
         return means if self.lead <= axes else means.mean(weights, axes)
@@ -216,7 +226,7 @@ class Patches(AbstractInputs):
         return x.reshape(*x.shape[: self.lead], -1, *rest)
 
 
-def weighted(x: Array, weights: Any) -> Array:
+def weighted(x: Array, weights: Weights) -> Array:
     """Rows times the weights of their examples."""
     if weights is None:
         return x

@@ -4,6 +4,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int
 
+from .._custom_types import Layer
 from ._base import AbstractForm, Sizes
 from ._inputs import OneHot
 
@@ -20,7 +21,7 @@ class Lookup(AbstractForm):
     def names(self) -> tuple[str, ...]:
         return ("weight",)
 
-    def sizes(self, layer: Any) -> Sizes:
+    def sizes(self, layer: Layer) -> Sizes:
         *stack, number, size = layer.weight.shape
         return Sizes(tuple(stack), size, number, bias=False, diagonal=True)
 
@@ -34,8 +35,10 @@ class Lookup(AbstractForm):
     ) -> Inexact[Array, "*rows d_out"]:
         return z
 
-    def to_matrix(self, layer: Any) -> Inexact[Array, "*stack d_out d_in"]:
+    def to_matrix(self, layer: Layer) -> Inexact[Array, "*stack d_out d_in"]:
         return layer.weight.mT
 
-    def from_matrix(self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Any) -> Any:
+    def from_matrix(
+        self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Layer
+    ) -> Any:
         return self.replace(layer, (matrix.mT.astype(layer.weight.dtype),))

@@ -5,6 +5,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Shaped
 
+from .._custom_types import Layer
 from ._base import AbstractForm, Sizes
 from ._inputs import Nothing
 
@@ -30,7 +31,7 @@ class Parameters(AbstractForm):
     def names(self) -> tuple[str, ...]:
         return self.leaves
 
-    def sizes(self, layer: Any) -> Sizes:
+    def sizes(self, layer: Layer) -> Sizes:
         shapes = [
             (p.shape[: p.ndim - r], p.shape[p.ndim - r :]) for p, r in self._there(layer)
         ]
@@ -45,11 +46,11 @@ class Parameters(AbstractForm):
     ) -> Inexact[Array, "*rows d_out"]:
         return z
 
-    def to_matrix(self, layer: Any) -> Inexact[Array, "*stack d_out 1"]:
+    def to_matrix(self, layer: Layer) -> Inexact[Array, "*stack d_out 1"]:
         columns = [p.reshape(*p.shape[: p.ndim - r], -1) for p, r in self._there(layer)]
         return jnp.concatenate(columns, axis=-1)[..., None]
 
-    def from_matrix(self, matrix: Inexact[Array, "*stack d_out 1"], layer: Any) -> Any:
+    def from_matrix(self, matrix: Inexact[Array, "*stack d_out 1"], layer: Layer) -> Any:
         column, start, new = matrix[..., 0], 0, []
         for parameter, rank in zip(self.parameters(layer), self.ranks, strict=True):
             if parameter is not None:
@@ -61,6 +62,6 @@ class Parameters(AbstractForm):
                 new.append(None)
         return self.replace(layer, tuple(new))
 
-    def _there(self, layer: Any) -> list[tuple[Any, int]]:
+    def _there(self, layer: Layer) -> list[tuple[Any, int]]:
         pairs = zip(self.parameters(layer), self.ranks, strict=True)
         return [(p, rank) for p, rank in pairs if p is not None]

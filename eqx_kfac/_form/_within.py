@@ -3,6 +3,7 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import Array, Inexact, Shaped
 
+from .._custom_types import Layer
 from ._base import AbstractForm, Sizes
 from ._inputs import AbstractInputs
 
@@ -22,7 +23,7 @@ class Within(AbstractForm):
     def groups(self) -> int:
         return self.form.groups
 
-    def sizes(self, layer: Any) -> Sizes:
+    def sizes(self, layer: Layer) -> Sizes:
         return self.form.sizes(self._inner(layer))
 
     def inputs(self, x: Shaped[Array, "..."], stack: int, axes: int) -> AbstractInputs:
@@ -33,14 +34,16 @@ class Within(AbstractForm):
     ) -> Inexact[Array, "*rows d_out"]:
         return self.form.outputs(z, stack, axes)
 
-    def to_matrix(self, layer: Any) -> Inexact[Array, "*stack d_out d_in"]:
+    def to_matrix(self, layer: Layer) -> Inexact[Array, "*stack d_out d_in"]:
         return self.form.to_matrix(self._inner(layer))
 
-    def from_matrix(self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Any) -> Any:
+    def from_matrix(
+        self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Layer
+    ) -> Any:
         inner = self.form.from_matrix(matrix, self._inner(layer))
         return self.replace(layer, (inner.weight,))
 
-    def _inner(self, layer: Any) -> Any:
+    def _inner(self, layer: Layer) -> Any:
         inner = getattr(layer, self.name)
         is_none = lambda x: x is None
         return eqx.tree_at(lambda m: m.bias, inner, None, is_leaf=is_none)

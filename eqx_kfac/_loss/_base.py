@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, PyTree, Shaped
 
 from .._checks import is_number, plain
-from .._custom_types import Key
+from .._custom_types import Key, Weights
 from .._devices import placed_like, zeros_beside
 from .._misc import accumulator, trailing
 from ._no_number import NoNumber
@@ -328,7 +328,7 @@ def check_outputs(name: str, what: str, outputs: Any) -> Array:
     return outputs
 
 
-def check_weights(name: str, weights: Any, leading: tuple[int, ...]) -> Array | None:
+def check_weights(name: str, weights: Weights, leading: tuple[int, ...]) -> Array | None:
     """Weights whose shape is `leading` or its beginning, or an error."""
     if weights is None:
         return None

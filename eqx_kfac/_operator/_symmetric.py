@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
+from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from ._factor import matmul
@@ -152,7 +153,7 @@ def widest(tree: PyTree) -> Any:
         return jnp.result_type(*[x.dtype for x in jtu.tree_leaves(tree)])
 
 
-def flatten(tree: PyTree, dtype: Any) -> Float[Array, " size"]:
+def flatten(tree: PyTree, dtype: DTypeLike) -> Float[Array, " size"]:
     """All leaves behind one another."""
     return jnp.concatenate([x.astype(dtype).ravel() for x in jtu.tree_leaves(tree)])
 

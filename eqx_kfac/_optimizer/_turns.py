@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from .._custom_types import Model
+from .._custom_types import Layer, Model
 from .._devices import explicit_sharding
 from .._misc import trailing
 from .._tag import flatten_tags, map_tags
@@ -57,7 +57,7 @@ class Turns:
         return map_tags(mine, self.model, self.turns, *trees)
 
     def part(self, tree: Model, turn: Turn, index: Int[Array, ""]) -> Model:
-        """Of every stack of layers, one in `turn.parts`, from `index` on, as one stack."""
+        """Of every stack of layers, one in `turn.parts` from `index` on, as one stack."""
 
         def pick(a, axes):
             a = a.reshape(-1, turn.parts, *a.shape[axes:])
@@ -104,7 +104,7 @@ def _dealt_out(work: list["_Work"], number: int) -> list[Turn]:
 class _Work:
     """A measure of what it takes to decompose the factors of a layer, and of how many."""
 
-    def __init__(self, tag: Any, layer: Any):
+    def __init__(self, tag: Any, layer: Layer):
         stack, d_out, d_in, bias, diagonal = tag.form.sizes(layer)
         sharding = explicit_sharding(jax.typeof(tag.form.some_parameter(layer)))
         cubes = d_out**3 + (0 if diagonal else (d_in + bias) ** 3)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import Jaxpr, JaxprEqn
 
 
 class Value(NamedTuple):
@@ -72,7 +73,7 @@ class Flow:
 
     def follow(
         self,
-        jaxpr: Any,
+        jaxpr: Jaxpr,
         consts: Sequence[Value],
         inputs: Sequence[Value],
         around: Around = Around(),
@@ -107,7 +108,7 @@ class Flow:
             return ZERO
         return self.source("literal", str(atom.aval), repr(atom.val))
 
-    def _results(self, eqn: Any, values: list[Value], around: Around) -> list[Value]:
+    def _results(self, eqn: JaxprEqn, values: list[Value], around: Around) -> list[Value]:
         visited = self.visit(eqn, values, around)
         if visited is not None:
             results, seen = visited
@@ -130,11 +131,11 @@ class Flow:
             return self._unknown(eqn, values, inner)
         return self._operation(eqn, values)
 
-    def _closed(self, jaxpr: Any, values: list[Value], around: Around) -> list[Value]:
+    def _closed(self, jaxpr: Jaxpr, values: list[Value], around: Around) -> list[Value]:
         consts = map(self.constant, getattr(jaxpr, "consts", ()))
         return self.follow(_open(jaxpr), list(consts), values, around)
 
-    def _operation(self, eqn: Any, values: list[Value]) -> list[Value]:
+    def _operation(self, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
         name, known = eqn.primitive.name, self.expressions
         zero = [v.key == ZERO.key for v in values]
         if values and _is_zero(name, zero):
@@ -173,7 +174,7 @@ class Flow:
             known.padded |= found
         return results
 
-    def _unknown(self, eqn: Any, values: list[Value], inner: list) -> list[Value]:
+    def _unknown(self, eqn: JaxprEqn, values: list[Value], inner: list) -> list[Value]:
         """An operation that is not made of operations that could be followed."""
         self.opaque = True
         apart = Around((None,), (0,), apart=True)
@@ -187,7 +188,7 @@ class Flow:
             for i in range(len(eqn.outvars))
         ]
 
-    def _scan(self, eqn: Any, values: list[Value], around: Around) -> list[Value]:
+    def _scan(self, eqn: JaxprEqn, values: list[Value], around: Around) -> list[Value]:
         params, length = eqn.params, eqn.params["length"]
         m, n = _scan_counts(eqn)
         consts, carry, xs = values[:m], values[m : m + n], values[m + n :]
@@ -292,7 +293,7 @@ def _is_zero(name: str, zero: list[bool]) -> bool:
     return zero[0] and name in ("div", "integer_pow", *_PLACED)
 
 
-def _scan_counts(eqn: Any) -> tuple[int, int]:
+def _scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     """The numbers of constants and of values carried, told from shapes: JAX's own
     parameters for them change, but what a scan slices or stacks has one more axis."""
     body = _open(eqn.params["jaxpr"])
@@ -313,7 +314,7 @@ def _jaxprs(value: Any) -> Iterator[Any]:
             yield from _jaxprs(item)
 
 
-def _open(jaxpr: Any) -> Any:
+def _open(jaxpr: Jaxpr) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 

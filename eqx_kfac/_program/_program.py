@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
+from jax.extend.core import JaxprEqn
 
-from .._custom_types import Model
+from .._custom_types import Layer, Model, Weights
 from .._misc import names
 from .._tag import (
     check_tagged,
@@ -65,7 +66,7 @@ class Place(NamedTuple):
 
     path: str
     tag: Tag
-    layer: Any
+    layer: Layer
 
 
 def look(
@@ -136,7 +137,7 @@ class _Found(NamedTuple):
     places: list[Place]
     calls: list[Call]
     terms: tuple[tuple[int, ...], ...]  # The shapes of the losses' terms.
-    weights: Any  # Of the examples, as an abstract value.
+    weights: Weights  # Of the examples, as an abstract value.
     outputs: list[Value]  # Of the losses.
     everything: dict[str, Value]  # What the objective consists of, by path.
     opaque: bool
@@ -262,7 +263,7 @@ def _trace(
     )
 
 
-def _visit(eqn: Any, values: list[Value], around: Around) -> Any:
+def _visit(eqn: JaxprEqn, values: list[Value], around: Around) -> Any:
     """What is known of tags, and of their statistics."""
     if eqn.primitive is statistic_p:
         (value,) = values

@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, partial_eval
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from .._block import AbstractBlock, Columns, columns_of, Statistics
+from .._custom_types import Layer, Weights
 from .._devices import explicit_sharding, zeros_of
 from .._form import AbstractForm, Rows
 from .._misc import moment
@@ -54,11 +56,17 @@ class Raw(AbstractBlock):
     def empty(self) -> Statistics:
         return Statistics(inputs=None, outputs=None)
 
-    def slots(self, form: AbstractForm, layer: Any) -> Statistics:
+    def slots(self, form: AbstractForm, layer: Layer) -> Statistics:
         return self.empty()
 
     def rows(
-        self, form: AbstractForm, x: Array, g: Array, weights: Any, stack: int, axes: int
+        self,
+        form: AbstractForm,
+        x: Array,
+        g: Array,
+        weights: Weights,
+        stack: int,
+        axes: int,
     ) -> RawRows:
         return RawRows(x, g, stack, axes)
 
@@ -68,7 +76,7 @@ class Raw(AbstractBlock):
         inputs = None if slots.inputs is None else rows.x.astype(slots.inputs.dtype)
         return Statistics(inputs, rows.g.astype(slots.outputs.dtype))
 
-    def factors(self, statistics: Statistics, count: Any, l2: Any) -> Any:
+    def factors(self, statistics: Statistics, count: Array, l2: Array) -> Any:
         return statistics
 
     def operator(self, factors: Any) -> Any:
@@ -95,7 +103,7 @@ class Sight(AbstractBlock):
     def empty(self) -> Statistics:
         return Statistics(inputs=Columns(), outputs=Seen())
 
-    def slots(self, form: AbstractForm, layer: Any) -> Statistics:
+    def slots(self, form: AbstractForm, layer: Layer) -> Statistics:
         found = columns_of(form, layer)
         if found is None:
             return self.empty()
@@ -112,7 +120,7 @@ class Sight(AbstractBlock):
         seen = Seen(moment(g, x, rows.stack, like.gradient), number)
         return Statistics(zeros_of(slots.inputs), seen)
 
-    def factors(self, statistics: Statistics, count: Any, l2: Any) -> Any:
+    def factors(self, statistics: Statistics, count: Array, l2: Array) -> Any:
         return statistics
 
     def operator(self, factors: Any) -> Any:
@@ -122,7 +130,7 @@ class Sight(AbstractBlock):
 use_p = Primitive("kfac_use")
 
 
-def _use(rows: RawRows, dtype: Any) -> Array:
+def _use(rows: RawRows, dtype: DTypeLike) -> Array:
     probe = jnp.sum(rows.g, axis=tuple(range(rows.stack, rows.g.ndim))).astype(dtype)
     x, g = map(_struct, (rows.x, rows.g))
     return use_p.bind(probe, aval=None, use=Use(x, g, rows.stack, rows.axes))

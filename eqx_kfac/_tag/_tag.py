@@ -23,6 +23,7 @@ from wadler_lindig import AbstractDoc, TextDoc
 
 from .._block import AbstractBlock, check_block, Series, Statistics
 from .._checks import check_instance
+from .._custom_types import Layer, Weights
 from .._devices import cast_varying, varying_axes, zeros_beside
 from .._form import AbstractForm, Parameters
 from .._misc import accumulator
@@ -34,7 +35,7 @@ class Held(NamedTuple):
     """What a tag holds while curvature is being collected. Otherwise all is `None`."""
 
     slots: Statistics
-    weights: Array | None
+    weights: Weights
     basis: Any
     # Of a tag at parameters: a mark for each one that is trained. (Within the loss
     # function, the others are there again.)
@@ -186,7 +187,7 @@ class Tag(eqx.Module):
         layout = _Layout(self.form, block, self.swapped, treedef, shared_treedef)
         return tag_p.bind(y, x, *shared, *slots, layout=layout, stack=0, examples=0)
 
-    def memory(self, layer: Any) -> Any:
+    def memory(self, layer: Layer) -> Any:
         """What [`remember`][eqx_kfac.Tag.remember] hands on from one time step to the
         next, before the first one: zeros. `None` if the block has no use for it."""
         if not isinstance(self.block, Series):
@@ -220,7 +221,7 @@ class Tag(eqx.Module):
         y, zero_next = jnp.split(both, 2)
         return y, (now.astype(before.dtype), zero_next.astype(zero.dtype))
 
-    def parameters(self, layer: Any, x: Any) -> Any:
+    def parameters(self, layer: Layer, x: Any) -> Any:
         """For the form [`eqx_kfac.Parameters`][]: to be called at the start of a layer's
         forward pass, instead of at its end.
 
@@ -257,8 +258,8 @@ class Tag(eqx.Module):
 
     def fill(
         self,
-        layer: Any,
-        weights: Array | None,
+        layer: Layer,
+        weights: Weights,
         factors: Any = None,
     ) -> "Tag":
         """This tag, ready to collect. `weights` are example weights, or `None`. `factors`
@@ -276,20 +277,20 @@ class Tag(eqx.Module):
             held = held._replace(basis=self.block.basis(factors))
         return self._holding(held._replace(trained=self._marks(layer)))
 
-    def fill_raw(self, layer: Any, raw: Statistics) -> "Tag":
+    def fill_raw(self, layer: Layer, raw: Statistics) -> "Tag":
         """This tag, ready to hand out its rows, if there are slots for them."""
         if not jtu.tree_leaves(raw):
             return self
         return self._holding(self.held._replace(raw=raw, trained=self._marks(layer)))
 
-    def adding_up(self, layer: Any, examples: int, axes: frozenset) -> "Tag":
+    def adding_up(self, layer: Layer, examples: int, axes: frozenset) -> "Tag":
         """This tag, ready to collect, with slots in which the gradients of examples add
         up over all uses of the layer. Devices, along `axes`, have their own examples."""
         slots = self.block.together(self.form, layer, examples)
         slots = slots._replace(outputs=cast_varying(slots.outputs, axes))
         return self._holding(self.held._replace(slots=slots))
 
-    def noting(self, layer: Any, note: Note, spare: bool = False) -> "Tag":
+    def noting(self, layer: Layer, note: Note, spare: bool = False) -> "Tag":
         """This tag with a note, and with spare zeros, if it is ready to collect."""
         if not self.collecting:
             return self
@@ -304,12 +305,12 @@ class Tag(eqx.Module):
             held = held._replace(spare=(zeros(), zeros(2), zeros(2, 2)))
         return self._holding(held)
 
-    def stack(self, layer: Any) -> tuple[int, ...]:
+    def stack(self, layer: Layer) -> tuple[int, ...]:
         """The axes along which whole layers are stacked."""
         stack = self.form.sizes(layer).stack
         return stack[: len(stack) - self.form.groups]
 
-    def fill_seen(self, layer: Any) -> "Tag":
+    def fill_seen(self, layer: Layer) -> "Tag":
         """This tag, ready to collect the gradient that it sees."""
         seen = Sight().slots(self.form, layer)
         if not jtu.tree_leaves(seen):
@@ -324,7 +325,7 @@ class Tag(eqx.Module):
         places = tuple(self._holder.flatten_up_to(held))
         return eqx.tree_at(lambda tag: tag.places, self, places, is_leaf=_is_none)
 
-    def _marks(self, layer: Any) -> tuple[Array | None, ...] | None:
+    def _marks(self, layer: Layer) -> tuple[Array | None, ...] | None:
         """For the parameters that it is at, one for every member of a stack."""
         if not isinstance(self.form, Parameters):
             return None
@@ -343,7 +344,7 @@ def _is_none(node: Any) -> bool:
     return node is None
 
 
-def is_trainable(tag: Tag, layer: Any) -> bool:
+def is_trainable(tag: Tag, layer: Layer) -> bool:
     """Whether any parameter that a tag covers is there to be trained."""
     return tag.form.some_parameter(layer) is not None
 

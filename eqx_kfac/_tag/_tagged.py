@@ -8,8 +8,8 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array
 
+from .._custom_types import Layer, Weights
 from .._misc import names
 from ._tag import is_trainable, Tag
 
@@ -101,7 +101,7 @@ def check_tagged(model: Any) -> None:
         )
 
 
-def _check_parameters(where: str, tag: Tag, layer: Any) -> None:
+def _check_parameters(where: str, tag: Tag, layer: Layer) -> None:
     missing = [name for name in tag.form.names if not _has(layer, name)]
     if missing:
         raise ValueError(
@@ -133,7 +133,7 @@ def _check_parameters(where: str, tag: Tag, layer: Any) -> None:
             raise
 
 
-def _has(layer: Any, name: str) -> bool:
+def _has(layer: Layer, name: str) -> bool:
     try:
         operator.attrgetter(name)(layer)
     except AttributeError:
@@ -144,7 +144,7 @@ def _has(layer: Any, name: str) -> bool:
 class LayerError(ValueError):
     """A tagged layer was misused. Carries the layer, so that its path can be named."""
 
-    def __init__(self, layer: Any, message: str):
+    def __init__(self, layer: Layer, message: str):
         super().__init__(message)
         self.layer = layer
 
@@ -172,7 +172,7 @@ def blank(model: Any) -> Any:
     return map_tags(lambda *_: None, model)
 
 
-def fill_tags(model: Any, weights: Array | None = None, curvature: Any = None) -> Any:
+def fill_tags(model: Any, weights: Weights = None, curvature: Any = None) -> Any:
     """The model with its tags ready to collect. `curvature` is that so far, in whose
     bases some blocks take their statistics."""
 

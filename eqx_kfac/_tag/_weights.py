@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .._custom_types import Weights
 from .._devices import varying_axes
 from .._misc import common_prefix
 
 
-def row_weights(weights: Array | None, x: Array, stack: int, axes: int) -> Array | None:
+def row_weights(weights: Weights, x: Array, stack: int, axes: int) -> Array | None:
     """Example weights on the axes of this layer that they speak of: the longest run of
     example axes, from the outermost, whose lengths agree. Over the weights' further axes
     (tokens, when the layer acts on whole sequences) the mean is taken."""

@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._curvature import init_curvature
-from .._custom_types import Model
+from .._custom_types import Layer, Model
 from .._devices import over_stack
 from .._inverse import factorise
 from .._operator import eigenvalues, trace, unpacked
@@ -128,7 +128,7 @@ def summary(
     return Summary(tuple(layers), {jtu.keystr(p): leaf.shape for p, leaf in leaves})
 
 
-def _line(tag: Tag, layer: Any) -> LayerSummary:
+def _line(tag: Tag, layer: Layer) -> LayerSummary:
     stack, d_out, d_in, bias, _ = tag.form.sizes(layer)
     parameters = int(np.prod(stack)) * d_out * (d_in + bias)
     kinds = type(layer).__name__, type(tag.form).__name__, block_shown(tag.block)
@@ -144,7 +144,7 @@ def _numbers(model: Model, tree: Model) -> list[int]:
     return [number for _, number in flatten_tags(count, model, tree)[0]]
 
 
-def _health(tag: Tag, layer: Any, factors: Any) -> tuple[float, float]:
+def _health(tag: Tag, layer: Layer, factors: Any) -> tuple[float, float]:
     """Trace and condition number."""
 
     def extremes(factors):

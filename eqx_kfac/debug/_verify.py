@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .._curvature import Batch, linearise
-from .._custom_types import Key, Model
+from .._custom_types import Key, Layer, Model
 from .._devices import over_stack
 from .._fisher import AbstractFisher, Empirical, Exact
 from .._misc import trailing
@@ -232,7 +232,7 @@ def _unseen(
     return map_tags(share, pulled), rows
 
 
-def _size(tag: Tag, layer: Any) -> int:
+def _size(tag: Tag, layer: Layer) -> int:
     sizes = tag.form.sizes(layer)
     return sizes.d_out * (sizes.d_in + sizes.bias)
 
@@ -310,7 +310,7 @@ def _only(a: Array, i: Any) -> Array:
 
 
 def _check(
-    path: str, tag: Tag, layer: Any, share: np.ndarray, shared: bool, matrices: Any
+    path: str, tag: Tag, layer: Layer, share: np.ndarray, shared: bool, matrices: Any
 ) -> LayerCheck:
     sizes = tag.form.sizes(layer)
     numbers = np.full((4, *sizes.stack), np.nan)
@@ -359,7 +359,7 @@ def _compare(guess: np.ndarray, exact: np.ndarray) -> tuple[float, ...]:
     return tuple(map(float, numbers))
 
 
-def _consistent(tag: Tag, layer: Any) -> bool:
+def _consistent(tag: Tag, layer: Layer) -> bool:
     """Whether a matrix comes back from the layer that it is put into."""
     matrix = tag.form.to_matrix(layer)
     other = jnp.arange(matrix.size, dtype=matrix.dtype).reshape(matrix.shape)

@@ -9,6 +9,7 @@ import equinox as eqx
 import numpy as np
 
 from .._block import AbstractBlock, check_block, Diagonal, Kronecker
+from .._custom_types import Layer
 from .._form import AbstractForm, Convolution, Dense, Lookup, Parameters
 from .._tag import Tag
 from ._inputs import check_floating, check_input
@@ -30,11 +31,11 @@ class AbstractTagged(eqx.Module):
 
     @classmethod
     @abc.abstractmethod
-    def tags(cls, layer: Any, block: AbstractBlock) -> Tag | dict[str, Tag]:
+    def tags(cls, layer: Layer, block: AbstractBlock) -> Tag | dict[str, Tag]:
         """The tag of a layer of the Equinox type."""
 
     @staticmethod
-    def supports(layer: Any) -> bool:
+    def supports(layer: Layer) -> bool:
         """Whether this layer of the Equinox type can have one."""
         return True
 
@@ -46,7 +47,7 @@ class TaggedOutputs(AbstractTagged):
     default = Kronecker()
 
     @classmethod
-    def tags(cls, layer: Any, block: AbstractBlock) -> Tag:
+    def tags(cls, layer: Layer, block: AbstractBlock) -> Tag:
         form = form_of(layer)
         assert form is not None
         return Tag(form, block)
@@ -70,12 +71,12 @@ class TaggedParameters(AbstractTagged):
 
     @staticmethod
     @abc.abstractmethod
-    def ranks(layer: Any) -> dict[str, int]:
+    def ranks(layer: Layer) -> dict[str, int]:
         """The names of the layer's parameters, and how many axes they have (in one layer;
         stacked ones have more)."""
 
     @classmethod
-    def tags(cls, layer: Any, block: AbstractBlock) -> Tag:
+    def tags(cls, layer: Layer, block: AbstractBlock) -> Tag:
         return Tag(Parameters(**cls.ranks(layer)), block)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +85,7 @@ class TaggedParameters(AbstractTagged):
         return super(TaggedParameters, layer).__call__(x, *args, **kwargs)  # pyright: ignore
 
 
-def with_fields_of(cls: type, layer: Any, **extra: Any) -> Any:
+def with_fields_of(cls: type, layer: Layer, **extra: Any) -> Any:
     """An instance of `cls` with the fields of `layer`, without running an `__init__`."""
     new = object.__new__(cls)
     for field in dataclasses.fields(cls):
@@ -93,7 +94,7 @@ def with_fields_of(cls: type, layer: Any, **extra: Any) -> Any:
     return new
 
 
-def form_of(layer: Any) -> AbstractForm | None:
+def form_of(layer: Layer) -> AbstractForm | None:
     """How a layer of `equinox.nn` is linear in its parameters, if it is."""
     if isinstance(layer, eqx.nn.Linear):
         return Dense()

@@ -3,8 +3,10 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax.tree_util as jtu
+from jax.typing import DTypeLike
 
 from .._block import AbstractBlock, AbstractSharing, check_block, Kronecker
+from .._custom_types import Layer
 from .._misc import names
 from .._tag import is_tagged, Tag
 from ._base import AbstractTagged, with_fields_of
@@ -138,7 +140,7 @@ class _Choice:
         self.blocks = blocks
         self.unused = set(blocks) if isinstance(blocks, Mapping) else set()
 
-    def __call__(self, path: str, layer: Any, tagged: type[AbstractTagged]) -> Any:
+    def __call__(self, path: str, layer: Layer, tagged: type[AbstractTagged]) -> Any:
         blocks, default = self.blocks, tagged.default
         if blocks is None:
             return default
@@ -197,7 +199,7 @@ def revert(model: _T) -> _T:
     return model
 
 
-def cast(model: _T, dtype: Any) -> _T:
+def cast(model: _T, dtype: DTypeLike) -> _T:
     """Casts the floating-point parameters of a model, for mixed precision: to be used
     inside a loss function, on the model or on any part of it. The statistics that tags
     collect stay in (at least) float32.

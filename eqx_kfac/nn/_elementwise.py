@@ -7,6 +7,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, ArrayLike, Inexact
 
 from .._block import AbstractBlock, check_block, Diagonal
+from .._custom_types import Layer
 from .._form import Parameters
 from .._tag import LayerError, Tag
 from ._base import TaggedParameters
@@ -18,7 +19,7 @@ class LayerNorm(TaggedParameters, eqx.nn.LayerNorm):
     __init__ = TaggedParameters.__init__
 
     @staticmethod
-    def ranks(layer: Any) -> dict[str, int]:
+    def ranks(layer: Layer) -> dict[str, int]:
         return dict(weight=len(layer.shape), bias=len(layer.shape))
 
 
@@ -28,7 +29,7 @@ class RMSNorm(TaggedParameters, eqx.nn.RMSNorm):
     __init__ = TaggedParameters.__init__
 
     @staticmethod
-    def ranks(layer: Any) -> dict[str, int]:
+    def ranks(layer: Layer) -> dict[str, int]:
         return dict(weight=len(layer.shape), bias=len(layer.shape))
 
 
@@ -38,7 +39,7 @@ class GroupNorm(TaggedParameters, eqx.nn.GroupNorm):
     __init__ = TaggedParameters.__init__
 
     @staticmethod
-    def ranks(layer: Any) -> dict[str, int]:
+    def ranks(layer: Layer) -> dict[str, int]:
         return dict(weight=1, bias=1)
 
 
@@ -50,7 +51,7 @@ class BatchNorm(TaggedParameters, eqx.nn.BatchNorm):
     __init__ = TaggedParameters.__init__
 
     @staticmethod
-    def ranks(layer: Any) -> dict[str, int]:
+    def ranks(layer: Layer) -> dict[str, int]:
         return dict(weight=1, bias=1)
 
     def __call__(self, x: Any, state: Any, **kwargs: Any) -> Any:
@@ -71,7 +72,7 @@ class PReLU(TaggedParameters, eqx.nn.PReLU):
     __init__ = TaggedParameters.__init__
 
     @staticmethod
-    def ranks(layer: Any) -> dict[str, int]:
+    def ranks(layer: Layer) -> dict[str, int]:
         return dict(negative_slope=layer.negative_slope.ndim)
 
 

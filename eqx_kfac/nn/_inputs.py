@@ -5,10 +5,11 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 
+from .._custom_types import Layer
 from .._tag import LayerError
 
 
-def check_input(layer: Any, x: Any, of: Any = None) -> None:
+def check_input(layer: Layer, x: Any, of: Any = None) -> None:
     """Raises a `LayerError` of `layer` unless `x` has the shape of one input (of the
     layer `of` inside it, if given)."""
     inner = layer if of is None else of
@@ -29,7 +30,7 @@ def check_input(layer: Any, x: Any, of: Any = None) -> None:
         )
 
 
-def check_floating(layer: Any, x: Any) -> None:
+def check_floating(layer: Layer, x: Any) -> None:
     """Raises a `LayerError` unless `x` has moments of the second order."""
     if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
         raise LayerError(
@@ -40,7 +41,7 @@ def check_floating(layer: Any, x: Any) -> None:
         )
 
 
-def check_integer(layer: Any, x: Any) -> None:
+def check_integer(layer: Layer, x: Any) -> None:
     """Raises a `LayerError` unless `x` is an index."""
     if not jnp.issubdtype(jnp.result_type(x), jnp.integer):
         raise LayerError(
@@ -51,7 +52,7 @@ def check_integer(layer: Any, x: Any) -> None:
         )
 
 
-def _described(layer: Any) -> tuple[str, tuple]:
+def _described(layer: Layer) -> tuple[str, tuple]:
     """A layer of Equinox's as it is constructed, and the shape of its input: `None` for
     an axis of any length, `...` for any more axes."""
     name = type(layer).__name__

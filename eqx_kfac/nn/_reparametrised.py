@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._block import AbstractBlock, Diagonal, Kronecker
+from .._custom_types import Layer
 from .._form import Parameters, Within
 from .._misc import trailing
 from .._tag import Tag
@@ -28,11 +29,11 @@ class WeightNorm(AbstractTagged, eqx.nn.WeightNorm):
     default = Kronecker()
 
     @classmethod
-    def tags(cls, layer: Any, block: AbstractBlock) -> dict[str, Tag]:
+    def tags(cls, layer: Layer, block: AbstractBlock) -> dict[str, Tag]:
         return _tags(layer, block, g=_rank(layer.layer))
 
     @staticmethod
-    def supports(layer: Any) -> bool:
+    def supports(layer: Layer) -> bool:
         return _supports(layer) and layer.axis in (0, None)
 
     def __call__(self, x: Any, *, key: Any = None) -> Array:
@@ -58,11 +59,11 @@ class SpectralNorm(AbstractTagged, eqx.nn.SpectralNorm):
     default = Kronecker()
 
     @classmethod
-    def tags(cls, layer: Any, block: AbstractBlock) -> dict[str, Tag]:
+    def tags(cls, layer: Layer, block: AbstractBlock) -> dict[str, Tag]:
         return _tags(layer, block)
 
     @staticmethod
-    def supports(layer: Any) -> bool:
+    def supports(layer: Layer) -> bool:
         return _supports(layer)
 
     def __call__(self, x: Any, state: Any, **kwargs: Any) -> tuple[Array, Any]:
@@ -79,7 +80,7 @@ class SpectralNorm(AbstractTagged, eqx.nn.SpectralNorm):
         return _tagged(self.tag["weight"], y, x, scale[None]), state
 
 
-def _tags(layer: Any, block: AbstractBlock, **ranks: int) -> dict[str, Tag]:
+def _tags(layer: Layer, block: AbstractBlock, **ranks: int) -> dict[str, Tag]:
     inner = layer.layer
     if inner.bias is not None:
         ranks["layer.bias"] = _rank(inner) - 1
@@ -96,12 +97,12 @@ def _rank(inner: Any) -> int:
     return 2 + getattr(inner, "num_spatial_dims", 0)
 
 
-def _supports(layer: Any) -> bool:
+def _supports(layer: Layer) -> bool:
     kinds = (eqx.nn.Linear, eqx.nn.Conv, eqx.nn.ConvTranspose)
     return layer.weight_name == "weight" and isinstance(layer.layer, kinds)
 
 
-def _with_fixed(layer: Any, scale: Array, x: Any) -> Array:
+def _with_fixed(layer: Layer, scale: Array, x: Any) -> Array:
     """The layer inside, its weight times a scale that does not depend on it."""
     return eqx.tree_at(lambda m: m.weight, layer, layer.weight * scale)(x)
 

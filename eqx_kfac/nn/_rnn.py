@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .._block import AbstractBlock, Kronecker
+from .._custom_types import Layer
 from .._form import Gates, Part
 from .._tag import LayerError, Tag
 from ._base import AbstractTagged, with_fields_of
@@ -26,7 +27,7 @@ class LSTMCell(AbstractTagged, eqx.nn.LSTMCell):
     default = Kronecker()
 
     @classmethod
-    def tags(cls, layer: Any, block: AbstractBlock) -> Tag:
+    def tags(cls, layer: Layer, block: AbstractBlock) -> Tag:
         weights = (Part("weight_ih"), Part("weight_hh"))
         return Tag(Gates(weights, Part("bias")), block)
 
@@ -58,7 +59,7 @@ class GRUCell(AbstractTagged, eqx.nn.GRUCell):
     default = Kronecker()
 
     @classmethod
-    def tags(cls, layer: Any, block: AbstractBlock) -> dict[str, Tag]:
+    def tags(cls, layer: Layer, block: AbstractBlock) -> dict[str, Tag]:
         both = (Part("weight_ih", 0, 2, 3), Part("weight_hh", 0, 2, 3))
         forms = dict(
             gates=Gates(both, Part("bias", 0, 2, 3)),

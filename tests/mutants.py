@@ -1,0 +1,636 @@
+"""Do the tests notice? Mutants of the library, each with one mistake; for each, the tests
+that must fail.
+
+    python -m tests.mutants                 # all of them: an hour of one core
+    python -m tests.mutants --only _tag     # those in files whose path contains this
+    python -m tests.mutants --part 0/2      # every second one
+
+Every mutant is a copy of the library in a folder of its own: what is installed stays as
+it is. A mutant that survives is a mistake that nobody would see.
+"""
+
+import argparse
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from typing import NamedTuple
+
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+class Mutant(NamedTuple):
+    path: str  # Below `eqx_kfac/`.
+    old: str  # Occurs once in the file.
+    new: str
+    tests: str  # The files, without `tests/test_` and `.py`.
+
+
+M = Mutant
+# fmt: off
+MUTANTS = [
+    # What is kept of a layer's curvature.
+    M(
+        "_block/_kronecker.py",
+        "input_factor=second * scale",
+        "input_factor=second",
+        "blocks",
+    ),
+    M(
+        "_block/_kronecker.py",
+        "outputs / count.astype",
+        "outputs / rows.astype",
+        "blocks",
+    ),
+    M(
+        "_block/_kronecker.py",
+        "second = second + statistics.outputs.transposed\n",
+        "pass\n",
+        "layers",
+    ),
+    M(
+        "_block/_kronecker.py",
+        "jnp.where(is_last[..., :, None], last[..., None, :], rows)",
+        "rows",
+        "blocks",
+    ),
+    M(
+        "_block/_kronecker.py",
+        "number = math.prod(g.shape[stack:-1])",
+        "number = g.shape[stack]",
+        "transformations",
+    ),
+    M(
+        "_block/_gradients.py",
+        "return jnp.matmul(flat(g).mT, flat(x), precision=highest)",
+        "return jnp.matmul(flat(g).mT, flat(x), precision=highest) / flat(x).shape[-2]",
+        "blocks",
+    ),
+    M(
+        "_block/_gradients.py",
+        "math.prod(g.shape[stack + batch_axes : -1]) > 1",
+        "math.prod(g.shape[stack + batch_axes : -1]) > 2",
+        "blocks",
+    ),
+    M(
+        "_block/_gradients.py",
+        "moments = self.moments(gradients, gradients.ndim - 3, like)",
+        "moments = self.moments(gradients, gradients.ndim - 3, like)\n        moments = jtu.tree_map(lambda m: m / 2, moments)",
+        "program",
+    ),
+    M(
+        "_block/_diagonal.py",
+        "moment(g**2, x**2, stack",
+        "moment(g**2, x, stack",
+        "blocks",
+    ),
+    M(
+        "_block/_full.py",
+        "matrix = total / count.astype(total.dtype)",
+        "matrix = total",
+        "blocks",
+    ),
+    M("_block/_identity.py", "/ math.prod(shape)", "/ shape[0]", "blocks"),
+    M(
+        "_block/_tnt.py",
+        "right=moment(x * g_norm, x, stack",
+        "right=moment(x, x, stack",
+        "blocks",
+    ),
+    M(
+        "_block/_sharing.py",
+        "g = jnp.sum(g, axis=shared)",
+        "g = jnp.mean(g, axis=shared)",
+        "blocks",
+    ),
+    M(
+        "_block/_series.py",
+        "cross=moment(after, g, stack",
+        "cross=moment(g, after, stack",
+        "series",
+    ),
+    M(
+        "_block/_series.py",
+        "length=jnp.where(x.rows == 0, 1, x.rows",
+        "length=jnp.where(x.rows == 0, 1, 2 * x.rows",
+        "series",
+    ),
+    # How a layer is linear.
+    M(
+        "_form/_dense.py",
+        "matrix, column = matrix[..., :-1], matrix[..., -1]",
+        "matrix, column = matrix[..., 1:], matrix[..., 0]",
+        "forms",
+    ),
+    M(
+        "_form/_inputs.py",
+        "return jnp.sum(weighted(self.x, weights), axis=axes, dtype=like.dtype)",
+        "return jnp.sum(self.x, axis=axes, dtype=like.dtype)",
+        "forms blocks",
+    ),
+    M(
+        "_form/_inputs.py",
+        "return total + vectors.second(w, stack, like), None",
+        "return vectors.second(w, stack, like), None",
+        "forms",
+    ),
+    M(
+        "_form/_inputs.py",
+        "for offset in range(0, k * d, d):",
+        "for offset in reversed(range(0, k * d, d)):",
+        "forms",
+    ),
+    M(
+        "_form/_convolution.py",
+        "x = jnp.pad(x, [*none, *widths], _modes[self.mode])",
+        "x = jnp.pad(x, [*none, *widths])",
+        "forms",
+    ),
+    M("_form/_lookup.py", "jnp.where(x < 0, x + self.number, x)", "x", "forms"),
+    M("_form/_gates.py", "start += leaf.shape[-1]\n", "start += 0\n", "forms layers"),
+    M("_form/_parameters.py", "start += size", "start += 0", "forms"),
+    # Operators.
+    M(
+        "_operator/_kronecker.py",
+        "return left(self.output_factor, right(vector, self.input_factor))",
+        "return left(self.output_factor.T, right(vector, 2 * self.input_factor))",
+        "operators",
+    ),
+    M(
+        "_operator/_kronecker.py",
+        "return jnp.outer(values(self.output_factor), values(self.input_factor))",
+        "return jnp.outer(values(self.output_factor), 1 + values(self.input_factor))",
+        "operators",
+    ),
+    M(
+        "_operator/_factor.py",
+        "corner = first + _product(below, beside, 0, 0)",
+        "corner = first",
+        "factorise",
+    ),
+    M(
+        "_operator/_factor.py",
+        "schur = factor[half:, half:] - _product(below, below, 1, 1)",
+        "schur = factor[half:, half:]",
+        "factorise",
+    ),
+    M(
+        "_operator/_spectral.py",
+        "return v if right is None else matmul(v, right.T)",
+        "return v if right is None else matmul(v, right)",
+        "operators",
+    ),
+    M(
+        "_operator/_series.py",
+        "gains.reshape(-1)[None, :], basis.T)",
+        "gains.reshape(-1)[None, :] ** 2, basis.T)",
+        "series",
+    ),
+    M(
+        "_operator/_symmetric.py",
+        "return product + jnp.asarray(self.damping, v.dtype) * v",
+        "return product",
+        "operators block_diagonal",
+    ),
+    # Solvers.
+    M(
+        "_solver/_damped.py",
+        "damped_in = input_factor + (jnp.sqrt(damping) * pi) * eye_in",
+        "damped_in = input_factor + (jnp.sqrt(damping) / pi) * eye_in",
+        "inverses",
+    ),
+    M(
+        "_solver/_damped.py",
+        "others = jnp.mean(entries[:-1])",
+        "others = jnp.mean(entries[1:])",
+        "inverses layer_damping",
+    ),
+    M("_solver/_eigh.py", ".power(-1, damping)", ".power(-1, 2 * damping)", "inverses"),
+    M(
+        "_solver/_newton_schulz.py",
+        "x = x + matmul(x, rest)",
+        "x = x + 0.5 * matmul(x, rest)",
+        "inverses",
+    ),
+    M(
+        "_solver/_subspace.py",
+        "return jnp.maximum(values, 0), vectors",
+        "return values * 0, vectors",
+        "inverses",
+    ),
+    M(
+        "_solver/_series.py",
+        "v = v / state.gains\n        v = v - matmul(psi_out.T",
+        "v = v - matmul(psi_out.T",
+        "series",
+    ),
+    # Losses and the Fisher.
+    M(
+        "_loss/_softmax.py",
+        "out = sv - p * jnp.sum(sv, axis=-1, keepdims=True)",
+        "out = sv",
+        "losses",
+    ),
+    M(
+        "_loss/_softmax.py",
+        "targets = jnp.where(known, targets, jnp.nan)",
+        "pass",
+        "losses",
+    ),
+    M("_loss/_squared.py", "return 0.5 * jnp.sum((y", "return jnp.sum((y", "losses"),
+    M("_loss/_normal.py", "(0.5**0.5 * v_s)", "(0.5 * v_s)", "losses normal"),
+    M(
+        "_loss/_sigmoid.py",
+        "deviation = jnp.exp(-0.5 *",
+        "deviation = jnp.exp(-1.0 *",
+        "losses",
+    ),
+    M("_loss/_poisson.py", "jnp.sqrt(rate) * noise", "rate * noise", "losses"),
+    M("_loss/_l2.py", "0.5 *", "1.0 *", "losses"),
+    M("_fisher/_sampled.py", "s * self.num_samples**-0.5", "s * 1.0", "estimators"),
+    M(
+        "_fisher/_sampled.py",
+        "keys = own(index * number + jnp.arange(number))",
+        "keys = own(0 * index + jnp.arange(number))",
+        "estimators",
+    ),
+    # The tag.
+    M(
+        "_tag/_tag.py",
+        "axis = 0 if stacked else stack",
+        "axis = 0",
+        "transformations tag",
+    ),
+    M("_tag/_tag.py", "stack=stack + stacked,", "stack=stack,", "tag transformations"),
+    M("_tag/_tag.py", "if not isinstance(layout.block, Raw):", "if False:", "tag"),
+    M(
+        "_tag/_tagged.py",
+        "return fn(node.tag, node, node, *nodes)",
+        "return node",
+        "tag layers",
+    ),
+    # What is linearised.
+    M(
+        "_curvature/_linearise.py",
+        "ratio = 1.0 if len(terms) == 1 else total / count.astype(total.dtype)",
+        "ratio = 1.0",
+        "losses estimators blocks",
+    ),
+    M(
+        "_curvature/_linearise.py",
+        "weights = jax.lax.stop_gradient(weights)",
+        "pass",
+        "batches run",
+    ),
+    M(
+        "_curvature/_linearise.py",
+        "key = jax.random.fold_in(key, jax.lax.axis_index(axis))",
+        "pass",
+        "sharding",
+    ),
+    M(
+        "_curvature/_linearise.py",
+        "coefficients.append(c * o.coefficient * self.share.fraction)",
+        "coefficients.append(c * o.coefficient)",
+        "batches",
+    ),
+    M(
+        "_curvature/_average.py",
+        "new_weight = ema * weight + 1",
+        "new_weight = weight + 1",
+        "optimizer",
+    ),
+    M(
+        "_curvature/_average.py",
+        "return old + (new - old) / new_weight.astype(old.dtype)",
+        "return new",
+        "optimizer",
+    ),
+    M(
+        "_curvature/_batch.py",
+        "own = jax.random.fold_in(key, index)",
+        "own = key",
+        "batches",
+    ),
+    M(
+        "_curvature/_accumulate.py",
+        "alone = [a * (2 * a - sum(roots)) for a in roots]",
+        "alone = [a * a for a in roots]",
+        "capture block_diagonal",
+    ),
+    M(
+        "_curvature/_gradient_rows.py",
+        "return jnp.all(jnp.stack(jtu.tree_leaves(map_tags(same, grads, layers))))",
+        "return jnp.array(True)",
+        "through_rows",
+    ),
+    M(
+        "_curvature/_block_diagonal.py",
+        "squared_norm(op) + 2 * shift * trace(op)",
+        "squared_norm(op) + shift * trace(op)",
+        "block_diagonal",
+    ),
+    M(
+        "_curvature/_block_diagonal.py",
+        "return operator.mv(vector).reshape(matrix.shape) + shift * matrix",
+        "return operator.mv(vector).reshape(matrix.shape)",
+        "block_diagonal",
+    ),
+    M(
+        "_curvature/_model_operator.py",
+        "scale = jnp.asarray(coefficient, count.dtype) / count",
+        "scale = jnp.asarray(1, count.dtype) / count",
+        "operators curvlinops models",
+    ),
+    M(
+        "_curvature/_model_operator.py",
+        "return evaluate(objective, model, whole(objective, model))",
+        "return evaluate(objective, model, whole(objective, model)) / 2",
+        "operators models",
+    ),
+    M(
+        "_curvature/_capture.py",
+        "return value * total.astype(value.dtype)",
+        "return value",
+        "capture",
+    ),
+    M(
+        "_tag/_weights.py",
+        "return jnp.mean(weights, axis=tuple(extra))",
+        "return jnp.sum(weights, axis=tuple(extra))",
+        "transformations batches",
+    ),
+    M(
+        "_tag/_partition.py",
+        "return tagged, parameters_of(rest)",
+        "return tagged, rest",
+        "optimizer notebooks",
+    ),
+    # What a loss function does with the tags.
+    M(
+        "_program/_program.py",
+        "untagged = y.sources & ~_source(note.number)",
+        "untagged = y.sources",
+        "program verify",
+    ),
+    M("_program/_program.py", "if changed:", "if False:", "program run"),
+    M("_program/_program.py", "if by and untagged:", "if False:", "program verify"),
+    M(
+        "_program/_program.py",
+        "if unchanged or found.has_few_rows(call):",
+        "if False:",
+        "program",
+    ),
+    M(
+        "_program/_flow.py",
+        "results = body(carried)",
+        "results = carried + body(carried)[n:]",
+        "program",
+    ),
+    M("_program/_flow.py", "return any(zero)\n", "return all(zero)\n", "program"),
+    M(
+        "_program/_uses.py",
+        "use._replace(number=np.asarray(next(numbers))) if known else use",
+        "use._replace(number=1 + 0 * np.asarray(next(numbers))) if known else use",
+        "capture",
+    ),
+    # Inverses and preconditioning.
+    M(
+        "_inverse/_factorise.py",
+        "jnp.asarray(damping, factors.l2.dtype) + factors.l2\n\n\ndef for_each",
+        "jnp.asarray(damping, factors.l2.dtype)\n\n\ndef for_each",
+        "factorise optimizer",
+    ),
+    M(
+        "_inverse/_factorise.py",
+        "begin = int(end) - math.prod(shape)",
+        "begin = 0",
+        "factorise",
+    ),
+    M(
+        "_inverse/_precondition.py",
+        "each = matrix, factors, state, damping_of(factors, damping)",
+        "each = matrix, factors, state, damping",
+        "optimizer block_diagonal",
+    ),
+    M(
+        "_inverse/_through_rows.py",
+        "ones = None if bias is None else jnp.ones_like(x[:, :1])",
+        "ones = None if bias is None else 2 * jnp.ones_like(x[:, :1])",
+        "through_rows",
+    ),
+    # The optimizer.
+    M(
+        "_optimizer/_trial.py",
+        "momentum.astype(v.dtype) * v + scale",
+        "v + scale",
+        "optimizer",
+    ),
+    M(
+        "_optimizer/_trial.py",
+        "before = jnp.maximum(before, joint**2 / _positive(norm))",
+        "pass",
+        "trust",
+    ),
+    M(
+        "_optimizer/_trial.py",
+        "return jnp.clip(2 - 2 * cosine, 0, 1)",
+        "return jnp.ones_like(cosine)",
+        "trust",
+    ),
+    M(
+        "_optimizer/_trial.py",
+        "increase=finite_update & self._risen(new_loss)",
+        "increase=finite_update & False",
+        "adaptive reliability",
+    ),
+    M(
+        "_optimizer/_trial.py",
+        "rate = _at_most(most, rate**2 * norm) * rate",
+        "rate = _at_most(most, rate * norm) * rate",
+        "trust",
+    ),
+    M(
+        "_optimizer/_trust.py",
+        "length = self.share * step.astype(float)",
+        "length = step.astype(float)",
+        "trust",
+    ),
+    M(
+        "_optimizer/_trust.py",
+        "few = 1.0 if terms is None else min(1.0, terms / self.terms)",
+        "few = 1.0",
+        "trust",
+    ),
+    M(
+        "_optimizer/_damping.py",
+        "jnp.where(trusted, damping * factor, damping)",
+        "jnp.where(trusted, damping, damping)",
+        "adaptive",
+    ),
+    M(
+        "_optimizer/_layer_damping.py",
+        "lower = jnp.minimum(most, jnp.minimum(share, change))",
+        "lower = jnp.minimum(most, share)",
+        "layer_damping",
+    ),
+    M(
+        "_optimizer/_layer_damping.py",
+        "number = -1 if has_bias(tag.form, layer) else None",
+        "number = None",
+        "layer_damping",
+    ),
+    M(
+        "_optimizer/_quadratic.py",
+        "independent = sine_squared > 8 * jnp.finfo(b.dtype).eps",
+        "independent = sine_squared > -1",
+        "adaptive",
+    ),
+    M(
+        "_optimizer/_schedule.py",
+        "(step & (step - 1) == 0) & (step < period)",
+        "(step < 0) & (step < period)",
+        "trust optimizer",
+    ),
+    M(
+        "_optimizer/_state.py",
+        "weight = decay.astype(self.weight.dtype) * self.weight + 1",
+        "weight = self.weight + 1",
+        "optimizer trust",
+    ),
+    M(
+        "_optimizer/_turns.py",
+        "all_parts = (state.weight == 0) | state.refactorise",
+        "all_parts = state.weight < 0",
+        "factorise",
+    ),
+    M(
+        "_optimizer/_kfac.py",
+        'kept["velocity"], kept["extent"] = tree_where(uphill, stopped, moving)',
+        "pass",
+        "run reliability",
+    ),
+    M(
+        "_optimizer/_kfac.py",
+        "index_key = None if key is None else jax.random.fold_in(key, index)",
+        "index_key = key",
+        "optimizer",
+    ),
+    M(
+        "_optimizer/_kfac.py",
+        "params = masked(params, self.weight_decay_mask)",
+        "pass",
+        "optimizer",
+    ),
+    M(
+        "_optimizer/_optax.py",
+        "natural = jtu.tree_map(lambda n: jnp.where(ready, n, 0), natural)",
+        "pass",
+        "optax run",
+    ),
+    M(
+        "_optimizer/_fallback.py",
+        "return fallback.update(grads, state, params)",
+        "return grads, state",
+        "optimizer optax",
+    ),
+    # Devices, layers, and what is said of a model.
+    M(
+        "_devices.py",
+        "axes |= jax.typeof(leaf).manual_axis_type.varying",
+        "pass",
+        "sharding",
+    ),
+    M(
+        "_misc.py",
+        "small, large = _by_size([(x,) for x in leaves])",
+        "small, large = _by_size([(x,) for x in leaves[:1]])",
+        "reliability",
+    ),
+    M("nn/_linear.py", "y = y if self.bias is None else y + self.bias", "pass", "layers"),
+    M("nn/_shared.py", "tied=True", "tied=False", "layers"),
+    M(
+        "debug/_verify.py",
+        "norms = [jnp.linalg.norm(a, axis=(-2, -1)) for a in (gradient - seen, gradient)]",
+        "norms = [jnp.linalg.norm(a, axis=(-2, -1)) for a in (seen - seen, gradient)]",
+        "verify",
+    ),
+    M(
+        "debug/_verify.py",
+        "jnp.sqrt(coefficient * loss.term_weights / loss.count)",
+        "jnp.sqrt(loss.term_weights / loss.count)",
+        "verify",
+    ),
+]
+
+
+def line_of(mutant: Mutant) -> int:
+    """Where it differs. Raises unless the old text is there once."""
+    text = (ROOT / "eqx_kfac" / mutant.path).read_text()
+    if text.count(mutant.old) != 1 or mutant.old == mutant.new:
+        raise ValueError(
+            f"{mutant.path}: {mutant.old!r} is there {text.count(mutant.old)} times"
+        )
+    return text[: text.index(mutant.old)].count("\n") + 1
+
+
+def outcome(mutant: Mutant, seconds: float = 900) -> str:
+    """Runs its tests until one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("eqx_kfac", "tests", "docs", "examples"):
+            shutil.copytree(ROOT / name, pathlib.Path(folder, name))
+        for name in ("README.md", "pyproject.toml"):
+            shutil.copy(ROOT / name, folder)
+        path = pathlib.Path(folder, "eqx_kfac", mutant.path)
+        path.write_text(path.read_text().replace(mutant.old, mutant.new))
+        files = [f"tests/test_{name}.py" for name in mutant.tests.split()]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-n0",
+            "-p",
+            "no:cacheprovider",
+        ]
+        try:
+            done = subprocess.run(
+                [*command, *files],
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": folder},
+                capture_output=True,
+                text=True,
+                timeout=seconds,
+            )
+        except subprocess.TimeoutExpired:
+            return "killed (took too long)"
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    if done.returncode == 0:
+        return "SURVIVED"
+    return f"killed by {failed[0].split()[1]}" if failed else "killed (does not load)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="part of a path")
+    parser.add_argument("--part", default="0/1", help="k/n: every n-th one, from k on")
+    options = parser.parse_args()
+    first, step = map(int, options.part.split("/"))
+    chosen = [m for m in MUTANTS[first::step] if options.only in m.path]
+    survived = 0
+    for mutant in chosen:
+        line, start = line_of(mutant), time.perf_counter()
+        said = outcome(mutant)
+        survived += said == "SURVIVED"
+        spent = time.perf_counter() - start
+        print(f"{mutant.path}:{line}: {said} ({spent:.0f} s)", flush=True)
+    print(f"{len(chosen)} mutants, {survived} survived")
+
+
+if __name__ == "__main__":
+    main()
