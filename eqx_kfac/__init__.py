@@ -70,6 +70,9 @@ from ._operator import (
     unpacked as unpacked,
 )
 from ._optimizer import (
+    AbstractDamping as AbstractDamping,
+    AbstractLayerDamping as AbstractLayerDamping,
+    AbstractTrustRegion as AbstractTrustRegion,
     averaged as averaged,
     Faults as Faults,
     Info as Info,
@@ -86,6 +89,7 @@ from ._optimizer import (
     Window as Window,
 )
 from ._solver import (
+    AbstractDampedSolver as AbstractDampedSolver,
     Cholesky as Cholesky,
     ConjugateGradient as ConjugateGradient,
     Eigh as Eigh,

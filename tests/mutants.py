@@ -146,6 +146,7 @@ MUTANTS = [
     M("debug/_verify.py", "norms = [jnp.linalg.norm(a, axis=(-2, -1)) for a in (gradient - seen, gradient)]", "norms = [jnp.linalg.norm(a, axis=(-2, -1)) for a in (seen - seen, gradient)]", "verify"),
     M("debug/_verify.py", "jnp.sqrt(coefficient * loss.term_weights / loss.count)", "jnp.sqrt(loss.term_weights / loss.count)", "verify"),
 ]
+# fmt: on
 
 
 def line_of(mutant: Mutant) -> int:

@@ -319,7 +319,7 @@ def check(before, after, expected, step, also=()):
     assert bool(info.rejected) == rejected
     assert int(state.step) == step + 1
     assert int(state.rejected) == int(old_state.rejected) + rejected
-    for name, count in vars(state.faults).items():
+    for name, count in state.faults.as_dict().items():
         assert int(count) == int(getattr(old_state.faults, name)) + (name in faults)
     assert all(np.all(np.isfinite(a)) for a in arrays((params, state)))
     assert np.isfinite(info.update_norm)
@@ -334,7 +334,7 @@ def check(before, after, expected, step, also=()):
 
 
 def faults_of(info):
-    return {name for name, yes in vars(info.faults).items() if yes}
+    return {name for name, yes in info.faults.as_dict().items() if yes}
 
 
 #

@@ -496,7 +496,7 @@ def test_ten_thousand_steps(dtype, periods):
     assert int(state.step) == STEPS
     assert np.array_equal(faults.loss, bad) and np.array_equal(np.isnan(loss), bad)
     assert int(state.rejected) == rejected.sum()
-    for name, happened in vars(faults).items():
+    for name, happened in faults.as_dict().items():
         assert int(getattr(state.faults, name)) == happened.sum()
     assert not np.any(rejected & ~(faults.loss | faults.increase))
     # So are the weights of averages.

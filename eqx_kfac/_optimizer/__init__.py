@@ -1,6 +1,12 @@
-from ._damping import LevenbergMarquardt as LevenbergMarquardt
+from ._damping import (
+    AbstractDamping as AbstractDamping,
+    LevenbergMarquardt as LevenbergMarquardt,
+)
 from ._kfac import KFAC as KFAC
-from ._layer_damping import LayerDamping as LayerDamping
+from ._layer_damping import (
+    AbstractLayerDamping as AbstractLayerDamping,
+    LayerDamping as LayerDamping,
+)
 from ._optax import kfac as kfac, scale_by_kfac as scale_by_kfac
 from ._packing import packed as packed
 from ._quadratic import QuadraticModel as QuadraticModel
@@ -11,4 +17,8 @@ from ._state import (
     Iterates as Iterates,
     KFACState as KFACState,
 )
-from ._trust import TrustRegion as TrustRegion, Window as Window
+from ._trust import (
+    AbstractTrustRegion as AbstractTrustRegion,
+    TrustRegion as TrustRegion,
+    Window as Window,
+)

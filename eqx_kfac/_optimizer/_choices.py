@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 from .._checks import check_count, check_flag, check_instance, check_number
 from .._fisher import AbstractFisher
 from .._solver import AbstractDampedSolver, Cholesky
-from ._damping import LevenbergMarquardt
-from ._layer_damping import LayerDamping
+from ._damping import AbstractDamping
+from ._layer_damping import AbstractLayerDamping, LayerDamping
 from ._quadratic import QuadraticModel
-from ._trust import TrustRegion, Window
+from ._trust import AbstractTrustRegion, TrustRegion, Window
 
 
 # Numbers, or schedules of numbers: their ranges. The state holds their current values.
@@ -25,7 +25,7 @@ NUMBERS = {
     "weight_decay": "at least 0",
     "averaging": "in [0, 1]",
 }
-_RULES = (LevenbergMarquardt, LayerDamping, TrustRegion)
+_RULES = (AbstractDamping, AbstractLayerDamping, AbstractTrustRegion)
 # Integers: the least that they may be.
 _COUNTS = {
     "curvature_period": 1,
@@ -64,9 +64,9 @@ class Rules(NamedTuple):
 
     learning_rate: QuadraticModel | None
     momentum: QuadraticModel | None
-    damping: LevenbergMarquardt | None
-    norm_constraint: TrustRegion | None
-    layer_damping: LayerDamping | None
+    damping: AbstractDamping | None
+    norm_constraint: AbstractTrustRegion | None
+    layer_damping: AbstractLayerDamping | None
 
     def of(self, name: str) -> Any:
         """The rule that was given for a number, if it was one."""
@@ -84,9 +84,9 @@ def rules_of(choices: Mapping[str, Any]) -> Rules:
     return Rules(
         learning_rate=rule("learning_rate", QuadraticModel),
         momentum=rule("momentum", QuadraticModel),
-        damping=rule("damping", LevenbergMarquardt),
-        norm_constraint=rule("norm_constraint", TrustRegion),
-        layer_damping=rule("damping", LayerDamping),
+        damping=rule("damping", AbstractDamping),
+        norm_constraint=rule("norm_constraint", AbstractTrustRegion),
+        layer_damping=rule("damping", AbstractLayerDamping),
     )
 
 
@@ -99,7 +99,7 @@ def resolved(choices: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]
     auto = [name for name in _AUTO if is_auto(choices[name])]
     chosen = {**choices, **{name: _AUTO[name][ruled] for name in auto}}
     if is_auto(choices["solver"]):
-        each = isinstance(chosen["damping"], LayerDamping)
+        each = isinstance(chosen["damping"], AbstractLayerDamping)
         chosen["solver"] = Cholesky(without_bias=each)
     early = () if ruled else [name for name in auto if name in _COUNTS]
     return chosen, frozenset(early)

@@ -1,5 +1,6 @@
 """Damping that adapts."""
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,28 @@ from jaxtyping import Array, Bool, Float, Int
 from .._checks import check_count, check_number, is_number
 
 
-class LevenbergMarquardt(eqx.Module):
+class AbstractDamping(eqx.Module):
+    """A rule for the damping, given how well the quadratic model has predicted the
+    loss. Subclasses say what it is `initial`ly, and when a ratio is `due`. See "Writing
+    your own"."""
+
+    initial: eqx.AbstractVar[Any]
+    # Before the first step, at most so many ratios are measured.
+    calibration: eqx.AbstractVar[int]
+
+    @abc.abstractmethod
+    def due(self, step: Int[Array, ""]) -> Bool[Array, ""]:
+        """Whether the ratio is measured in this step."""
+
+    @abc.abstractmethod
+    def __call__(
+        self, damping: Float[Array, ""], ratio: Float[Array, ""]
+    ) -> Float[Array, ""]:
+        """The next damping, given this one and the reduction ratio: whenever that is due,
+        and after a step that was rejected, when it is NaN."""
+
+
+class LevenbergMarquardt(AbstractDamping):
     r"""Damping that follows how well the quadratic model predicts the loss. Every
     `interval` steps, on the step's own batch, the *reduction ratio*
 
@@ -104,7 +126,7 @@ class LevenbergMarquardt(eqx.Module):
 
 
 def calibrated(
-    rule: LevenbergMarquardt,
+    rule: AbstractDamping,
     damping: Float[Array, ""],
     ratio: Callable[[Float[Array, ""]], Float[Array, ""]],
     due: Bool[Array, ""],

@@ -1,5 +1,6 @@
 """Damping for every layer by itself."""
 
+import abc
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -15,7 +16,24 @@ from .._operator import KroneckerOperator, SeriesOperator, squared_norm, trace, 
 from .._tag import flatten_tags
 
 
-class LayerDamping(eqx.Module):
+class AbstractLayerDamping(eqx.Module):
+    """A rule for the damping of every layer by itself, given its curvature. See "Writing
+    your own"."""
+
+    @property
+    @abc.abstractmethod
+    def initial(self) -> Any:
+        """What the state holds as `damping`; `eqx.tree_at` may change it."""
+
+    @abc.abstractmethod
+    def __call__(
+        self, damping: Float[Array, ""], curvature: Model, model: Model
+    ) -> Model:
+        """The damping of every layer with factors (and of each of a stack), whenever they
+        are factorised: a tree shaped like the model, with a number for every layer."""
+
+
+class LayerDamping(AbstractLayerDamping):
     r"""Damping that is chosen for every layer whenever its curvature is factorised:
 
     $$\lambda_l = \min\Bigl(\lambda, \; r \,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from .._custom_types import Model
 from .._misc import accumulator, difference, names
@@ -19,36 +19,72 @@ from .._operator import is_packed
 _Model = TypeVar("_Model")
 
 
+_FAULTS = (  # In this order. All but the last one reject a step.
+    *("hyperparameters", "loss", "gradient", "curvature", "unseen", "update"),
+    *("increase", "factorisation"),
+)
+
+
+def _fault(name: str, meaning: str) -> Any:
+    index = _FAULTS.index(name)
+    return property(lambda self: self.each[..., index], doc=meaning)
+
+
 class Faults(eqx.Module):
     """What can go wrong in a step. In [`eqx_kfac.Info`][], whether it did; in
     [`eqx_kfac.KFACState`][], how often so far. All but `factorisation` reject the
     step."""
 
-    hyperparameters: Array  # A number in the state was out of its range.
-    loss: Array  # The loss was not finite before the step.
-    gradient: Array  # The loss was finite, its gradient was not.
-    curvature: Array  # Both were finite, the curvature was not, or there is none yet.
-    # A layer's curvature was exactly zero, its gradient was not: it did not come through
-    # the layer's tag (`kfac.verify` names the layer), or from a loss that curvature was
-    # not taken of, or from outputs so certain that they have none. Not looked for in
-    # `KFAC.step` if scalars are added to the loss: they have a gradient only.
-    unseen: Array
-    factorisation: Array  # It could not be inverted: the previous inverse is still used.
-    update: Array  # The update was not finite.
-    increase: Array  # The loss after the step was not finite, or rose by too much.
+    # One array for all: at the border of `jit`, every one takes its time.
+    each: Shaped[Array, "... 8"]
+
+    hyperparameters = _fault(
+        "hyperparameters", "A number in the state was out of its range."
+    )
+    loss = _fault("loss", "The loss was not finite before the step.")
+    gradient = _fault("gradient", "The loss was finite, its gradient was not.")
+    curvature = _fault(
+        "curvature", "Both were finite, the curvature was not, or there is none yet."
+    )
+    unseen = _fault(
+        "unseen",
+        """A layer's curvature was exactly zero, its gradient was not: it did not come
+        through the layer's tag (`kfac.verify` names the layer), or from a loss that
+        curvature was not taken of, or from outputs so certain that they have none. Not
+        looked for in `KFAC.step` if scalars are added to the loss: they have a gradient
+        only.""",
+    )
+    update = _fault("update", "The update was not finite.")
+    increase = _fault(
+        "increase", "The loss after the step was not finite, or rose by too much."
+    )
+    factorisation = _fault(
+        "factorisation", "It could not be inverted: the previous inverse is still used."
+    )
+
+    @classmethod
+    def of(cls, **each: Array) -> "Faults":
+        """**Arguments:** all of them, by name."""
+        return cls(jnp.stack([each[name] for name in _FAULTS], axis=-1))
 
     @property
     def rejecting(self) -> Array:
         """Whether the step was not taken."""
-        steps = self.update | self.increase
-        batches = self.loss | self.gradient | self.curvature | self.unseen
-        return self.hyperparameters | batches | steps
+        return jnp.any(self.each[..., :-1], axis=-1)
+
+    def as_dict(self) -> dict[str, Array]:
+        """All of them, by name."""
+        return {name: getattr(self, name) for name in _FAULTS}
 
     def __repr__(self) -> str:
-        said = {f.name: shown(getattr(self, f.name)) for f in dataclasses.fields(self)}
-        some = {k: v for k, v in said.items() if v not in ("False", "0")}
-        listed = [k if v == "True" else f"{k}={v}" for k, v in some.items()]
-        return f"Faults({', '.join(listed)})"
+        if not eqx.is_array(self.each) or isinstance(self.each, Tracer):
+            return f"Faults({eqx.tree_pformat(self.each)})"
+        each = np.asarray(self.each)
+        if each.ndim > 1:
+            return f"Faults({eqx.tree_pformat(self.each)})"
+        number = lambda n: "" if each.dtype == bool else f"={n}"
+        said = [f"{k}{number(n)}" for k, n in zip(_FAULTS, each, strict=True) if n]
+        return f"Faults({', '.join(said)})"
 
 
 def shown(value: Any) -> str:
@@ -248,12 +284,12 @@ def averaged(model: _Model, state: KFACState) -> _Model:
 
 def init_faults() -> Faults:
     """Nothing went wrong so far."""
-    return Faults(*(jnp.zeros((), jnp.int32) for _ in dataclasses.fields(Faults)))
+    return Faults(jnp.zeros(len(_FAULTS), jnp.int32))
 
 
 def count(faults: Faults, new: Faults) -> Faults:
     """The counts with those of one more step."""
-    return jax.tree.map(lambda n, f: n + f.astype(n.dtype), faults, new)
+    return Faults(faults.each + new.each.astype(faults.each.dtype))
 
 
 def check_state(state: Any, expected: Any) -> None:

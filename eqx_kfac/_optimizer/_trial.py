@@ -118,7 +118,7 @@ class Trial(eqx.Module):
         missed = self.finite & self._unseen()
         known = self.finite & ~missed
         finite_update = known & all_finite(update_norm)
-        faults = Faults(
+        faults = Faults.of(
             hyperparameters=~self.start.in_range,
             loss=~finite_value,
             gradient=finite_value & ~finite_grads,

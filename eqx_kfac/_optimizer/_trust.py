@@ -1,5 +1,6 @@
 """How far a step may go, given the loss; and over which steps parameters are averaged."""
 
+import abc
 from typing import Any
 
 import equinox as eqx
@@ -9,7 +10,24 @@ from jaxtyping import Array, Float, Int
 from .._checks import check_count, check_number
 
 
-class TrustRegion(eqx.Module):
+class AbstractTrustRegion(eqx.Module):
+    """A rule for how far a step may go. See "Writing your own"."""
+
+    @property
+    @abc.abstractmethod
+    def initial(self) -> Any:
+        """What the state holds as `norm_constraint`; `eqx.tree_at` may change it."""
+
+    @abc.abstractmethod
+    def __call__(
+        self, size: Float[Array, ""], value: Float[Array, ""], terms: int | None
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        r"""What $\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle$ and
+        $\langle \delta, \hat F \delta \rangle$ may be at most, given what is in the
+        state, the loss, and the number of its terms if that is known."""
+
+
+class TrustRegion(AbstractTrustRegion):
     r"""Norm constraints that become tighter as the loss falls: of what a step adds to the
     velocity, and of the whole of it,
 
