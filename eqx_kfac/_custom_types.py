@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray, Shaped
@@ -7,6 +8,8 @@ Scalar: TypeAlias = Shaped[ArrayLike, ""]
 FloatScalar: TypeAlias = Float[Array, ""]
 IntScalar: TypeAlias = Int[Array, ""]
 Key: TypeAlias = PRNGKeyArray | Shaped[Array, "2"]
+# A number, or a schedule: a function of the step.
+Numeric: TypeAlias = ArrayLike | Callable[[Any], Any]
 # A PyTree shaped like the user's model. (Spelled out because every level uses it.)
 Model: TypeAlias = Any
 # A tagged layer, or the part of a model-shaped tree (gradients, say) in its place.

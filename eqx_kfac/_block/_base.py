@@ -21,7 +21,7 @@ class Statistics(NamedTuple):
     outputs: PyTree  # Depends on the gradients at the outputs: adds up over pullbacks.
 
 
-def is_statistics(node: Any) -> bool:
+def is_statistics(node: PyTree) -> bool:
     return isinstance(node, Statistics)
 
 

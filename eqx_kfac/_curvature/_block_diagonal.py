@@ -249,5 +249,5 @@ def _diagonal(operator: Any, shift: Array) -> Array:
     return lx.diagonal(operator).reshape(operator.in_structure().shape) + shift
 
 
-def _is_block(node: Any) -> bool:
+def _is_block(node: PyTree) -> bool:
     return isinstance(node, _Block)

@@ -5,6 +5,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
 from .._checks import check_number
+from .._custom_types import Model
 from .._misc import masked, tree_dot
 from .._tag import empty_tags
 from ._base import AbstractObjective
@@ -18,7 +19,7 @@ class L2(AbstractObjective):
     parameters: PyTree[Array]
     coefficient: Any
 
-    def __init__(self, model: Any, coefficient: Any, mask: Any = None):
+    def __init__(self, model: Model, coefficient: Any, mask: Any = None):
         """**Arguments:**
 
         - `model`: any PyTree of parameters. Pass a part of the model to regularise only

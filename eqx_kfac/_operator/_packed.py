@@ -68,7 +68,7 @@ def pack(matrix: Shaped[Array, "*stack n n"]) -> Packed:
     return Packed(jnp.concatenate([triangles, matrix[..., :rows, rows:]], axis=-1))
 
 
-def is_packed(node: Any) -> bool:
+def is_packed(node: PyTree) -> bool:
     return isinstance(node, Packed)
 
 

@@ -5,13 +5,15 @@ from typing import Any
 
 import equinox as eqx
 import jax
+from jaxtyping import PyTree
 
 from .._checks import check_key
+from .._custom_types import Model
 from .._tag import tagged_layers
 from ._state import KFACState
 
 
-def check_init(model: Any) -> None:
+def check_init(model: Model) -> None:
     """Raises for what is no model at all."""
     if isinstance(model, KFACState) or _is_code(model):
         raise TypeError(
@@ -20,7 +22,7 @@ def check_init(model: Any) -> None:
         )
 
 
-def check_step(loss_fn: Any, model: Any, state: Any, key: Any) -> None:
+def check_step(loss_fn: Any, model: Model, state: Any, key: Any) -> None:
     """Raises for arguments of `step` that are in another order, or something else."""
     order = "The order is `optimizer.step(loss_fn, model, state, x, y, key=key)`."
     if not callable(loss_fn):
@@ -36,7 +38,7 @@ def check_step(loss_fn: Any, model: Any, state: Any, key: Any) -> None:
     check_key(key)
 
 
-def check_update(grads: Any, state: Any, model: Any, value: Any) -> None:
+def check_update(grads: Any, state: Any, model: Model, value: Any) -> None:
     """Raises for arguments of `update` that are in another order, or something else."""
     order = "The order is `optimizer.update(grads, state, model, curvature=curvature)`."
     _check_state("update", model, state, order)
@@ -52,7 +54,7 @@ def check_update(grads: Any, state: Any, model: Any, value: Any) -> None:
         )
 
 
-def _check_state(method: str, model: Any, state: Any, order: str) -> None:
+def _check_state(method: str, model: Model, state: Any, order: str) -> None:
     if isinstance(model, KFACState):
         raise TypeError(f"`{method}` got a state in the place of the model. {order}")
     if not isinstance(state, KFACState):
@@ -62,13 +64,13 @@ def _check_state(method: str, model: Any, state: Any, order: str) -> None:
         )
 
 
-def _is_code(node: Any) -> bool:
+def _is_code(node: PyTree) -> bool:
     """Whether it is a function or a class, but no model."""
     is_function = callable(node) and not isinstance(node, eqx.Module)
     return isinstance(node, type) or (is_function and not tagged_layers(node))
 
 
-def _shown(node: Any) -> str:
+def _shown(node: PyTree) -> str:
     """What it is, in a few words."""
     if isinstance(node, jax.Array):
         return f"an array of type {node.dtype} and shape {node.shape}"

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .._checks import check_count, check_flag, check_instance, check_number
+from .._custom_types import Model
 from .._fisher import AbstractFisher
 from .._solver import AbstractDampedSolver, Cholesky
 from ._damping import AbstractDamping
@@ -133,7 +134,7 @@ def check_without_loss(choices: Mapping[str, Any], where: str) -> None:
         )
 
 
-def check_given(choices: Mapping[str, Any], model: Any, value: Any) -> None:
+def check_given(choices: Mapping[str, Any], model: Model, value: Any) -> None:
     """Raises if an argument of `update` is `None` that a choice needs."""
     rules = rules_of(choices)
     needs = [

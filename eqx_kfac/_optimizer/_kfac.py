@@ -1,7 +1,7 @@
 import dataclasses
 import functools as ft
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
@@ -21,7 +21,7 @@ from .._curvature import (
     LinearisedBatch,
     refreshed,
 )
-from .._custom_types import Key, Model
+from .._custom_types import Key, Model, Numeric
 from .._devices import cast_varying, varying_axes, zeros_as_from
 from .._fisher import AbstractFisher, MonteCarlo
 from .._inverse import for_each, refactorise
@@ -38,17 +38,20 @@ from ._choices import (
     Rules,
     rules_of,
 )
-from ._damping import calibrated
+from ._damping import AbstractDamping, calibrated
 from ._fallback import init_fallback, update_fallback
+from ._layer_damping import AbstractLayerDamping
 from ._packing import init_factors
 from ._quadratic import QuadraticModel
 from ._schedule import at, early, when_due
 from ._state import check_state, count, Info, init_faults, init_iterates, KFACState
 from ._trial import Proposal, Start, start, Trial
+from ._trust import AbstractTrustRegion
 from ._turns import Turns, when_in_turn
 
 
 _Model = TypeVar("_Model")
+Auto: TypeAlias = Literal["auto"]
 
 
 class KFAC(eqx.Module):
@@ -109,7 +112,7 @@ class KFAC(eqx.Module):
     curvature_examples: int | None = eqx.field(static=True, converter=plain)
     inverse_period: int = eqx.field(static=True, converter=plain)
     in_turn: bool = eqx.field(static=True)
-    through_rows: bool | Literal["auto"] = eqx.field(static=True)
+    through_rows: bool | Auto = eqx.field(static=True)
     packed: bool = eqx.field(static=True)
     ema: Any = eqx.field(converter=plain)
     burn_in: int = eqx.field(static=True, converter=plain)
@@ -118,25 +121,25 @@ class KFAC(eqx.Module):
 
     def __init__(
         self,
-        learning_rate: Any = 0.1,
-        momentum: Any = 0.9,
-        damping: Any = "auto",
+        learning_rate: Numeric | QuadraticModel = 0.1,
+        momentum: Numeric | QuadraticModel = 0.9,
+        damping: Numeric | AbstractDamping | AbstractLayerDamping | Auto = "auto",
         *,
         fisher: AbstractFisher = MonteCarlo(),
-        solver: AbstractDampedSolver | Literal["auto"] = "auto",
-        damping_ratio: Any = 1.0,
-        norm_constraint: Any = "auto",
-        max_increase: Any = None,
-        weight_decay: Any = None,
+        solver: AbstractDampedSolver | Auto = "auto",
+        damping_ratio: Numeric = 1.0,
+        norm_constraint: Numeric | AbstractTrustRegion | Auto | None = "auto",
+        max_increase: Numeric | None = None,
+        weight_decay: Numeric | None = None,
         weight_decay_mask: Any = None,
-        averaging: Any = "auto",
-        curvature_period: int | Literal["auto"] = "auto",
+        averaging: Numeric | Auto | None = "auto",
+        curvature_period: int | Auto = "auto",
         curvature_examples: int | None = None,
-        inverse_period: int | Literal["auto"] = "auto",
+        inverse_period: int | Auto = "auto",
         in_turn: bool = False,
-        through_rows: bool | Literal["auto"] = "auto",
+        through_rows: bool | Auto = "auto",
         packed: bool = False,
-        ema: Any = 0.95,
+        ema: Numeric = 0.95,
         burn_in: int = 0,
         fallback: optax.GradientTransformation | None = None,
     ):

@@ -6,9 +6,10 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
+from jaxtyping import PyTree
 
 from .._curvature import has_bases, include, refreshed
-from .._custom_types import Model
+from .._custom_types import Model, Numeric
 from .._inverse import precondition, refactorise
 from .._solver import AbstractDampedSolver, Cholesky
 from .._tag import check_covered, is_trainable, map_tags, partition_tagged
@@ -22,12 +23,12 @@ from ._trial import in_range
 
 
 def scale_by_kfac(
-    damping: Any = 0.03,
+    damping: Numeric = 0.03,
     *,
     solver: AbstractDampedSolver = Cholesky(),
     inverse_period: int = 5,
     packed: bool = False,
-    ema: Any = 0.95,
+    ema: Numeric = 0.95,
     fallback: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""K-FAC preconditioning, $\nabla h \mapsto \hat F^{-1} \nabla h$, as an optax
@@ -120,15 +121,15 @@ def scale_by_kfac(
 
 
 def kfac(
-    learning_rate: Any,
-    momentum: Any = 0.9,
-    damping: Any = 0.03,
+    learning_rate: Numeric,
+    momentum: Numeric = 0.9,
+    damping: Numeric = 0.03,
     *,
     solver: AbstractDampedSolver = Cholesky(),
-    norm_constraint: Any = None,
+    norm_constraint: Numeric | None = None,
     inverse_period: int = 5,
     packed: bool = False,
-    ema: Any = 0.95,
+    ema: Numeric = 0.95,
     fallback: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """[`eqx_kfac.KFAC`][] as an optax optimizer: the same arguments, the same steps.
@@ -235,7 +236,7 @@ def _in_place_of(params: Any, fallback: Any) -> dict[str, Any]:
     return dict(curvature=leaf, inverse=leaf, fallback=others)
 
 
-def _is_masked(node: Any) -> bool:
+def _is_masked(node: PyTree) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jaxtyping import PyTree
 
 from .._block import AbstractFactors
 from .._curvature import init_curvature
@@ -63,7 +64,7 @@ def init_factors(
     return zeros_as_from(factors, model)
 
 
-def _packed(node: Any) -> Any:
+def _packed(node: PyTree) -> Any:
     if not _is_state(node):
         return node
     curvature, inverse = _packed_trees(node.curvature, node.inverse)
@@ -83,7 +84,7 @@ def _packed_trees(curvature: Model, inverse: Model) -> tuple[Model, Model]:
     )
 
 
-def _packed_fields(node: Any, stack: int) -> Any:
+def _packed_fields(node: PyTree, stack: int) -> Any:
     """A layer's factors, or their factorisation, with those fields packed that are
     symmetric matrices (not diagonals of such): their types say which."""
 
@@ -95,5 +96,5 @@ def _packed_fields(node: Any, stack: int) -> Any:
     return eqx.tree_at(fields, node, list(map(pack, fields(node)))) if names else node
 
 
-def _is_state(node: Any) -> bool:
+def _is_state(node: PyTree) -> bool:
     return isinstance(node, (KFACState, ScaleByKFACState))

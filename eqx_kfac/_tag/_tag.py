@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jaxtyping import Array, Inexact, Shaped
+from jaxtyping import Array, Inexact, PyTree, Shaped
 from wadler_lindig import AbstractDoc, TextDoc
 
 from .._block import AbstractBlock, check_block, Series, Statistics
@@ -340,7 +340,7 @@ class Tag(eqx.Module):
         return Tag(self.form, self.block, swapped=self.swapped)
 
 
-def _is_none(node: Any) -> bool:
+def _is_none(node: PyTree) -> bool:
     return node is None
 
 

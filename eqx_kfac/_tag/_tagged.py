@@ -8,13 +8,14 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jaxtyping import PyTree
 
-from .._custom_types import Layer, Weights
+from .._custom_types import Layer, Model, Weights
 from .._misc import names
 from ._tag import is_trainable, Tag
 
 
-def is_tagged(node: Any) -> bool:
+def is_tagged(node: PyTree) -> bool:
     """Whether `node` is a tagged layer: a Module with a `tag` that is a `Tag`, or several
     by name, if its parameters are those of several linear maps."""
     tag = getattr(node, "tag", None) if isinstance(node, eqx.Module) else None
@@ -57,7 +58,7 @@ def update_layers(fn: Callable, tree: Any, *rest: Any):
     return jtu.tree_map(apply, tree, *rest, is_leaf=is_tagged)
 
 
-def tagged_layers(model: Any) -> list[tuple[str, Tag, Any]]:
+def tagged_layers(model: Model) -> list[tuple[str, Tag, Any]]:
     """`(path, tag, layer)` for every tag of a model."""
     nodes, _ = jtu.tree_flatten_with_path(model, is_leaf=is_tagged)
     found = []
@@ -69,7 +70,7 @@ def tagged_layers(model: Any) -> list[tuple[str, Tag, Any]]:
 
 
 def flatten_tags(
-    fn: Callable, model: Any, *rest: Any
+    fn: Callable, model: Model, *rest: Any
 ) -> tuple[list[tuple[str, Any]], Any]:
     """`(path, fn(tag, layer, *rest))` for every tag with something to train, and the
     structure of a model-shaped tree that has one leaf for each."""
@@ -88,7 +89,7 @@ class _Leaf:
         self.value = value
 
 
-def check_tagged(model: Any) -> None:
+def check_tagged(model: Model) -> None:
     """Raises if there is nothing in a model that curvature could be collected from, or
     parameters that there is none of."""
     for path, tag, layer in tagged_layers(model):
@@ -150,7 +151,7 @@ class LayerError(ValueError):
 
 
 @contextlib.contextmanager
-def naming_layers(model: Any):
+def naming_layers(model: Model):
     """Adds to any `LayerError` where in `model` the layer is. (A layer does not know its
     path; layers that look alike are all named.)"""
     try:
@@ -167,12 +168,12 @@ def naming_layers(model: Any):
         raise
 
 
-def blank(model: Any) -> Any:
+def blank(model: Model) -> Any:
     """A model-shaped tree with `None` for every tag."""
     return map_tags(lambda *_: None, model)
 
 
-def fill_tags(model: Any, weights: Weights = None, curvature: Any = None) -> Any:
+def fill_tags(model: Model, weights: Weights = None, curvature: Any = None) -> Any:
     """The model with its tags ready to collect. `curvature` is that so far, in whose
     bases some blocks take their statistics."""
 
@@ -182,7 +183,7 @@ def fill_tags(model: Any, weights: Weights = None, curvature: Any = None) -> Any
     return with_tags(fill, model, blank(model) if curvature is None else curvature)
 
 
-def fill_raw(model: Any, slots: Any) -> Any:
+def fill_raw(model: Model, slots: Any) -> Any:
     """The model with its tags ready to hand out rows, where `slots` has any for them."""
 
     def fill(tag, layer, slots):
@@ -191,12 +192,12 @@ def fill_raw(model: Any, slots: Any) -> Any:
     return with_tags(fill, model, slots)
 
 
-def empty_tags(model: Any) -> Any:
+def empty_tags(model: Model) -> Any:
     """The model (or a tree of gradients of it) without its tags' slots."""
     return with_tags(lambda tag, _: tag.empty(), model)
 
 
-def with_tags(fn: Callable, model: Any, *rest: Any) -> Any:
+def with_tags(fn: Callable, model: Model, *rest: Any) -> Any:
     """The model with `fn(tag, layer, *rest)` in the place of each of its tags."""
 
     def apply(layer, *own):
@@ -210,5 +211,5 @@ def with_tags(fn: Callable, model: Any, *rest: Any) -> Any:
     return jtu.tree_map(apply, model, *rest, is_leaf=is_tagged)
 
 
-def _is_tag(node: Any) -> bool:
+def _is_tag(node: PyTree) -> bool:
     return isinstance(node, Tag)

@@ -4,6 +4,7 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax.tree_util as jtu
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from .._block import AbstractBlock, AbstractSharing, check_block, Kronecker
 from .._custom_types import Layer
@@ -120,11 +121,11 @@ def convert(model: _T, blocks: Blocks = None) -> _T:
     return jtu.tree_map(_with_ties, model, is_leaf=_is_shared)
 
 
-def _is_shared(node: Any) -> bool:
+def _is_shared(node: PyTree) -> bool:
     return type(node) is eqx.nn.Shared
 
 
-def _with_ties(node: Any) -> Any:
+def _with_ties(node: PyTree) -> Any:
     if not _is_shared(node):
         return node
     ties = find_ties(node)
