@@ -84,9 +84,9 @@ MUTANTS = [
     M("_fisher/_sampled.py", "s * self.num_samples**-0.5", "s * 1.0", "estimators"),
     M("_fisher/_sampled.py", "keys = own(index * number + jnp.arange(number))", "keys = own(0 * index + jnp.arange(number))", "estimators"),
     # The tag.
-    M("_tag/_tag.py", "axis = 0 if stacked else stack", "axis = 0", "transformations tag"),
-    M("_tag/_tag.py", "stack=stack + stacked,", "stack=stack,", "tag transformations"),
-    M("_tag/_tag.py", "if not isinstance(layout.block, Raw):", "if False:", "tag"),
+    M("_tag/_primitive.py", "axis = 0 if stacked else stack", "axis = 0", "transformations tag"),
+    M("_tag/_primitive.py", "stack=stack + stacked,", "stack=stack,", "tag transformations"),
+    M("_tag/_primitive.py", "if not isinstance(layout.block, Raw):", "if False:", "tag"),
     M("_tag/_tagged.py", "return fn(node.tag, node, node, *nodes)", "return node", "tag layers"),
     # What is linearised.
     M("_curvature/_linearise.py", "ratio = 1.0 if len(terms) == 1 else total / count.astype(total.dtype)", "ratio = 1.0", "losses estimators blocks"),

@@ -14,8 +14,8 @@ from jax.flatten_util import ravel_pytree
 import eqx_kfac as kfac
 from eqx_kfac._inverse._factorise import factorise
 from eqx_kfac._inverse._precondition import precondition
+from eqx_kfac._tag import is_tagged
 from eqx_kfac._tag._partition import partition_tagged
-from eqx_kfac._tag._tagged import is_tagged
 
 from . import reference
 from .test_operators import close, flat, noise, params_of

@@ -16,7 +16,7 @@ import pytest
 
 import eqx_kfac as kfac
 from eqx_kfac._block import AbstractFactors
-from eqx_kfac._tag._tagged import tagged_layers
+from eqx_kfac._tag import tagged_layers
 
 from .plain import plain_kfac
 from .reference import error

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import eqx_kfac as kfac
-from eqx_kfac._tag._tagged import tagged_layers
+from eqx_kfac._tag import tagged_layers
 
 
 N, D, K = 6, 3, 2

@@ -13,7 +13,7 @@ import eqx_kfac as kfac
 from eqx_kfac._inverse._factorise import factorise
 from eqx_kfac._operator import inverse
 from eqx_kfac._optimizer._turns import Turn, Turns
-from eqx_kfac._tag._tagged import map_tags
+from eqx_kfac._tag import map_tags
 
 from .plain import plain_kfac
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import eqx_kfac as kfac
-from eqx_kfac._tag._tagged import flatten_tags
+from eqx_kfac._tag import flatten_tags
 
 from .plain import plain_kfac
 from .test_factorise import Net

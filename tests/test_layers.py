@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import eqx_kfac as kfac
-from eqx_kfac._tag._tagged import fill_tags, tagged_layers
+from eqx_kfac._tag import fill_tags, tagged_layers
 
 from .plain import plain_kfac
 from .reference import error

@@ -5,6 +5,8 @@ import pathlib
 
 import pytest
 
+from .mutants import line_of, MUTANTS
+
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "eqx_kfac"
@@ -45,3 +47,8 @@ def test_imports_point_downwards(path):
 def test_everything_is_drawn():
     here = {p.name.removesuffix(".py") for p in PACKAGE.iterdir()}
     assert set(drawn()) == here - {"__init__", "__pycache__", "_custom_types", "py.typed"}
+
+
+def test_mutants_are_there():
+    """What `mutants.py` changes is still there to be changed."""
+    assert len({(mutant.path, line_of(mutant)) for mutant in MUTANTS}) > 60

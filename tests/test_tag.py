@@ -14,8 +14,8 @@ import pytest
 
 import eqx_kfac as kfac
 from eqx_kfac._block import Statistics
-from eqx_kfac._tag._tag import tag_linear_p, tag_p
-from eqx_kfac._tag._tagged import empty_tags, fill_tags
+from eqx_kfac._tag import empty_tags, fill_tags
+from eqx_kfac._tag._primitive import tag_linear_p, tag_p
 
 
 D_IN, D_OUT, SIZE = 3, 4, 5

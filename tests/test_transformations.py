@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import eqx_kfac as kfac
-from eqx_kfac._tag._tagged import fill_tags
+from eqx_kfac._tag import fill_tags
 
 from .plain import plain_kfac
 from .test_tag import equations_of
