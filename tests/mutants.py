@@ -106,7 +106,7 @@ MUTANTS = [
     M("_tag/_weights.py", "return jnp.mean(weights, axis=tuple(extra))", "return jnp.sum(weights, axis=tuple(extra))", "transformations batches"),
     M("_tag/_partition.py", "return tagged, parameters_of(rest)", "return tagged, rest", "optimizer notebooks"),
     # What a loss function does with the tags.
-    M("_program/_program.py", "untagged = y.sources & ~_source(note.number)", "untagged = y.sources", "program verify"),
+    M("_program/_found.py", "untagged = y.sources & ~source_of(note.number)", "untagged = y.sources", "program verify"),
     M("_program/_program.py", "if changed:", "if False:", "program run"),
     M("_program/_program.py", "if by and untagged:", "if False:", "program verify"),
     M("_program/_program.py", "if unchanged or found.has_few_rows(call):", "if False:", "program"),
