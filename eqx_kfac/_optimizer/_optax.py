@@ -1,12 +1,13 @@
 """The optax faces of K-FAC."""
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from .._curvature import has_bases, include, refreshed
 from .._custom_types import Model, Numeric
@@ -18,8 +19,11 @@ from ._fallback import init_fallback, update_fallback
 from ._kfac import KFAC
 from ._packing import init_factors
 from ._schedule import at, when_due
-from ._state import check_state, ScaleByKFACState
+from ._state import check_state, KFACState, ScaleByKFACState
 from ._trial import in_range
+
+
+_missing = object()
 
 
 def scale_by_kfac(
@@ -70,54 +74,80 @@ def scale_by_kfac(
     )
     check_choices(choices)
     check_without_loss(choices, "kfac.scale_by_kfac")
+    made = _ScaleByKFAC(**choices)
+    return optax.GradientTransformationExtraArgs(made.init, made.update)
 
-    def init(params) -> Any:
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ScaleByKFAC:
+    """The choices of `scale_by_kfac`."""
+
+    damping: Any
+    solver: AbstractDampedSolver
+    inverse_period: int
+    packed: bool
+    ema: Any
+    fallback: Any
+
+    def init(self, params: Model) -> Any:
         params = _unmask(params)
         if _is_placeholder(params):
-            trees = _in_place_of(params, fallback)
+            trees = _in_place_of(params, self.fallback)
         else:
-            check_covered(params, fallback)
-            curvature, inverse = init_factors(params, solver, packed)
-            others = init_fallback(params, fallback)
+            check_covered(params, self.fallback)
+            curvature, inverse = init_factors(params, self.solver, self.packed)
+            others = init_fallback(params, self.fallback)
             trees = dict(curvature=curvature, inverse=inverse, fallback=others)
         step, weight = jnp.zeros((), jnp.int32), jnp.zeros((), float)
         return ScaleByKFACState(step=step, weight=weight, **trees)
 
-    def update(updates, state, params=None, *, curvature=_missing, **extra) -> Any:
+    def update(
+        self, updates, state, params=None, *, curvature=_missing, **extra
+    ) -> tuple[Model, ScaleByKFACState]:
         del extra
         _check_given(curvature, "kfac.scale_by_kfac")
         updates, params = _unmask(updates), _unmask(params)
-        check_state(state, eqx.filter_eval_shape(init, updates))
-        damping_now, rho = at(damping, state.step), at(ema, state.step)
-        fine = _are_in_range(damping=(damping, damping_now), ema=(ema, rho))
+        check_state(state, eqx.filter_eval_shape(self.init, updates))
+        damping, ema = at(self.damping, state.step), at(self.ema, state.step)
+        fine = _are_in_range(damping=(self.damping, damping), ema=(self.ema, ema))
         averaged, weight = state.curvature, state.weight
         if curvature is not None:
             new = _trained(curvature, updates)
-            averaged, weight, _ = include(averaged, weight, updates, new, rho, fine)
-        due = state.step, state.weight, inverse_period
+            averaged, weight, _ = include(averaged, weight, updates, new, ema, fine)
+        averaged, inverse = self._factorised(
+            state, averaged, weight, updates, damping, fine
+        )
+        gradient, _ = partition_tagged(updates)
+        natural = precondition(gradient, averaged, inverse, self.solver, damping)
+        ready = fine & (weight > 0)
+        natural = jtu.tree_map(lambda n: jnp.where(ready, n, 0), natural)
+        others, fallback = update_fallback(updates, state.fallback, params, self.fallback)
+        state = ScaleByKFACState(state.step + 1, averaged, inverse, weight, fallback)
+        return eqx.combine(natural, others), state
+
+    def _factorised(
+        self,
+        state: ScaleByKFACState,
+        curvature: Model,
+        weight: Array,
+        updates: Model,
+        damping: Array,
+        fine: Any,
+    ) -> tuple[Model, Model]:
+        """The curvature, in bases that are its own, and its inverse: anew if due."""
+        due, solver = (state.step, state.weight, self.inverse_period), self.solver
+        old = state.inverse
         if has_bases(updates):
-            averaged = when_due(
-                *due, lambda: refreshed(averaged, updates, solver)[0], averaged, fine
+            curvature = when_due(
+                *due, lambda: refreshed(curvature, updates, solver)[0], curvature, fine
             )
         inverse = when_due(
             *due,
-            lambda: refactorise(state.inverse, averaged, updates, solver, damping_now)[0],
-            state.inverse,
+            lambda: refactorise(old, curvature, updates, solver, damping)[0],
+            old,
             fine,
         )
-        gradient, _ = partition_tagged(updates)
-        natural = precondition(gradient, averaged, inverse, solver, damping_now)
-        ready = fine & (weight > 0)
-        natural = jtu.tree_map(lambda n: jnp.where(ready, n, 0), natural)
-        others, fallback_state = update_fallback(
-            updates, state.fallback, params, fallback
-        )
-        state = ScaleByKFACState(
-            state.step + 1, averaged, inverse, weight, fallback_state
-        )
-        return eqx.combine(natural, others), state
-
-    return optax.GradientTransformationExtraArgs(init, update)
+        return curvature, inverse
 
 
 def kfac(
@@ -165,14 +195,20 @@ def kfac(
         fallback=fallback,
     )
     check_without_loss(vars(optimizer), "kfac.kfac")
-    # Arrays here come from `optax.inject_hyperparams`: they are the current values.
-    chosen = {name: getattr(optimizer, name) for name in NUMBERS}
-    injected = {name: value for name, value in chosen.items() if eqx.is_array(value)}
+    made = _KFAC(optimizer)
+    return optax.GradientTransformationExtraArgs(made.init, made.update)
 
-    def init(params) -> Any:
-        params = _unmask(params)
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _KFAC:
+    """An optimizer, as optax has them."""
+
+    optimizer: KFAC
+
+    def init(self, params: Model) -> KFACState:
+        params, optimizer = _unmask(params), self.optimizer
         if _is_placeholder(params):
-            trees = _in_place_of(params, fallback)
+            trees = _in_place_of(params, optimizer.fallback)
             state = optimizer._init_with(
                 velocity=params, layer_damping=None, iterates=None, **trees
             )
@@ -186,20 +222,20 @@ def kfac(
         return state._replace(**fixed)
 
     def update(
-        updates, state, params=None, *, curvature=_missing, value=None, **extra
-    ) -> Any:
+        self, updates, state, params=None, *, curvature=_missing, value=None, **extra
+    ) -> tuple[Model, KFACState]:
         del extra
         _check_given(curvature, "kfac.kfac")
         updates, params = _unmask(updates), _unmask(params)
         if curvature is not None:
             curvature = _trained(curvature, updates)
+        # Arrays here come from `optax.inject_hyperparams`: they are the current values.
+        chosen = {name: getattr(self.optimizer, name) for name in NUMBERS}
+        injected = {k: v for k, v in chosen.items() if eqx.is_array(v)}
         state = state._replace(**injected)
-        return optimizer.update(updates, state, params, curvature=curvature, value=value)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-_missing = object()
+        return self.optimizer.update(
+            updates, state, params, curvature=curvature, value=value
+        )
 
 
 def _check_given(curvature: Any, name: str) -> None:
