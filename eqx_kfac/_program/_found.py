@@ -145,14 +145,7 @@ def traced(
 ) -> Found:
     """Traces a loss function, and follows what flows through it."""
     places, numbers = places_of(model)
-
-    def noting(tag, layer, number):
-        if number is None:
-            return tag
-        note = Note(0, number, examples)
-        return tag.fill(layer, None).noting(layer, note, spare)
-
-    filled = with_tags(noting, model, numbers)
+    filled = _noted(model, numbers, examples, spare)
     params, static = eqx.partition(filled, eqx.is_inexact_array)
     losses, weights, rest = [], [], []
 
@@ -191,6 +184,18 @@ def traced(
         everything,
         flow.opaque,
     )
+
+
+def _noted(model: Model, numbers: Model, examples: tuple, spare: bool) -> Model:
+    """The model, whose tags collect, and hold their numbers."""
+
+    def noting(tag, layer, number):
+        if number is None:
+            return tag
+        note = Note(0, number, examples)
+        return tag.fill(layer, None).noting(layer, note, spare)
+
+    return with_tags(noting, model, numbers)
 
 
 def _visit(eqn: JaxprEqn, values: list[Value], around: Around) -> Any:

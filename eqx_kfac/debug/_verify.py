@@ -15,6 +15,7 @@ from .._curvature import Batch, linearise
 from .._custom_types import Key, Layer, Model
 from .._devices import over_stack
 from .._fisher import AbstractFisher, Empirical, Exact
+from .._loss import AbstractLoss
 from .._misc import trailing
 from .._program import Program, run
 from .._tag import (
@@ -275,24 +276,31 @@ def _exact_rows(
         jnp.sqrt(coefficient * loss.term_weights / loss.count)[..., None]
         for coefficient, loss in terms
     ]
-    zeros = [jtu.tree_map(jnp.zeros_like, loss.outputs) for _, loss in terms]
 
     def pull(cotangents):
         pairs = zip(cotangents, scales, strict=True)
         scaled = [jtu.tree_map(lambda a: a * s.astype(a.dtype), c) for c, s in pairs]
         return jtu.tree_leaves(pullback(scaled)[0])
 
-    if empirical:
-        scores = [loss.score(loss.targets) for _, loss in terms]
+    losses = [loss for _, loss in terms]
+    return (_of_examples if empirical else _of_outputs)(losses, pull)
 
-        def one(i):
-            return pull([jtu.tree_map(lambda a: _only(a, i), s) for s in scores])
 
-        examples = max(loss.leading[0] for _, loss in terms)
-        return jax.vmap(one)(jnp.arange(examples))
+def _of_examples(losses: list[AbstractLoss], pull: Callable) -> list[Array]:
+    """What is pulled back of the score of every example."""
+    scores = [loss.score(loss.targets) for loss in losses]
 
+    def one(i):
+        return pull([jtu.tree_map(lambda a: _only(a, i), s) for s in scores])
+
+    return jax.vmap(one)(jnp.arange(max(loss.leading[0] for loss in losses)))
+
+
+def _of_outputs(losses: list[AbstractLoss], pull: Callable) -> list[Array]:
+    """What is pulled back of a root of the Fisher at the outputs, column by column."""
+    zeros = [jtu.tree_map(jnp.zeros_like, loss.outputs) for loss in losses]
     rows = []
-    for i, (_, loss) in enumerate(terms):
+    for i, loss in enumerate(losses):
 
         def along(v, i=i, loss=loss):
             return pull([*zeros[:i], loss.fisher_root(v), *zeros[i + 1 :]])
