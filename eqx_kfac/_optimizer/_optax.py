@@ -19,7 +19,7 @@ from ._fallback import init_fallback, update_fallback
 from ._kfac import KFAC
 from ._packing import init_factors
 from ._schedule import at, when_due
-from ._state import check_state, KFACState, ScaleByKFACState
+from ._state import check_state, ScaleByKFACState
 from ._trial import in_range
 
 
@@ -64,7 +64,7 @@ def scale_by_kfac(
         model = eqx.apply_updates(model, updates)
         ```
     """
-    choices = dict(
+    choices: dict[str, Any] = dict(
         damping=damping,
         solver=solver,
         inverse_period=inverse_period,
@@ -101,9 +101,7 @@ class _ScaleByKFAC:
         step, weight = jnp.zeros((), jnp.int32), jnp.zeros((), float)
         return ScaleByKFACState(step=step, weight=weight, **trees)
 
-    def update(
-        self, updates, state, params=None, *, curvature=_missing, **extra
-    ) -> tuple[Model, ScaleByKFACState]:
+    def update(self, updates, state, params=None, *, curvature=_missing, **extra) -> Any:
         del extra
         _check_given(curvature, "kfac.scale_by_kfac")
         updates, params = _unmask(updates), _unmask(params)
@@ -205,7 +203,7 @@ class _KFAC:
 
     optimizer: KFAC
 
-    def init(self, params: Model) -> KFACState:
+    def init(self, params: Model) -> Any:
         params, optimizer = _unmask(params), self.optimizer
         if _is_placeholder(params):
             trees = _in_place_of(params, optimizer.fallback)
@@ -223,7 +221,7 @@ class _KFAC:
 
     def update(
         self, updates, state, params=None, *, curvature=_missing, value=None, **extra
-    ) -> tuple[Model, KFACState]:
+    ) -> Any:
         del extra
         _check_given(curvature, "kfac.kfac")
         updates, params = _unmask(updates), _unmask(params)

@@ -78,10 +78,10 @@ class Faults(eqx.Module):
 
     def __repr__(self) -> str:
         if not eqx.is_array(self.each) or isinstance(self.each, Tracer):
-            return f"Faults({eqx.tree_pformat(self.each)})"
+            return f"Faults({eqx.tree_pformat(self.each, struct_as_array=True)})"
         each = np.asarray(self.each)
         if each.ndim > 1:
-            return f"Faults({eqx.tree_pformat(self.each)})"
+            return f"Faults({eqx.tree_pformat(self.each, struct_as_array=True)})"
         number = lambda n: "" if each.dtype == bool else f"={n}"
         said = [f"{k}{number(n)}" for k, n in zip(_FAULTS, each, strict=True) if n]
         return f"Faults({', '.join(said)})"
@@ -92,7 +92,9 @@ def shown(value: Any) -> str:
     if eqx.is_array(value) and value.ndim == 0 and not isinstance(value, Tracer):
         number = value.item()
         return f"{number:.4g}" if isinstance(number, float) else str(number)
-    return repr(value) if isinstance(value, Faults) else eqx.tree_pformat(value)
+    if isinstance(value, Faults):
+        return repr(value)
+    return eqx.tree_pformat(value, struct_as_array=True)
 
 
 class Iterates(eqx.Module):

@@ -162,8 +162,9 @@ class Flow:
             shapes = tuple(str(atom.aval) for atom, u in pairs if u)
         sources = all_sources(values)
         results = []
-        for i, out in enumerate(eqn.outvars):
-            smooth = name not in _FLAT and jnp.issubdtype(out.aval.dtype, jnp.inexact)
+        avals: list[Any] = [out.aval for out in eqn.outvars]
+        for i, aval in enumerate(avals):
+            smooth = name not in _FLAT and jnp.issubdtype(aval.dtype, jnp.inexact)
             kept = sources if smooth else sources & self.kept
             parts = "of", name, keys, shapes, _static(eqn.params), i
             results.append(self.source(*parts, sources=kept))

@@ -11,7 +11,7 @@ import jax
 import jax.tree_util as jtu
 from jax.extend.core import JaxprEqn
 
-from .._custom_types import Layer, Model, Weights
+from .._custom_types import Layer, Model
 from .._tag import (
     flatten_tags,
     Note,
@@ -67,7 +67,7 @@ class Found(NamedTuple):
     places: list[Place]
     calls: list[Call]
     terms: tuple[tuple[int, ...], ...]  # The shapes of the losses' terms.
-    weights: Weights  # Of the examples, as an abstract value.
+    weights: Any  # Of the examples, as an abstract value.
     outputs: list[Value]  # Of the losses.
     everything: dict[str, Value]  # What the objective consists of, by path.
     opaque: bool
@@ -207,7 +207,7 @@ def _visit(eqn: JaxprEqn, values: list[Value], around: Around) -> Any:
         return None
     params = eqn.params
     layout, stack = params["layout"], params["stack"]
-    avals = [atom.aval for atom in eqn.invars]
+    avals: list[Any] = [atom.aval for atom in eqn.invars]
     note = layout.note(avals)
     if note is None:  # Of curvature that the loss function itself collects.
         return values[:1], []

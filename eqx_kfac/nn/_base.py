@@ -21,8 +21,7 @@ class AbstractTagged(eqx.Module):
     tag: eqx.AbstractVar[Any]  # A `Tag`, or several by name.
     default: ClassVar[AbstractBlock]
 
-    # Subclasses say that they have it: of Modules that have none of their own, type
-    # checkers make a constructor from the fields.
+    # Subclasses have a constructor, too: else, type checkers make one from the fields.
     def __init__(self, *args: Any, block: AbstractBlock | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if block is not None:

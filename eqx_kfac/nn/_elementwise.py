@@ -16,7 +16,8 @@ from ._base import TaggedParameters
 class LayerNorm(TaggedParameters, eqx.nn.LayerNorm):
     """`equinox.nn.LayerNorm`, with a tag at its weight and bias."""
 
-    __init__ = TaggedParameters.__init__
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
 
     @staticmethod
     def ranks(layer: Layer) -> dict[str, int]:
@@ -26,7 +27,8 @@ class LayerNorm(TaggedParameters, eqx.nn.LayerNorm):
 class RMSNorm(TaggedParameters, eqx.nn.RMSNorm):
     """`equinox.nn.RMSNorm`, with a tag at its weight and bias."""
 
-    __init__ = TaggedParameters.__init__
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
 
     @staticmethod
     def ranks(layer: Layer) -> dict[str, int]:
@@ -36,7 +38,8 @@ class RMSNorm(TaggedParameters, eqx.nn.RMSNorm):
 class GroupNorm(TaggedParameters, eqx.nn.GroupNorm):
     """`equinox.nn.GroupNorm`, with a tag at its weight and bias."""
 
-    __init__ = TaggedParameters.__init__
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
 
     @staticmethod
     def ranks(layer: Layer) -> dict[str, int]:
@@ -48,7 +51,8 @@ class BatchNorm(TaggedParameters, eqx.nn.BatchNorm):
     are where they were. (What one example's normalisation owes to the others is in the
     gradient, but not in the curvature of one example.)"""
 
-    __init__ = TaggedParameters.__init__
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
 
     @staticmethod
     def ranks(layer: Layer) -> dict[str, int]:
@@ -69,7 +73,8 @@ class BatchNorm(TaggedParameters, eqx.nn.BatchNorm):
 class PReLU(TaggedParameters, eqx.nn.PReLU):
     """`equinox.nn.PReLU`, with a tag at its slope."""
 
-    __init__ = TaggedParameters.__init__
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
 
     @staticmethod
     def ranks(layer: Layer) -> dict[str, int]:

@@ -15,7 +15,8 @@ class Embedding(TaggedOutputs, eqx.nn.Embedding):
     """`equinox.nn.Embedding`, with a tag. Of the input factor only the diagonal exists:
     how often each row was looked up."""
 
-    __init__ = TaggedOutputs.__init__
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
 
     def check_dtype(self, x: Any) -> None:
         check_integer(self, x)

@@ -12,7 +12,8 @@ class Linear(TaggedOutputs, eqx.nn.Linear):
     """A drop-in for `equinox.nn.Linear` from which curvature can be collected. Same
     constructor, same leaves, same outputs; `isinstance(layer, eqx.nn.Linear)` holds."""
 
-    __init__ = TaggedOutputs.__init__
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
 
     def __call__(
         self, x: Shaped[Array, "..."], *, key: Any = None

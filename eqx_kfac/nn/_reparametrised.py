@@ -23,7 +23,8 @@ class WeightNorm(AbstractTagged, eqx.nn.WeightNorm):
     the weight of the layer inside, as if the norm that divides it were fixed, and at the
     scale `g` and the bias."""
 
-    __init__ = AbstractTagged.__init__
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
 
     tag: dict[str, Tag]
     default = Kronecker()
@@ -53,7 +54,8 @@ class SpectralNorm(AbstractTagged, eqx.nn.SpectralNorm):
     the weight of the layer inside, as if the norm that divides it were fixed, and at the
     bias."""
 
-    __init__ = AbstractTagged.__init__
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
 
     tag: dict[str, Tag]
     default = Kronecker()

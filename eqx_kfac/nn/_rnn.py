@@ -21,7 +21,8 @@ class LSTMCell(AbstractTagged, eqx.nn.LSTMCell):
     """`equinox.nn.LSTMCell`, with a tag: one linear map of the input and the hidden state
     onto all four gates."""
 
-    __init__ = AbstractTagged.__init__
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
 
     tag: Tag
     default = Kronecker()
@@ -53,7 +54,8 @@ class GRUCell(AbstractTagged, eqx.nn.GRUCell):
     state onto the two gates, and those of each of them onto the candidate, which the
     cell keeps apart."""
 
-    __init__ = AbstractTagged.__init__
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
 
     tag: dict[str, Tag]
     default = Kronecker()
