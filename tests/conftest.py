@@ -36,29 +36,28 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 _checked = beartype(conf=BeartypeConf(strategy=BeartypeStrategy.On))
 
 
-# The functions whose types are checked, and those of them that were called.
-checked, called = set(), set()
-
-
 def typechecked(fn):
     """Checks types and shapes where there are any annotations: functions within functions
     mostly have none, and would be decorated at every call."""
-    name = f"{fn.__module__}.{fn.__qualname__}"
-    checked.add(name)
     hints = [hint for hint in fn.__annotations__.values() if hint is not Any]
-    check = _checked(fn) if hints else fn
-
-    def noted(*args, **kwargs):
-        called.add(name)
-        return check(*args, **kwargs)
-
-    return noted
+    return _checked(fn) if hints else fn
 
 
-# All functions check the types of their arguments, for which tests take twice as long: in
-# the interpreter that `test_types.py` starts.
+# Of these, every function is called without end while a loss function is looked at.
+_HOT = {"_devices", "_flow", "_found", "_misc", "_rows", "_tagged", "_uses"}
+
+
+def check_types():
+    """Everything else that is imported from now on checks the types of its arguments."""
+    package = Path(__file__).parent.parent / "eqx_kfac"
+    paths = [p for p in package.rglob("*.py") if p.stem not in {"__init__", *_HOT}]
+    names = [".".join(p.relative_to(package).with_suffix("").parts) for p in paths]
+    install_import_hook([f"eqx_kfac.{n}" for n in names], "tests.conftest.typechecked")
+
+
+# For which tests take longer: in the interpreter that `test_types.py` starts.
 if os.environ.get("CHECK_TYPES") == "1":
-    install_import_hook("eqx_kfac", "tests.conftest.typechecked")
+    check_types()
 
 
 @pytest.fixture
@@ -68,15 +67,9 @@ def getkey():
     return lambda: jax.random.key(next(counter))
 
 
-def _memory_maps() -> int:
-    maps = Path("/proc/self/maps")
-    return len(maps.read_bytes().splitlines()) if maps.exists() else 10**9
-
-
 @pytest.fixture(scope="module", autouse=True)
 def forget_compiled_functions():
     """Every compiled function holds memory maps, of which a process may have only so
-    many (65,530 on Linux); one that runs hundreds of tests would crash in the end."""
+    many; one that runs hundreds of tests would crash in the end."""
     yield
-    if _memory_maps() > 25_000:
-        jax.clear_caches()
+    jax.clear_caches()

@@ -507,16 +507,14 @@ def wrong(program: Program, found: Oracle, model: Any, curvature: Any) -> list[s
     """The layers whose curvature is not what it should be."""
     bad = []
     layers = zip(
-        kfac._tagged.flatten_tags(lambda tag, layer: (tag, layer), model)[0],
-        kfac._tagged.flatten_tags(lambda tag, layer, f: f, model, curvature)[0],
+        kfac._tag.flatten_tags(lambda tag, layer: (tag, layer), model)[0],
+        kfac._tag.flatten_tags(lambda tag, layer, f: f, model, curvature)[0],
         strict=True,
     )
     for (path, (tag, layer)), (_, factors) in layers:
         gradients = [
             dict(
-                kfac._tagged.flatten_tags(
-                    lambda t, m: jax.vmap(t.form.to_matrix)(m), own
-                )[0]
+                kfac._tag.flatten_tags(lambda t, m: jax.vmap(t.form.to_matrix)(m), own)[0]
             )
             for own in (eqx.combine(m, model_like(model)) for m in found.models)
         ]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 
 class Value(NamedTuple):
@@ -73,7 +73,7 @@ class Flow:
 
     def follow(
         self,
-        jaxpr: Jaxpr,
+        jaxpr: Any,
         consts: Sequence[Value],
         inputs: Sequence[Value],
         around: Around = Around(),
@@ -131,7 +131,7 @@ class Flow:
             return self._unknown(eqn, values, inner)
         return self._operation(eqn, values)
 
-    def _closed(self, jaxpr: Jaxpr, values: list[Value], around: Around) -> list[Value]:
+    def _closed(self, jaxpr: Any, values: list[Value], around: Around) -> list[Value]:
         consts = map(self.constant, getattr(jaxpr, "consts", ()))
         return self.follow(_open(jaxpr), list(consts), values, around)
 
@@ -315,7 +315,7 @@ def _jaxprs(value: Any) -> Iterator[Any]:
             yield from _jaxprs(item)
 
 
-def _open(jaxpr: Jaxpr) -> Any:
+def _open(jaxpr: Any) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 

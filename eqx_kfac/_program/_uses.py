@@ -7,7 +7,6 @@ import equinox as eqx
 import jax
 import numpy as np
 from jax.core import eval_jaxpr, Tracer
-from jax.extend.core import Jaxpr
 from jax.interpreters import partial_eval
 
 from .._tag import use_p
@@ -52,13 +51,13 @@ def depends(fn: Callable, *args: Any) -> bool:
     return any(part_of(closed.jaxpr, everything)[2])
 
 
-def part_of(jaxpr: Jaxpr, wanted: Sequence[bool]) -> tuple[Any, list[bool], list[bool]]:
+def part_of(jaxpr: Any, wanted: Sequence[bool]) -> tuple[Any, list[bool], list[bool]]:
     """The part of a jaxpr that some of its outputs need; and which constants and inputs
     it has."""
     return partial_eval.dce_jaxpr_consts(jaxpr, wanted)
 
 
-def _needed(jaxpr: Jaxpr, consts: Sequence[Any], wanted: list[bool]) -> Any:
+def _needed(jaxpr: Any, consts: Sequence[Any], wanted: list[bool]) -> Any:
     """The part of a jaxpr that some of its outputs need, and whether it needs no data."""
     jaxpr, used_consts, used_inputs = part_of(jaxpr, wanted)
     consts = [c for c, used in zip(consts, used_consts, strict=True) if used]
@@ -83,7 +82,7 @@ def _silent(value):
     return value.replace(eqns=eqns, effects=set())
 
 
-def contains(jaxpr: Jaxpr, name: str) -> bool:
+def contains(jaxpr: Any, name: str) -> bool:
     return any(eqn.primitive.name == name for eqn in _equations(jaxpr))
 
 
