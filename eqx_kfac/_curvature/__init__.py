@@ -24,4 +24,3 @@ from ._model_operator import (
     GaussNewton as GaussNewton,
     Hessian as Hessian,
 )
-from ._places import Used as Used, used_places as used_places

@@ -4,10 +4,5 @@ from ._factorise import (
     for_each as for_each,
     refactorise as refactorise,
 )
-from ._precondition import (
-    precondition as precondition,
-    solutions as solutions,
-    solvable as solvable,
-    with_matrices as with_matrices,
-)
+from ._precondition import precondition as precondition
 from ._through_rows import precondition_through_rows as precondition_through_rows

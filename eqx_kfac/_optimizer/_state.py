@@ -77,14 +77,12 @@ class Faults(eqx.Module):
         return {name: getattr(self, name) for name in _FAULTS}
 
     def __repr__(self) -> str:
-        if not eqx.is_array(self.each) or isinstance(self.each, Tracer):
-            return f"Faults({eqx.tree_pformat(self.each, struct_as_array=True)})"
-        each = np.asarray(self.each)
-        if each.ndim > 1:
-            return f"Faults({eqx.tree_pformat(self.each, struct_as_array=True)})"
+        each = self.each
+        if not eqx.is_array(each) or isinstance(each, Tracer) or each.ndim > 1:
+            return f"Faults({shown(each)})"
         number = lambda n: "" if each.dtype == bool else f"={n}"
-        said = [f"{k}{number(n)}" for k, n in zip(_FAULTS, each, strict=True) if n]
-        return f"Faults({', '.join(said)})"
+        found = zip(_FAULTS, np.asarray(each), strict=True)
+        return f"Faults({', '.join(f'{name}{number(n)}' for name, n in found if n)})"
 
 
 def shown(value: Any) -> str:
