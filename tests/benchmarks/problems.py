@@ -239,8 +239,14 @@ def stacked(depth: int, batch: int = 128, width: int = 128) -> Problem:
 #
 
 
-def convnet(batch: int = 128, toy: bool = False) -> Problem:
-    widths, size = ((4, 4), 8) if toy else ((32, 64, 64), 16)
+def convnet(
+    batch: int = 128,
+    toy: bool = False,
+    widths: tuple[int, ...] = (32, 64, 64),
+    size: int = 16,
+) -> Problem:
+    if toy:
+        widths, size = (4, 4), 8
     keys = jax.random.split(jax.random.key(0), len(widths) + 3)
     layers, counts, channels, params = [], [], 1, []
     for i, (width, key) in enumerate(zip(widths, keys)):
@@ -362,9 +368,12 @@ def _plain_transformer(net: Any, heads: int) -> Plain:
     return Plain(params, loss)
 
 
-def transformer(batch: int = 32, toy: bool = False) -> Problem:
-    module = example("transformer")
-    width, depth, length, heads = (8, 1, 10, 4) if toy else (64, 4, 40, 4)
+def transformer(
+    batch: int = 32, toy: bool = False, width: int = 64, depth: int = 4, length: int = 40
+) -> Problem:
+    module, heads = example("transformer"), 4
+    if toy:
+        width, depth, length = 8, 1, 10
     net = module.Transformer(length, width, depth, jax.random.key(0))
     size, rows = len(module.CHARACTERS), batch * length
     text = jax.random.randint(jax.random.key(1), (batch, length + 1), 0, size)
