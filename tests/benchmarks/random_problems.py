@@ -265,13 +265,14 @@ def main() -> None:
         adam = train(with_adam, drawn, options.steps, longer)
         results.append(dict(problem=str(drawn), longer=longer, kfac=ours, adam=adam))
         sign = lambda theirs: "<" if ours.end < theirs else ">"
-        print(
-            f"{drawn}: {ours.start:.4g} -> {ours.end:.4g} "
-            f"{sign(adam.end)} {adam.end:.4g} of Adam, {sign(adam.longer)} {adam.longer:.4g} after {longer} steps, "
-            f"{ours.rejected} rejected ({time.perf_counter() - begun:.0f} s)"
-            f"{'' if ours.end < ours.start else '  ROSE'}",
-            flush=True,
-        )
+        told = [
+            f"{drawn}: {ours.start:.4g} -> {ours.end:.4g}",
+            f"{sign(adam.end)} {adam.end:.4g} of Adam",
+            f"{sign(adam.longer)} {adam.longer:.4g} after {longer} steps",
+            f"{ours.rejected} rejected ({time.perf_counter() - begun:.0f} s)",
+        ]
+        rose = "" if ours.end < ours.start else ", ROSE"
+        print(", ".join(told) + rose, flush=True)
         jax.clear_caches()
         if options.out is not None:
             options.out.write_text(json.dumps(results, indent=1))
