@@ -12,6 +12,7 @@ import pytest
 import eqx_kfac as kfac
 from eqx_kfac._inverse._factorise import factorise
 from eqx_kfac._operator import inverse
+from eqx_kfac._operator._factor import _inverse_whole
 from eqx_kfac._optimizer._turns import Turn, Turns
 from eqx_kfac._tag import map_tags
 
@@ -100,6 +101,23 @@ def test_equal_shapes_are_decomposed_together(problem):
         return re.findall(r'custom_call_target="lapack_dpotrf', text)
 
     assert len(lowered(kfac.Cholesky())) == 4
+
+
+@pytest.mark.parametrize("size", [3, 30, 401, 850])
+def test_inverse_of_every_platform(size):
+    """By halves on CPU, of large ones; elsewhere without any product."""
+    x = jax.random.normal(jax.random.key(0), (2 * size, size))
+    matrix = x.T @ x / size + 0.1 * jnp.eye(size)
+    want = np.linalg.inv(matrix)
+    for fn in (inverse, _inverse_whole):
+        np.testing.assert_allclose(fn(matrix), want, rtol=1e-9, atol=1e-11)
+        assert np.max(np.abs(fn(matrix + 1e-3) - want)) > 1e-5
+
+    def products(platform):
+        traced = jax.jit(inverse).trace(matrix)
+        return "dot_general" in traced.lower(lowering_platforms=(platform,)).as_text()
+
+    assert products("cpu") and not products("cuda")
 
 
 def test_lapack_is_not_called_for_batches(problem):

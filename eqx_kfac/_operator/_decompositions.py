@@ -13,11 +13,14 @@ from jaxtyping import Array
 from .._devices import explicit_sharding
 
 
-def one_by_one(fn: Callable[[Array], Any]) -> Callable[[Array], Any]:
+def one_by_one(
+    fn: Callable[[Array], Any], elsewhere: Callable[[Array], Any] | None = None
+) -> Callable[[Array], Any]:
     """`fn(matrix)`; on CPU, `vmap` takes one matrix after the other. Batched calls of
     LAPACK wait for threads there (JAX 0.10 to 0.12), and two of them at the same time,
-    each holding one, wait for ever."""
+    each holding one, wait for ever. `elsewhere(matrix)` is the same on other devices."""
     fn = jax.jit(fn)
+    elsewhere = fn if elsewhere is None else elsewhere
 
     @custom_vmap
     def alone(matrix):
@@ -33,7 +36,7 @@ def one_by_one(fn: Callable[[Array], Any]) -> Callable[[Array], Any]:
 
     @jax.custom_jvp  # For `custom_vmap` has no reverse mode.
     def on_any_platform(matrix):
-        return jax.lax.platform_dependent(matrix, cpu=alone, default=fn)
+        return jax.lax.platform_dependent(matrix, cpu=alone, default=elsewhere)
 
     @on_any_platform.defjvp
     def _(primals, tangents):

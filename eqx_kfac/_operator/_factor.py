@@ -60,12 +60,12 @@ def inverse(factor: Factor) -> Factor:
 def _inverse(factor: Float[Array, "d d"], root: bool = False) -> tuple[Array, Any]:
     r"""$M^{-1} = X^\top X$ and, if wanted, the inverse $X = L^{-1}$ of the Cholesky
     factor. Where it is large, by halves: then most of the work is products of full
-    matrices, which are faster than decompositions. The Schur complement is computed from
-    the first half's root, not from its inverse: as exact as a Cholesky decomposition."""
+    matrices, which are faster than decompositions on a CPU. The Schur complement is
+    computed from the first half's root, not from its inverse: as exact as a Cholesky
+    decomposition."""
     size = factor.shape[0]
     if size <= _WHOLE:
-        # A transposed symmetric matrix is the same one, in the order that LAPACK reads.
-        lower = cholesky(factor.T, symmetrize_input=False)
+        lower = _root(factor)
         x = triangular_solve(lower, identity(factor), left_side=True, lower=True)
         return _product(x, x, 0, 0), x
     half = size // 2
@@ -82,7 +82,21 @@ def _inverse(factor: Float[Array, "d d"], root: bool = False) -> tuple[Array, An
     return inverse, jnp.block([[x, jnp.zeros_like(below.T)], [-matmul(y, below), y]])
 
 
-_inverse_of_one = one_by_one(lambda matrix: _inverse(matrix)[0])
+def _inverse_whole(factor: Float[Array, "d d"]) -> Float[Array, "d d"]:
+    """The same without products: for GPUs, whose decompositions are fast enough, and for
+    which every product of another shape takes seconds to compile."""
+    lower = _root(factor)
+    half = triangular_solve(lower, identity(factor), left_side=True, lower=True)
+    return triangular_solve(lower, half, left_side=True, lower=True, transpose_a=True)
+
+
+def _root(factor: Float[Array, "d d"]) -> Float[Array, "d d"]:
+    """The Cholesky factor."""
+    # A transposed symmetric matrix is the same one, in the order that LAPACK reads.
+    return cholesky(factor.T, symmetrize_input=False)
+
+
+_inverse_of_one = one_by_one(lambda matrix: _inverse(matrix)[0], _inverse_whole)
 
 
 def _product(a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
