@@ -1,5 +1,6 @@
 """The tag of a layer: what it is linear in, what is kept, and slots for it."""
 
+import functools as ft
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -68,7 +69,7 @@ class Tag(eqx.Module):
         self.form = form
         self.block = block
         self.swapped = swapped
-        self.places = (None,) * self._holder.num_leaves
+        self.places = (None,) * _holder(form, block).num_leaves
         self.also = None
 
     def __pdoc__(self, **kwargs: Any) -> AbstractDoc:
@@ -81,18 +82,9 @@ class Tag(eqx.Module):
         return TextDoc(f"Tag(form={form}(), block={block}({sharing}){collecting})")
 
     @property
-    def _holder(self) -> Any:
-        """The structure of what is held."""
-        block, form = self.block, self.form
-        trained = (None,) * len(form.names) if isinstance(form, Parameters) else None
-        basis, raw, seen = block.empty_basis(), Raw().empty(), Sight().empty()
-        empty = Held(block.empty(), None, basis, trained, raw, seen)
-        return jtu.tree_structure(empty, is_leaf=_is_none)
-
-    @property
     def held(self) -> Held:
         """What it holds."""
-        return self._holder.unflatten(self.places)
+        return _holder(self.form, self.block).unflatten(self.places)
 
     @property
     def slots(self) -> Statistics:
@@ -289,7 +281,7 @@ class Tag(eqx.Module):
         return self._holding(other.held._replace(trained=self.held.trained))
 
     def _holding(self, held: Held) -> "Tag":
-        places = tuple(self._holder.flatten_up_to(held))
+        places = tuple(_holder(self.form, self.block).flatten_up_to(held))
         return eqx.tree_at(lambda tag: tag.places, self, places, is_leaf=_is_none)
 
     def _marks(self, layer: Layer) -> tuple[Array | None, ...] | None:
@@ -309,6 +301,15 @@ class Tag(eqx.Module):
 
 def _is_none(node: PyTree) -> bool:
     return node is None
+
+
+@ft.cache  # For every tag asks again and again.
+def _holder(form: AbstractForm, block: AbstractBlock) -> Any:
+    """The structure of what is held."""
+    trained = (None,) * len(form.names) if isinstance(form, Parameters) else None
+    basis, raw, seen = block.empty_basis(), Raw().empty(), Sight().empty()
+    empty = Held(block.empty(), None, basis, trained, raw, seen)
+    return jtu.tree_structure(empty, is_leaf=_is_none)
 
 
 def is_trainable(tag: Tag, layer: Layer) -> bool:
