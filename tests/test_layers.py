@@ -276,7 +276,8 @@ def data(names):
     xs = {name: inputs_of(name) for name in names}
     targets = {}
     for name in names:
-        y = jax.eval_shape(lambda x: run(name, *make(name), x), xs[name])
+        layer, state = make(name)  # Not while it is traced: what is made is kept.
+        y = jax.eval_shape(lambda x: run(name, layer, state, x), xs[name])
         targets[name] = jr.normal(jr.key(len(name)), (N, y.size // N))
     return xs, targets
 
