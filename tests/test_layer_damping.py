@@ -66,9 +66,9 @@ def expected(rule, model, curvature, most=MOST):
 
 BLOCKS = [kfac.Kronecker(), kfac.EKFAC(), kfac.Full(), kfac.Diagonal(), kfac.TNT()]
 RULES = [  # What is the least: the part of all curvature, the change, or the most.
-    kfac.LayerDamping(MOST, share=1e-3, change=1e3),
-    kfac.LayerDamping(MOST, share=1e3, change=1e-2),
-    kfac.LayerDamping(MOST, share=1e3, change=1e3),
+    kfac.LayerDamping(MOST, share=1e-3, change=1e3, power=0.0),
+    kfac.LayerDamping(MOST, share=1e3, change=1e-2, power=0.0),
+    kfac.LayerDamping(MOST, share=1e3, change=1e3, power=0.0),
 ]
 
 
@@ -142,11 +142,32 @@ def test_one_number_for_all_is_a_number(solver, in_turn, packed):
     assert close(results[0], results[1]) and not close(results[0], results[2])
 
 
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
+def test_a_small_loss(power):
+    """Of a regression that is nearly done, the Fisher is what it was, but not the
+    damping."""
+    model = make_model()
+    rule = kfac.LayerDamping(MOST, share=1e3, change=1e3, power=power)
+    curvature = curvature_of(model)
+    for value, part in ((1e-2, 1e-2**power), (-1e-2, 1e-2**power), (3.0, 1.0), (0, None)):
+        given = jtu.tree_leaves(rule(jnp.array(MOST), curvature, model, jnp.array(value)))
+        least = 1e-4 if power > 0 else 1.0
+        part = least if part is None else part
+        for damping in given:
+            np.testing.assert_allclose(damping, MOST * part, rtol=1e-10)
+    scaled = lambda model, x, y: 1e-3 * loss_fn(model, x, y)
+    optimizer = plain_kfac(0.1, damping=rule, fisher=EXACT)
+    _, state, info = optimizer.step(scaled, model, optimizer.init(model), X, Y)
+    assert info.loss < 0.1
+    for damping in jtu.tree_leaves(state.layer_damping):
+        np.testing.assert_allclose(damping, MOST * info.loss**power, rtol=1e-10)
+
+
 def test_the_damping_ratio_counts():
     model = make_model()
     updates = []
     for most, ratio in ((MOST, 0.5), (0.5 * MOST, 1.0)):
-        rule = kfac.LayerDamping(most, share=1e3, change=1e3)
+        rule = kfac.LayerDamping(most, share=1e3, change=1e3, power=0.0)
         optimizer = plain_kfac(0.1, damping=rule, damping_ratio=ratio, fisher=EXACT)
         new, _, _ = optimizer.step(loss_fn, model, optimizer.init(model), X, Y)
         updates.append(jtu.tree_leaves(eqx.filter(new, eqx.is_array)))
@@ -271,3 +292,5 @@ def test_what_is_refused():
         grads = jtu.tree_map(jnp.ones_like, eqx.filter(model, eqx.is_array))
         state = optimizer.init(model)
         optimizer.update(grads, state, None, curvature=curvature_of(model))
+    with pytest.raises(ValueError, match="damping=LayerDamping.*needs the `value`"):
+        optimizer.update(grads, state, model, curvature=curvature_of(model))

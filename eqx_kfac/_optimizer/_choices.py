@@ -140,6 +140,7 @@ def check_given(choices: Mapping[str, Any], model: Model, value: Any) -> None:
     needs = [
         ("averaging", choices["averaging"], "model", model),
         ("damping", rules.layer_damping, "model", model),
+        ("damping", rules.layer_damping, "value", value),
         ("norm_constraint", rules.norm_constraint, "value", value),
     ]
     for name, chosen, argument, given in needs:

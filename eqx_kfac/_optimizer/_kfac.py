@@ -441,7 +441,7 @@ class KFAC(eqx.Module):
             return refactorise(inverse, curvature, grads, self.solver, strength)
 
         damping = self._calibrated(trial, factorise)
-        each = self._layer_damping(model, state, curvature, finite)
+        each = self._layer_damping(model, state, curvature, begun.value, finite)
         strength = trial.strength(damping if each is None else each)
         strength = for_each(strength, grads, curvature)
         trees = state.inverse, curvature, strength
@@ -466,16 +466,22 @@ class KFAC(eqx.Module):
         rule = self._rules.layer_damping
         if rule is None:
             return None
-        return zeros_as_from(rule, jnp.zeros((), float), curvature, model)
+        number = jnp.zeros((), float)
+        return zeros_as_from(rule, number, curvature, model, number)
 
     def _layer_damping(
-        self, model: Model, state: KFACState, curvature: Model, finite: Bool[Array, ""]
+        self,
+        model: Model,
+        state: KFACState,
+        curvature: Model,
+        value: Float[Array, ""],
+        finite: Bool[Array, ""],
     ) -> Model | None:
         """Every layer's damping, chosen anew whenever layers are factorised."""
         rule = self._rules.layer_damping
         if rule is None:
             return None
-        choose = ft.partial(rule, state.damping, curvature, model)
+        choose = ft.partial(rule, state.damping, curvature, model, value)
         period = 1 if self.in_turn else self.inverse_period
         due = state.step, state.weight, period
         kept = state.layer_damping

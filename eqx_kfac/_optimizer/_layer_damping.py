@@ -27,27 +27,35 @@ class AbstractLayerDamping(eqx.Module):
 
     @abc.abstractmethod
     def __call__(
-        self, damping: Float[Array, ""], curvature: Model, model: Model
+        self,
+        damping: Float[Array, ""],
+        curvature: Model,
+        model: Model,
+        value: Float[Array, ""] | None,
     ) -> Model:
         """The damping of every layer with factors (and of each of a stack), whenever they
-        are factorised: a tree shaped like the model, with a number for every layer."""
+        are factorised: a tree shaped like the model, with a number for every layer.
+        `value` is the loss of the batch."""
 
 
 class LayerDamping(AbstractLayerDamping):
     r"""Damping that is chosen for every layer whenever its curvature is factorised:
 
-    $$\lambda_l = \min\Bigl(\lambda, \; r \,
+    $$\lambda_l = \min\Bigl(\lambda \min(1, |h|)^p, \; r \,
     \frac{\sum_k \operatorname{tr} \hat F_k^2}{\sum_k \operatorname{tr} \hat F_k}, \;
     \kappa \, \frac{\sqrt{\operatorname{tr} \hat F_l}}{\lVert \theta_l \rVert}\Bigr)$$
 
-    The second term is a part of the typical curvature of the whole network: where a
-    network fits its data, its Fisher vanishes, and a fixed damping would stop it. The
-    third one bounds, relative to the parameters, a step that damping alone makes: of a
-    gradient of $N$ examples, $\sqrt{\operatorname{tr} \hat F_l / N}$ is noise, so that
-    noise moves a layer by at most $\alpha / (\kappa \sqrt N)$ of its norm. Where a signal
-    has faded in the depth of a network, or because its data are of a small scale, a fixed
-    damping would hold the layer. A layer without any curvature so far, or whose
-    parameters are zero, has $\lambda$. Pass it to [`eqx_kfac.KFAC`][] as `damping`.
+    with $h$ the loss of the batch (in nats). The first term lets a regression converge:
+    its Fisher does not depend on the loss, and what is left to be learnt in the end lies
+    where there is little of it. The second one is a part of the typical curvature of the
+    whole network: where a network fits its data, its Fisher vanishes, and a fixed damping
+    would stop it. The third one bounds, relative to the parameters, a step that damping
+    alone makes: of a gradient of $N$ examples, $\sqrt{\operatorname{tr} \hat F_l / N}$ is
+    noise, so that noise moves a layer by at most $\alpha / (\kappa \sqrt N)$ of its norm.
+    Where a signal has faded in the depth of a network, or because its data are of a small
+    scale, a fixed damping would hold the layer. A layer without any curvature so far, or
+    whose parameters are zero, has $\lambda$. Pass it to [`eqx_kfac.KFAC`][] as
+    `damping`.
 
     In the third term, $\hat F_l$ and $\theta_l$ are those of the weights alone, if a
     layer has any: what is known of a bias does not tell how large the data are. Of an
@@ -69,19 +77,24 @@ class LayerDamping(AbstractLayerDamping):
     most: Any
     share: Any
     change: Any
+    power: Any
 
-    def __init__(self, most: Any = 0.03, share: Any = 0.1, change: Any = 0.3):
+    def __init__(
+        self, most: Any = 0.03, share: Any = 0.1, change: Any = 0.3, power: Any = 0.5
+    ):
         r"""**Arguments:**
 
         - `most`: $\lambda > 0$, in units of the loss per squared parameter.
         - `share`: $r > 0$.
         - `change`: $\kappa > 0$.
+        - `power`: $p \ge 0$. 0 leaves the loss out.
 
         **Raises:** `ValueError` for a number out of its range.
         """
         self.most = check_number("most", most, "positive", schedule=False)
         self.share = check_number("share", share, "positive", schedule=False)
         self.change = check_number("change", change, "positive", schedule=False)
+        self.power = check_number("power", power, "at least 0", schedule=False)
 
     @property
     def initial(self) -> Any:
@@ -89,10 +102,16 @@ class LayerDamping(AbstractLayerDamping):
         return self.most
 
     def __call__(
-        self, damping: Float[Array, ""], curvature: Model, model: Model
+        self,
+        damping: Float[Array, ""],
+        curvature: Model,
+        model: Model,
+        value: Float[Array, ""] | None = None,
     ) -> Model:
         r"""$\lambda_l$ for every layer with factors (and for each of a stack), given
-        $\lambda$."""
+        $\lambda$ and the loss. (A loss that is not known counts as 1.)"""
+        value = jnp.ones(()) if value is None else value
+        small = jnp.minimum(1, jnp.abs(value)) ** self.power
 
         def measured(tag, layer, factors):
             if factors is None:
@@ -123,7 +142,9 @@ class LayerDamping(AbstractLayerDamping):
                 return None
             most = damping.astype(m.trace.dtype)
             change = self.change * jnp.sqrt(m.weights) / jnp.where(m.norm > 0, m.norm, 1)
-            lower = jnp.minimum(most, jnp.minimum(share, change))
+            lower = jnp.minimum(
+                small.astype(most.dtype) * most, jnp.minimum(share, change)
+            )
             known = (m.weights > 0) & (m.norm > 0)
             return jnp.where(known, jnp.maximum(lower, _LEAST * most), most)
 
