@@ -61,6 +61,7 @@ MUTANTS = [
     # Operators.
     M("_operator/_kronecker.py", "return left(self.output_factor, right(vector, self.input_factor))", "return left(self.output_factor.T, right(vector, 2 * self.input_factor))", "operators"),
     M("_operator/_kronecker.py", "return jnp.outer(values(self.output_factor), values(self.input_factor))", "return jnp.outer(values(self.output_factor), 1 + values(self.input_factor))", "operators"),
+    M("_operator/_factor.py", "lower=True, transpose_a=True)", "lower=True)", "factorise"),
     M("_operator/_factor.py", "corner = first + _product(below, beside, 0, 0)", "corner = first", "factorise"),
     M("_operator/_factor.py", "schur = factor[half:, half:] - _product(below, below, 1, 1)", "schur = factor[half:, half:]", "factorise"),
     M("_operator/_spectral.py", "return v if right is None else matmul(v, right.T)", "return v if right is None else matmul(v, right)", "operators"),
@@ -127,7 +128,8 @@ MUTANTS = [
     M("_optimizer/_trust.py", "length = self.share * step.astype(float)", "length = step.astype(float)", "trust"),
     M("_optimizer/_trust.py", "few = 1.0 if terms is None else min(1.0, terms / self.terms)", "few = 1.0", "trust"),
     M("_optimizer/_damping.py", "jnp.where(trusted, damping * factor, damping)", "jnp.where(trusted, damping, damping)", "adaptive"),
-    M("_optimizer/_layer_damping.py", "lower = jnp.minimum(most, jnp.minimum(share, change))", "lower = jnp.minimum(most, share)", "layer_damping"),
+    M("_optimizer/_layer_damping.py", "* most, jnp.minimum(share, change)", "* most, share", "layer_damping"),
+    M("_optimizer/_layer_damping.py", "jnp.abs(value)) ** self.power", "jnp.abs(value))", "layer_damping"),
     M("_optimizer/_layer_damping.py", "number = -1 if has_bias(tag.form, layer) else None", "number = None", "layer_damping"),
     M("_optimizer/_quadratic.py", "independent = sine_squared > 8 * jnp.finfo(b.dtype).eps", "independent = sine_squared > -1", "adaptive"),
     M("_optimizer/_schedule.py", "(step & (step - 1) == 0) & (step < period)", "(step < 0) & (step < period)", "trust optimizer"),
