@@ -20,6 +20,7 @@ X = jax.random.normal(KEYS[0], (16, 5))
 Y = jax.random.normal(KEYS[1], (16, 2))
 EXACT = kfac.Exact()
 MOST = 0.3
+ONE = jnp.array(1.0)  # A loss that does not matter.
 
 
 def loss_fn(model, x, y):
@@ -77,7 +78,7 @@ RULES = [  # What is the least: the part of all curvature, the change, or the mo
 def test_the_formula(block, rule):
     model = make_model(block)
     curvature = curvature_of(model)
-    got = jtu.tree_leaves(rule(jnp.array(MOST), curvature, model))
+    got = jtu.tree_leaves(rule(jnp.array(MOST), curvature, model, ONE))
     want = expected(rule, model, curvature)
     for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(g, w, rtol=1e-10)
@@ -200,7 +201,7 @@ def test_the_units_of_the_data(units):
     rule = kfac.LayerDamping(1.0, share=1e3)
     of_curvature = eqx.filter_jit(kfac.curvature(loss_fn, EXACT))
     usual, other = (
-        rule(jnp.array(1.0), of_curvature(m, x, Y), m).layers
+        rule(jnp.array(1.0), of_curvature(m, x, Y), m, ONE).layers
         for m, x in ((model, X), (small, units * X))
     )
     np.testing.assert_allclose(other[0], units**2 * usual[0], rtol=1e-9)
@@ -233,9 +234,9 @@ def test_a_chain_of_time_steps():
     length, zero = jnp.array(5.0), jnp.zeros(())
     chain = kfac.SeriesFactors(a, 0.3 * a, g, 0.2 * g, length, zero)
     rule, most = kfac.LayerDamping(1e9), jnp.array(1e9)
-    alone = rule(most, kfac.KroneckerFactors(a, g, zero), layer)
-    assert rule(most, chain, series) == alone != most
-    jaxpr = jax.make_jaxpr(rule)(most, chain, series)
+    alone = rule(most, kfac.KroneckerFactors(a, g, zero), layer, ONE)
+    assert rule(most, chain, series, ONE) == alone != most
+    jaxpr = jax.make_jaxpr(rule)(most, chain, series, ONE)
     assert max(v.aval.size for e in jaxpr.eqns for v in e.outvars) <= 31**2
 
 
@@ -245,7 +246,7 @@ def test_layers_of_which_nothing_is_known():
     zeros = jtu.tree_map(jnp.zeros_like, model.layers[1])
     model = eqx.tree_at(lambda m: m.layers[1], model, zeros)
     curvature = curvature_of(model)
-    dampings = kfac.LayerDamping(MOST)(jnp.array(MOST), curvature, model)
+    dampings = kfac.LayerDamping(MOST)(jnp.array(MOST), curvature, model, ONE)
     assert dampings.layers[0] == MOST and dampings.layers[1] == MOST
     optimizer = kfac.KFAC(fisher=EXACT)
     state = optimizer.init(model)
@@ -264,7 +265,7 @@ def test_squares_that_overflow():
     scaled = lambda f: jtu.tree_map(lambda a: big * a.astype(jnp.float32), f)
     curvature = scaled(curvature_of(model))
     rule = kfac.LayerDamping(MOST)
-    dampings = jtu.tree_leaves(rule(jnp.array(MOST), curvature, model))
+    dampings = jtu.tree_leaves(rule(jnp.array(MOST), curvature, model, ONE))
     assert all(np.all(d == np.float32(MOST)) for d in dampings)
 
 

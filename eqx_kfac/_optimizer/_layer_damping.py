@@ -14,6 +14,7 @@ from .._devices import over_stack
 from .._form import has_bias
 from .._operator import KroneckerOperator, SeriesOperator, squared_norm, trace, unpacked
 from .._tag import flatten_tags
+from ._trust import falling
 
 
 class AbstractLayerDamping(eqx.Module):
@@ -31,7 +32,7 @@ class AbstractLayerDamping(eqx.Module):
         damping: Float[Array, ""],
         curvature: Model,
         model: Model,
-        value: Float[Array, ""] | None,
+        value: Float[Array, ""],
     ) -> Model:
         """The damping of every layer with factors (and of each of a stack), whenever they
         are factorised: a tree shaped like the model, with a number for every layer.
@@ -106,12 +107,10 @@ class LayerDamping(AbstractLayerDamping):
         damping: Float[Array, ""],
         curvature: Model,
         model: Model,
-        value: Float[Array, ""] | None = None,
+        value: Float[Array, ""],
     ) -> Model:
         r"""$\lambda_l$ for every layer with factors (and for each of a stack), given
-        $\lambda$ and the loss. (A loss that is not known counts as 1.)"""
-        value = jnp.ones(()) if value is None else value
-        small = jnp.minimum(1, jnp.abs(value)) ** self.power
+        $\lambda$ and the loss."""
 
         def measured(tag, layer, factors):
             if factors is None:
@@ -142,9 +141,8 @@ class LayerDamping(AbstractLayerDamping):
                 return None
             most = damping.astype(m.trace.dtype)
             change = self.change * jnp.sqrt(m.weights) / jnp.where(m.norm > 0, m.norm, 1)
-            lower = jnp.minimum(
-                small.astype(most.dtype) * most, jnp.minimum(share, change)
-            )
+            first = falling(most, value, self.power)
+            lower = jnp.minimum(first, jnp.minimum(share, change))
             known = (m.weights > 0) & (m.norm > 0)
             return jnp.where(known, jnp.maximum(lower, _LEAST * most), most)
 

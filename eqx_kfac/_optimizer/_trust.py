@@ -10,6 +10,13 @@ from jaxtyping import Array, Float, Int
 from .._checks import check_count, check_number
 
 
+def falling(
+    size: Float[Array, ""], value: Float[Array, ""], power: Any
+) -> Float[Array, ""]:
+    r"""$c \min(1, |h|)^p$: a number that falls with a loss below one nat."""
+    return size * jnp.minimum(1, jnp.abs(value)).astype(size.dtype) ** power
+
+
 class AbstractTrustRegion(eqx.Module):
     """A rule for how far a step may go. See "Writing your own"."""
 
@@ -100,7 +107,7 @@ class TrustRegion(AbstractTrustRegion):
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Both right-hand sides, given $c$, the loss, and the number of its terms if that
         is known."""
-        most = size * jnp.minimum(1, jnp.abs(value)).astype(size.dtype) ** self.power
+        most = falling(size, value, self.power)
         few = 1.0 if terms is None else min(1.0, terms / self.terms)
         return few * most, self.velocity * most
 
