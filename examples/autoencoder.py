@@ -136,7 +136,7 @@ def adaptive(batch: int = 1000, part: int = 125) -> Trainer:
         quadratic,
         quadratic,
         kfac.LevenbergMarquardt(initial=0.1, minimum=1e-3),
-        curvature_examples=part,
+        fisher=kfac.MonteCarlo(examples=part),
         inverse_period=10,
         ema=0.9,
     )
@@ -151,7 +151,7 @@ def fixed(batch: int = 1000, part: int = 125) -> Trainer:
         norm_constraint=0.1,
         averaging=None,
         curvature_period=1,
-        curvature_examples=part,
+        fisher=kfac.MonteCarlo(examples=part),
         inverse_period=10,
         ema=0.9,
     )

@@ -373,9 +373,7 @@ def test_first_examples(micro_batches):
     the quadratic model (6), and all of them for the gradient."""
     damping = 0.1
     quadratic = kfac.QuadraticModel(examples=6)
-    optimizer = plain_kfac(
-        quadratic, quadratic, damping, fisher=kfac.Exact(), curvature_examples=3
-    )
+    optimizer = plain_kfac(quadratic, quadratic, damping, fisher=kfac.Exact(examples=3))
     model = make_model()
     args = *make_data(), WEIGHTS
     _, state, info = train_step(
@@ -395,7 +393,7 @@ def test_first_examples(micro_batches):
 
 
 def test_first_examples_may_be_all():
-    optimizer = plain_kfac(0.1, fisher=kfac.Exact(), curvature_examples=BATCH)
+    optimizer = plain_kfac(0.1, fisher=kfac.Exact(examples=BATCH))
     all_of_them = plain_kfac(0.1, fisher=kfac.Exact())
     model = make_model()
     static = eqx.partition(model, eqx.is_array)[1]
@@ -495,7 +493,7 @@ def with_extra(model, x, y, extra):
     "choices",
     [
         dict(micro_batches=2),
-        dict(curvature_examples=4),
+        dict(fisher=kfac.Exact(examples=4)),
         dict(learning_rate=kfac.QuadraticModel(examples=4)),
     ],
 )
@@ -512,7 +510,7 @@ def test_not_of_single_examples(choices):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda m: dict(curvature_examples=m),
+        lambda m: dict(fisher=kfac.Exact(examples=m)),
         lambda m: dict(learning_rate=kfac.QuadraticModel(examples=m)),
     ],
 )
@@ -535,7 +533,7 @@ def test_impossible_numbers(number, error, message):
     x, y, _ = make_data()
     with pytest.raises(error, match=message.format("micro_batches")):
         attempt(x, y, micro_batches=number)
-    with pytest.raises(error, match=message.format("curvature_examples")):
-        attempt(x, y, curvature_examples=number)
+    with pytest.raises(error, match=message.format("examples")):
+        kfac.MonteCarlo(examples=number)
     with pytest.raises(error, match=message.format("examples")):
         kfac.QuadraticModel(examples=number)

@@ -26,7 +26,7 @@ def chained(*args, **kwargs):
 # The factory, and its hyper-parameters.
 FACES = {
     "kfac": (kfac.kfac, dict(learning_rate=0.1)),
-    "packed": (kfac.kfac, dict(learning_rate=0.1, norm_constraint=0.1, packed=True)),
+    "constrained": (kfac.kfac, dict(learning_rate=0.1, norm_constraint=0.1)),
     "fallback": (kfac.kfac, dict(learning_rate=0.1, fallback=optax.adam(1e-2))),
     "scale_by_kfac": (kfac.scale_by_kfac, {}),
     "chain": (chained, {}),

@@ -206,7 +206,7 @@ def test_in_turn(problem, solver):
     stacked layers) once in a period; each time as if all were."""
     model, args, _ = problem
     choices = dict(solver=solver, fisher=kfac.Exact(), norm_constraint=1e-3)
-    optimizer = plain_kfac(0.1, inverse_period=3, in_turn=True, **choices)
+    optimizer = plain_kfac(0.1, inverse_period=kfac.InTurn(3), **choices)
     step = eqx.filter_jit(lambda m, s: optimizer.step(loss_fn, m, s, *args))
     state, seen = optimizer.init(model), []
     for number in range(7):
@@ -229,10 +229,8 @@ def test_in_turn(problem, solver):
 def test_in_turn_is_the_same_at_period_one(problem):
     model, args, _ = problem
     results = []
-    for in_turn in (False, True):
-        optimizer = plain_kfac(
-            0.1, inverse_period=1, in_turn=in_turn, fisher=kfac.Exact()
-        )
+    for period in (1, kfac.InTurn(1)):
+        optimizer = plain_kfac(0.1, inverse_period=period, fisher=kfac.Exact())
         step = eqx.filter_jit(lambda m, s, o=optimizer: o.step(loss_fn, m, s, *args))
         new, state = model, optimizer.init(model)
         for _ in range(3):
@@ -246,7 +244,7 @@ def test_more_steps_than_layers(problem):
     model, args, _ = problem
     assert Turns(model, 10**9).number == 7
     choices = dict(fisher=kfac.Exact(), norm_constraint=1e-3)
-    optimizer = plain_kfac(0.1, inverse_period=21, in_turn=True, **choices)
+    optimizer = plain_kfac(0.1, inverse_period=kfac.InTurn(21), **choices)
     step = eqx.filter_jit(lambda m, s: optimizer.step(loss_fn, m, s, *args))
     state, when = optimizer.init(model), []
     for number in range(43):
@@ -308,7 +306,7 @@ def test_members_in_turn(block, packed):
 
     model, x = Stacks(), jax.random.normal(jax.random.key(2), (20, 12))
     choices = dict(fisher=kfac.Exact(), norm_constraint=1e-3, packed=packed)
-    optimizer = plain_kfac(0.1, inverse_period=6, in_turn=True, **choices)
+    optimizer = plain_kfac(0.1, inverse_period=kfac.InTurn(6), **choices)
     step = eqx.filter_jit(lambda m, s: optimizer.step(loss_fn, m, s, x))
     state, seen = optimizer.init(model), []
 
@@ -337,7 +335,7 @@ def test_in_turn_with_bases(problem):
     _, args, _ = problem
     model = kfac.convert(kfac.revert(Net()), blocks=kfac.EKFAC())
     optimizer = plain_kfac(
-        0.1, norm_constraint=1e-3, inverse_period=2, in_turn=True, fisher=kfac.Exact()
+        0.1, norm_constraint=1e-3, inverse_period=kfac.InTurn(2), fisher=kfac.Exact()
     )
     step = eqx.filter_jit(lambda m, s: optimizer.step(loss_fn, m, s, *args))
     state = optimizer.init(model)

@@ -237,8 +237,8 @@ def test_numbers_of_numpy(number):
 
 @pytest.mark.parametrize("count", [np.int64(2), np.uint8(2), np.array(2)])
 def test_counts_of_numpy(count):
-    optimizer = kfac.KFAC(0.1, inverse_period=count, burn_in=count)
-    assert type(optimizer.inverse_period) is type(optimizer.burn_in) is int
+    optimizer = kfac.KFAC(0.1, inverse_period=count, ema=kfac.MovingAverage(0.9, count))
+    assert type(optimizer.inverse_period) is type(optimizer.ema.burn_in) is int
     assert kfac.MonteCarlo(count) == kfac.MonteCarlo(2)
     assert kfac.Exact(count) == kfac.Exact(2)
     assert kfac.QuadraticModel(count) == kfac.QuadraticModel(2)
@@ -260,7 +260,7 @@ def test_no_numbers(value):
         function = value is optax.adam  # Which is one, but gives no number.
         with raises(TypeError, "schedule" if function else f"`{name}` must be a number"):
             init(**{name: value})
-    for name in ("curvature_period", "inverse_period", "burn_in"):
+    for name in ("curvature_period", "inverse_period"):
         with raises(TypeError, f"`{name}` must be an integer"):
             init(**{name: value})
     with raises(TypeError, "`initial`" if value is not optax.adam else "schedule"):

@@ -74,7 +74,9 @@ def set_number(state, name, value):
 
 
 def test_eager_jit_scan_donation_agree():
-    optimizer = plain_kfac(0.1, 0.9, 1e-2, inverse_period=2, burn_in=1)
+    optimizer = plain_kfac(
+        0.1, 0.9, 1e-2, inverse_period=2, ema=kfac.MovingAverage(burn_in=1)
+    )
     x, y = make_data()
     keys = jax.random.split(jax.random.key(0), 2)
     model = make_model()
@@ -364,7 +366,9 @@ def kfac_run(solver, variant):
         loss = squared(model, x, y)
         return loss + kfac.L2(model, l2) if l2 else loss
 
-    optimizer = plain_kfac(**(plain | changes), solver=solver, fisher=kfac.Exact())
+    choices = plain | changes
+    choices["ema"] = kfac.MovingAverage(choices["ema"], choices.pop("burn_in"))
+    optimizer = plain_kfac(**choices, solver=solver, fisher=kfac.Exact())
     model = make_model()
     state = optimizer.init(model)
     losses = []
@@ -526,7 +530,7 @@ def gradient(model, x, y):
 
 
 def sampled(burn_in, fisher=kfac.MonteCarlo(), seed=0):
-    optimizer = plain_kfac(1e-3, fisher=fisher, burn_in=burn_in)
+    optimizer = plain_kfac(1e-3, fisher=fisher, ema=kfac.MovingAverage(burn_in=burn_in))
     model = make_model()
     state = optimizer.init(model)
     first = train_step(optimizer, squared, model, state, *make_data(), key=key_of(seed))
@@ -558,7 +562,7 @@ def test_burn_in_averages_on_the_first_batch():
 def test_burn_in_waits_for_a_finite_batch():
     """The estimates of a first batch that is NaN are lost; the next one takes its
     place."""
-    optimizer = plain_kfac(0.1, fisher=kfac.Exact(), burn_in=4)
+    optimizer = plain_kfac(0.1, fisher=kfac.Exact(), ema=kfac.MovingAverage(burn_in=4))
     model = make_model()
     state = optimizer.init(model)
     x, y = make_data()

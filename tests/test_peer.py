@@ -231,11 +231,10 @@ settings = {
     "adaptive, exact damping": Setting(
         0.0,
         dict(
-            learning_rate=kfac.QuadraticModel(),
-            momentum=kfac.QuadraticModel(),
+            learning_rate=kfac.QuadraticModel(damping_ratio=2.0),
+            momentum=kfac.QuadraticModel(damping_ratio=2.0),
             damping=kfac.LevenbergMarquardt(0.03, decay=0.9, interval=2),
             solver=kfac.Eigh(),
-            damping_ratio=2.0,
             inverse_period=3,
             ema=0.8,
         ),
@@ -346,7 +345,9 @@ def test_the_runs_are_worth_comparing():
 changes = {
     "average": dict(ema=jnp.array(0.9)),
     "split of the damping": dict(solver=kfac.Eigh()),
-    "damping of the preconditioner": dict(damping_ratio=jnp.array(1.1)),
+    "damping of the preconditioner": dict.fromkeys(
+        ("learning_rate", "momentum"), kfac.QuadraticModel(damping_ratio=1.1)
+    ),
     "period": dict(inverse_period=4),
     "damping rule": dict(damping=kfac.LevenbergMarquardt(0.1, decay=0.95)),
 }

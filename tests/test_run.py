@@ -466,7 +466,7 @@ def expected_weights(optimizer, taken, ema):
     weights, weight = [], 0.0
     for step, fine in enumerate(taken):
         if fine and (step % optimizer.curvature_period == 0 or weight == 0):
-            number = 1 + optimizer.burn_in if weight == 0 else 1
+            number = 1 + optimizer.ema.burn_in if weight == 0 else 1
             for _ in range(number):
                 weight = (ema if number == 1 else 1.0) * weight + 1
         weights.append(weight)
@@ -474,19 +474,17 @@ def expected_weights(optimizer, taken, ema):
 
 
 @pytest.mark.parametrize(
-    "dtype, periods",
+    "dtype, average, periods",
     [
-        (jnp.float32, dict(ema=1.0)),
-        (jnp.float64, dict(ema=0.9, curvature_period=3, burn_in=2, inverse_period=1)),
-        (jnp.float64, dict(ema=0.95, curvature_period=2, inverse_period=4, in_turn=True)),
-        (
-            jnp.float32,
-            dict(ema=1.0, curvature_period=7, inverse_period=6, burn_in=5, in_turn=True),
-        ),
+        (jnp.float32, (1.0, 0), dict()),
+        (jnp.float64, (0.9, 2), dict(curvature_period=3, inverse_period=1)),
+        (jnp.float64, (0.95, 0), dict(curvature_period=2, inverse_period=kfac.InTurn(4))),
+        (jnp.float32, (1.0, 5), dict(curvature_period=7, inverse_period=kfac.InTurn(6))),
     ],
     ids=["all", "burn-in", "in turn", "long periods"],
 )
-def test_ten_thousand_steps(dtype, periods):
+def test_ten_thousand_steps(dtype, average, periods):
+    periods = periods | dict(ema=kfac.MovingAverage(*average))
     optimizer = plain_kfac(0.02, 0.5, 1e-2, max_increase=0.5, averaging=0.999, **periods)
     batches, bad = noisy_batches(dtype)
     start, end, seen = long_run(optimizer, dtype, batches)
@@ -500,9 +498,9 @@ def test_ten_thousand_steps(dtype, periods):
         assert int(getattr(state.faults, name)) == happened.sum()
     assert not np.any(rejected & ~(faults.loss | faults.increase))
     # So are the weights of averages.
-    want = expected_weights(optimizer, ~bad, periods["ema"])
+    want = expected_weights(optimizer, ~bad, average[0])
     np.testing.assert_allclose(weight, want, 1e-5)
-    every = expected_weights(optimizer, np.ones(STEPS, bool), periods["ema"])
+    every = expected_weights(optimizer, np.ones(STEPS, bool), average[0])
     assert not np.allclose(weight, every, 1e-5)
     # Nothing has grown, or changed its type; everything is finite.
     types = lambda tree: [jax.typeof(a) for a in jtu.tree_leaves(tree)]

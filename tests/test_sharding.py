@@ -275,7 +275,10 @@ def ensemble_loss(model, x, y):
     [
         (kfac.Kronecker(), dict(solver=kfac.Eigh())),
         (kfac.Kronecker(), dict(solver=kfac.NewtonSchulz(), packed=True)),
-        (kfac.Kronecker(), dict(solver=kfac.SubspaceIteration(), in_turn=True)),
+        (
+            kfac.Kronecker(),
+            dict(solver=kfac.SubspaceIteration(), inverse_period=kfac.InTurn(2)),
+        ),
         (kfac.EKFAC(), {}),
         (kfac.Full(), dict(damping=kfac.LevenbergMarquardt(1.0), averaging=0.9)),
         (kfac.Diagonal(), {}),
@@ -287,7 +290,8 @@ def ensemble_loss(model, x, y):
 )
 def test_steps_over_an_explicit_mesh_axis(block, choices):
     """Members on devices of their own; so are the factorisations."""
-    optimizer = plain_kfac(0.1, fisher=kfac.Exact(), inverse_period=2, **choices)
+    choices = dict(inverse_period=2) | choices
+    optimizer = plain_kfac(0.1, fisher=kfac.Exact(), **choices)
     step = eqx.filter_jit(ft.partial(optimizer.step, ensemble_loss))
     model = kfac.convert(kfac.revert(make_ensemble()), blocks=block)
     args = data(DEVICES, BATCH)
@@ -298,7 +302,8 @@ def test_steps_over_an_explicit_mesh_axis(block, choices):
             model, state, info = step(model, state, *args)
         return model, state, info
 
-    if optimizer.in_turn:  # Members that are split over an explicit mesh have one turn.
+    if isinstance(optimizer.inverse_period, kfac.InTurn):
+        # Members that are split over an explicit mesh have one turn.
         one = make_mesh(AxisType.Explicit, (1,), names=("members",))
         with jax.set_mesh(one):
             want, _, want_info = several_steps(*put((model, args), one, P("members")))
@@ -329,7 +334,7 @@ class Scanned(eqx.Module):
 @pytest.mark.parametrize("where", ["members", "explicit batch", "shard_map"])
 def test_stacked_layers_in_turn(where):
     """Some at every step, wherever they are."""
-    choices = dict(norm_constraint=1e-2, inverse_period=4, in_turn=True)
+    choices = dict(norm_constraint=1e-2, inverse_period=kfac.InTurn(4))
     optimizer = plain_kfac(0.1, fisher=kfac.Exact(), **choices)
     step = ft.partial(optimizer.step, loss_fn)
 

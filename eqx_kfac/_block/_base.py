@@ -52,7 +52,7 @@ def no_l2(form: AbstractForm, layer: Layer) -> Float[Array, "*stack"] | None:
 class AbstractFactors(eqx.Module):
     """The curvature of one layer, as its block keeps it. `symmetric` names the fields
     that hold symmetric matrices, or their diagonals: of a matrix, an optimizer with
-    `packed=True` keeps one triangle."""
+    `kfac.packed` keeps one triangle."""
 
     l2: eqx.AbstractVar[Float[Array, "*stack"]]
     symmetric: ClassVar[tuple[str, ...]] = ()

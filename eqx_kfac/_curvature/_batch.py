@@ -79,13 +79,9 @@ class Batch(eqx.Module):
         return look(self.loss_fn, model, args, self.kwargs, uses, trains)
 
     def row_slots(self, model: Model, program: Program) -> RowSlots | None:
-        """Where rows are less work than features."""
+        """Where rows are less work than features, and all there at the same time."""
         if self.micro_batches > 1:
-            raise ValueError(
-                "`through_rows=True` needs the rows of the whole batch at the same time, "
-                f"which `micro_batches={self.micro_batches}` avoids. Leave one of them "
-                "out."
-            )
+            return None
         return row_slots(self.loss_fn, model, self.args, self.kwargs, program)
 
     def value(self, model: Model, share: Share) -> Float[Array, ""]:
@@ -196,12 +192,14 @@ class LinearisedBatch(eqx.Module):
         return value, aux, grads, rows
 
     def curvature(self, fisher: AbstractFisher, key: Key | None) -> Model:
-        """The factors of every tagged layer, in a tree shaped like the model. Where bases
-        are needed and there are none, they are found first."""
-        if self.bases is None and has_bases(self.model):
-            bases = refresh(self._curvature(fisher, key), self.model)
-            return self.batch.linearise(self.model, bases).curvature(fisher, key)
-        return self._curvature(fisher, key)
+        """The factors of every tagged layer, in a tree shaped like the model, from as
+        many examples as the Fisher wants. Where bases are needed and there are none, they
+        are found first."""
+        part = self.first(fisher.examples)
+        if part.bases is None and has_bases(part.model):
+            bases = refresh(part._curvature(fisher, key), part.model)
+            part = part.batch.linearise(part.model, bases)
+        return part._curvature(fisher, key)
 
     def _curvature(self, fisher: AbstractFisher, key: Key | None) -> Model:
         def piece(index, linearisation):

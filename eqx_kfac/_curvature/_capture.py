@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Inexact, Shaped
 
 from .._custom_types import Key
 from .._devices import varying_axes
-from .._fisher import AbstractFisher
+from .._fisher import AbstractFisher, check_whole
 from .._form import AbstractForm, join
 from .._loss import Sum
 from .._misc import accumulator
@@ -109,6 +109,8 @@ def capture(loss_fn: Callable, fisher: AbstractFisher | None = None) -> Callable
         per_example = jnp.einsum("no,ni->noi", layer.output_gradients, layer.inputs)
         ```
     """
+
+    check_whole(fisher, "kfac.capture")
 
     def wrapped(model, *args, key=None, **kwargs):
         check_tagged(model)

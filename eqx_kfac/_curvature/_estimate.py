@@ -73,6 +73,7 @@ def curvature(loss_fn: Callable, fisher: AbstractFisher = MonteCarlo()) -> Calla
     """
 
     def wrapped(model, *args, key=None, **kwargs):
-        return Batch(loss_fn, args, kwargs).linearise(model).curvature(fisher, key)
+        batch = Batch(loss_fn, args, kwargs).first(fisher.examples)
+        return batch.linearise(model).curvature(fisher, key)
 
     return wrapped

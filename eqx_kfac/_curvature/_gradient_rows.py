@@ -59,12 +59,9 @@ def row_slots(
     """Slots for the rows of those layers where they are less work than features; `None`
     if there is no such layer. (A layer that is used more than once has no rows: its slots
     would add them up.)"""
-    if varying_axes((args, kwargs)):
-        raise ValueError(
-            "`through_rows=True` needs the rows of the whole batch, but within a "
-            "`shard_map` every device has its own. Leave it out, or call `KFAC.step` "
-            "outside of the `shard_map`, on sharded arrays."
-        )
+    within_shard_map = varying_axes((args, kwargs))  # Every device has rows of its own.
+    if within_shard_map or (program is not None and program.regularised):
+        return None
     found, treedef = used_places(loss_fn, model, args, kwargs, program)
     uses = list(map(_use_with_few_rows, found))
     if not any(uses):

@@ -5,6 +5,7 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import Array, PyTree
 
+from .._checks import check_count
 from .._custom_types import Key, Model
 from .._loss import AbstractLoss
 
@@ -19,6 +20,8 @@ class AbstractFisher(eqx.Module):
 
     # How many cotangents are pulled back at once.
     batch_size: eqx.AbstractVar[int]
+    # Of the first so many examples of a batch; `None`: of all.
+    examples: eqx.AbstractVar[int | None]
 
     @property
     def name(self) -> str:
@@ -37,3 +40,18 @@ class AbstractFisher(eqx.Module):
 
     def check(self, model: Model) -> None:
         """Raises if this estimate is not one for the layers of `model`."""
+
+
+def check_examples(examples: int | None) -> int | None:
+    """Raises unless it is a number of examples, or `None`."""
+    return None if examples is None else check_count("examples", examples, 1)
+
+
+def check_whole(fisher: AbstractFisher | None, where: str) -> None:
+    """Raises if an estimate is one of a part of the batch."""
+    if fisher is not None and fisher.examples is not None:
+        raise ValueError(
+            f"`kfac.{fisher.name}(examples={fisher.examples})` takes a part of a batch, "
+            f"but `{where}` is of all of it. Leave `examples` out, and pass the part "
+            "that you want."
+        )

@@ -1,4 +1,6 @@
-from ._base import AbstractFisher
+import equinox as eqx
+
+from ._base import AbstractFisher, check_examples
 
 
 class Empirical(AbstractFisher):
@@ -13,9 +15,14 @@ class Empirical(AbstractFisher):
     """
 
     batch_size = 1
+    examples: int | None = eqx.field(static=True, default=None)
 
-    def __init__(self):
-        """No arguments."""
+    def __init__(self, *, examples: int | None = None):
+        """**Arguments:**
+
+        - `examples`: only from the first so many examples of a batch. `None`: from all.
+        """
+        self.examples = check_examples(examples)
 
     def number(self, losses):
         return 1

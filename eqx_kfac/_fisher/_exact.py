@@ -11,7 +11,7 @@ from .._custom_types import Model
 from .._loss import AbstractLoss
 from .._misc import names
 from .._tag import tagged_layers
-from ._base import AbstractFisher
+from ._base import AbstractFisher, check_examples
 
 
 class _Columns(AbstractFisher):
@@ -19,8 +19,11 @@ class _Columns(AbstractFisher):
 
     example_axes: int = eqx.field(static=True, default=1)
     batch_size: int = eqx.field(static=True, default=1)
+    examples: int | None = eqx.field(static=True, default=None)
 
-    def __init__(self, example_axes: int = 1, *, batch_size: int = 1):
+    def __init__(
+        self, example_axes: int = 1, *, batch_size: int = 1, examples: int | None = None
+    ):
         """**Arguments:**
 
         - `example_axes`: over how many leading axes of the outputs the model acts
@@ -30,9 +33,11 @@ class _Columns(AbstractFisher):
         - `batch_size`: how many columns are pulled back at once: faster where a backward
             pass does not fill the machine, for as many times the memory. The result is
             the same, to rounding.
+        - `examples`: only from the first so many examples of a batch. `None`: from all.
         """
         self.example_axes = check_count("example_axes", example_axes, 0)
         self.batch_size = check_count("batch_size", batch_size, 1)
+        self.examples = check_examples(examples)
 
     @abc.abstractmethod
     def root(

@@ -11,7 +11,7 @@ from .._checks import check_count, check_key
 from .._custom_types import Key
 from .._loss import AbstractLoss
 from .._misc import draw
-from ._base import AbstractFisher
+from ._base import AbstractFisher, check_examples
 
 
 class _Samples(AbstractFisher):
@@ -19,9 +19,12 @@ class _Samples(AbstractFisher):
 
     num_samples: int = eqx.field(static=True, default=1)
     batch_size: int = eqx.field(static=True, default=1)
+    examples: int | None = eqx.field(static=True, default=None)
     drawing: ClassVar[str]  # What it does, for a message.
 
-    def __init__(self, num_samples: int = 1, *, batch_size: int = 1):
+    def __init__(
+        self, num_samples: int = 1, *, batch_size: int = 1, examples: int | None = None
+    ):
         """**Arguments:**
 
         - `num_samples`: how many targets, or vectors of signs, to draw for every loss
@@ -29,9 +32,11 @@ class _Samples(AbstractFisher):
         - `batch_size`: how many samples are pulled back at once: faster where a backward
             pass does not fill the machine, for as many times the memory. The result is
             the same, to rounding.
+        - `examples`: only from the first so many examples of a batch. `None`: from all.
         """
         self.num_samples = check_count("num_samples", num_samples, 1)
         self.batch_size = check_count("batch_size", batch_size, 1)
+        self.examples = check_examples(examples)
 
     @abc.abstractmethod
     def sample(self, loss: AbstractLoss, key: Key) -> PyTree[Array]:

@@ -79,18 +79,16 @@ def vanishes(factor: Any) -> Bool[Array, ""]:
 
 
 def unpacked(tree: PyTree) -> PyTree:
-    """Any tree, such as the state of an optimizer with `packed=True`, or part of one,
-    with whole matrices in the place of packed ones.
+    """Any tree, such as the state of an optimizer, or part of one, with whole matrices in
+    the place of packed ones.
 
-    **Returns:** a tree that is otherwise the same. Of the whole state of an optimizer, it
-    is the one that belongs to the same optimizer without `packed=True`; see
-    [`eqx_kfac.packed`][] for the inverse.
+    **Returns:** a tree that is otherwise the same; see [`eqx_kfac.packed`][] for the
+    inverse.
 
     !!! Example
 
         ```python
-        optimizer = kfac.KFAC(1e-2, packed=True)
-        state = optimizer.init(model)
+        state = kfac.packed(kfac.KFAC().init(model))
         kfac.unpacked(state).curvature.layers[0].input_factor
         state.curvature.layers[0].input_factor.matrix()  # The same.
         ```

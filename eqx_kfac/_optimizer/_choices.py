@@ -2,51 +2,41 @@
 are mappings from the names of arguments to what was passed for them."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from .._checks import check_count, check_flag, check_instance, check_number
+from .._checks import check_count, check_instance, check_number
 from .._custom_types import Model
 from .._fisher import AbstractFisher
 from .._solver import AbstractDampedSolver, Cholesky
 from ._damping import AbstractDamping
+from ._guard import AbstractGuard
 from ._layer_damping import AbstractLayerDamping, LayerDamping
-from ._quadratic import QuadraticModel
+from ._numbers import AbstractNumber, AbstractRule, MovingAverage, RANGES, WeightDecay
+from ._quadratic import AbstractStepRule
+from ._schedule import InTurn
 from ._trust import AbstractTrustRegion, TrustRegion, Window
 
 
-# Numbers, or schedules of numbers: their ranges. The state holds their current values.
-NUMBERS = {
-    "learning_rate": "positive",
-    "momentum": "in [0, 1)",
-    "damping": "at least 0",
-    "damping_ratio": "positive",
-    "norm_constraint": "positive",
-    "ema": "in [0, 1]",
-    "max_increase": "at least 0",
-    "weight_decay": "at least 0",
-    "averaging": "in [0, 1]",
-}
-_RULES = (AbstractDamping, AbstractLayerDamping, AbstractTrustRegion)
+_Rule = TypeVar("_Rule", bound=AbstractRule)
 # Integers: the least that they may be.
-_COUNTS = {
-    "curvature_period": 1,
-    "curvature_examples": 1,
-    "inverse_period": 1,
-    "burn_in": 0,
-}
-_FLAGS = {"in_turn", "packed", "through_rows"}
+_COUNTS = {"curvature_period": 1, "inverse_period": 1}
 _PARTS = {
     "fisher": (AbstractFisher, "kfac.MonteCarlo()"),
     "solver": (AbstractDampedSolver, "kfac.Cholesky()"),
+    "guard": (AbstractGuard, "kfac.MaxIncrease()"),
 }
-# Those of them that may be `None`.
-_OPTIONAL = {
-    "norm_constraint",
-    "max_increase",
-    "weight_decay",
-    "averaging",
-    "curvature_examples",
+# What an argument may be beside a number, or a schedule.
+_KINDS = {
+    "learning_rate": AbstractStepRule,
+    "momentum": AbstractStepRule,
+    "damping": (AbstractDamping, AbstractLayerDamping),
+    "norm_constraint": AbstractTrustRegion,
+    "ema": MovingAverage,
+    "weight_decay": WeightDecay,
+    "inverse_period": InTurn,
 }
+# Those that may be `None`.
+_OPTIONAL = {"norm_constraint", "guard", "weight_decay", "averaging"}
 # What `"auto"` stands for where all lengths are given, and where a rule looks at every
 # step anyway.
 _AUTO = {
@@ -55,47 +45,49 @@ _AUTO = {
     "averaging": (Window(), None),
     "curvature_period": (10, 1),
     "inverse_period": (50, 5),
-    "through_rows": ("auto", False),
 }
 
 
 class Rules(NamedTuple):
-    """What chooses numbers anew at every step; `None` where it is a number, or a
-    schedule."""
+    """What chooses numbers anew; `None` where it is a number, or a schedule."""
 
-    learning_rate: QuadraticModel | None
-    momentum: QuadraticModel | None
+    learning_rate: AbstractStepRule | None
+    momentum: AbstractStepRule | None
     damping: AbstractDamping | None
-    norm_constraint: AbstractTrustRegion | None
     layer_damping: AbstractLayerDamping | None
+    norm_constraint: AbstractTrustRegion | None
 
-    def of(self, name: str) -> Any:
-        """The rule that was given for a number, if it was one."""
-        rule = getattr(self, name, None)
-        return self.layer_damping if rule is None and name == "damping" else rule
+    @property
+    def step(self) -> AbstractStepRule | None:
+        """What chooses the learning rate, the momentum, or both."""
+        return self.learning_rate or self.momentum
+
+    @property
+    def look(self) -> bool:
+        """Whether any of them looks at what a step does."""
+        return self.step is not None or self.damping is not None
 
 
 def rules_of(choices: Mapping[str, Any]) -> Rules:
     """The rules among some choices."""
 
-    def rule(name, cls):
+    def rule(name: str, cls: type[_Rule]) -> _Rule | None:
         value = choices.get(name)
         return value if isinstance(value, cls) else None
 
     return Rules(
-        learning_rate=rule("learning_rate", QuadraticModel),
-        momentum=rule("momentum", QuadraticModel),
+        learning_rate=rule("learning_rate", AbstractStepRule),
+        momentum=rule("momentum", AbstractStepRule),
         damping=rule("damping", AbstractDamping),
-        norm_constraint=rule("norm_constraint", AbstractTrustRegion),
         layer_damping=rule("damping", AbstractLayerDamping),
+        norm_constraint=rule("norm_constraint", AbstractTrustRegion),
     )
 
 
 def resolved(choices: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
     """The choices, with something in the place of `"auto"`; and which periods are only
     for later, after first steps at which more is due."""
-    rules = rules_of(choices)
-    ruled = (rules.learning_rate, rules.momentum, rules.damping) != (None,) * 3
+    ruled = rules_of(choices).look
     is_auto = lambda value: isinstance(value, str) and value == "auto"
     auto = [name for name in _AUTO if is_auto(choices[name])]
     chosen = {**choices, **{name: _AUTO[name][ruled] for name in auto}}
@@ -109,23 +101,22 @@ def resolved(choices: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]
 def check_choices(choices: Mapping[str, Any]) -> None:
     """Raises for choices of the wrong kind, out of their range, or that exclude each
     other."""
-    rules = rules_of(choices)
     for name, value in choices.items():
-        ruled = rules.of(name) is not None
-        if not (ruled or (value is None and name in _OPTIONAL)):
+        object_given = isinstance(value, _KINDS.get(name, ()))
+        if not (object_given or (value is None and name in _OPTIONAL)):
             _check_choice(name, value)
     _check_fallback(choices.get("fallback"))
-    _check_together(choices, rules)
+    _check_together(choices, rules_of(choices))
 
 
 def check_without_loss(choices: Mapping[str, Any], where: str) -> None:
     """Raises for choices that need the loss function, or the model, at every step."""
-    rules = rules_of(choices)._asdict()
-    del rules["norm_constraint"], rules["layer_damping"]  # `check_given` knows.
-    others = ("max_increase", "through_rows")
-    chosen = rules | {name: choices.get(name) for name in others}
-    idle = lambda v: v is None or v is False or isinstance(v, str)
-    needing = {k: v for k, v in chosen.items() if not idle(v)}
+    names = ("learning_rate", "momentum", "damping", "guard")
+    looking = (AbstractStepRule, AbstractDamping, AbstractGuard)
+    needing = {n: choices.get(n) for n in names if isinstance(choices.get(n), looking)}
+    ema = choices.get("ema")
+    if isinstance(ema, MovingAverage) and ema.burn_in > 0:
+        needing["ema"] = ema
     if needing:
         listed = ", ".join(f"`{name}={value}`" for name, value in needing.items())
         raise ValueError(
@@ -152,14 +143,12 @@ def check_given(choices: Mapping[str, Any], model: Model, value: Any) -> None:
 
 
 def _check_choice(name: str, value: Any) -> None:
-    if name in NUMBERS:
+    if name in RANGES._fields:
         # A rule in the wrong place can be called, but is no schedule.
-        schedule = not isinstance(value, _RULES)
-        check_number(name, value, NUMBERS[name], schedule)
+        schedule = not isinstance(value, (AbstractRule, AbstractNumber))
+        check_number(name, value, getattr(RANGES, name), schedule)
     elif name in _COUNTS:
         check_count(name, value, _COUNTS[name])
-    elif name in _FLAGS and not (name in _AUTO and value == "auto"):
-        check_flag(name, value)
     elif name in _PARTS:
         check_instance(name, value, *_PARTS[name])
 
@@ -175,16 +164,13 @@ def _check_fallback(fallback: Any) -> None:
 
 
 def _check_together(choices: Mapping[str, Any], rules: Rules) -> None:
-    mask, decay = (choices.get(n) for n in ("weight_decay_mask", "weight_decay"))
-    if mask is not None and decay is None:
-        raise ValueError("`weight_decay_mask` is given, but no `weight_decay`.")
     length, momentum = rules.learning_rate, rules.momentum
     if length is not None and choices.get("norm_constraint") is not None:
         raise ValueError(
             "`norm_constraint` bounds the step that a given learning rate makes; a "
             "`kfac.QuadraticModel()` finds the length itself. Leave one of them out."
         )
-    if (length, momentum) != (None, None) and rules.layer_damping is not None:
+    if rules.step is not None and rules.layer_damping is not None:
         raise ValueError(
             "The quadratic model has one damping for all layers: give a number or a "
             "`kfac.LevenbergMarquardt(...)`, not a `kfac.LayerDamping`."

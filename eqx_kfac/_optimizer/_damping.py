@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .._checks import check_count, check_number, is_number
+from ._numbers import AbstractRule
 
 
-class AbstractDamping(eqx.Module):
+class AbstractDamping(AbstractRule):
     """A rule for the damping, given how well the quadratic model has predicted the
     loss. Subclasses say what it is `initial`ly, and when a ratio is `due`. See "Writing
     your own"."""
 
-    initial: eqx.AbstractVar[Any]
     # Before the first step, at most so many ratios are measured.
     calibration: eqx.AbstractVar[int]
 

@@ -4,50 +4,41 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
 from jaxtyping import Array, Bool, Float
 
 from .._checks import check_count, plain
-from .._curvature import (
-    average,
-    Batch,
-    GradientRows,
-    has_bases,
-    include,
-    is_finite,
-    LinearisedBatch,
-    refreshed,
-)
+from .._curvature import Batch, GradientRows, include, LinearisedBatch
 from .._custom_types import Key, Model, Numeric
-from .._devices import cast_varying, varying_axes, zeros_as_from
+from .._devices import cast_varying, varying_axes
 from .._fisher import AbstractFisher, MonteCarlo
-from .._inverse import for_each, refactorise
-from .._misc import masked, tree_where
+from .._inverse import for_each
 from .._solver import AbstractDampedSolver
 from .._tag import check_covered, partition_tagged
+from ._after import after, decayed
 from ._arguments import check_init, check_step, check_update
 from ._choices import (
     check_choices,
     check_given,
     check_without_loss,
-    NUMBERS,
     resolved,
     Rules,
     rules_of,
 )
+from ._collect import Average, collect
 from ._damping import AbstractDamping, calibrated
+from ._factors import check_belongs, Factorising, init_factors
 from ._fallback import init_fallback, update_fallback
-from ._layer_damping import AbstractLayerDamping
-from ._packing import init_factors
-from ._quadratic import QuadraticModel
-from ._schedule import at, early, when_due
-from ._state import check_state, count, Info, init_faults, init_iterates, KFACState
-from ._trial import Proposal, Start, start, Trial
+from ._guard import AbstractGuard
+from ._layer_damping import AbstractLayerDamping, init_layer_damping
+from ._numbers import current, initial, MovingAverage, Numbers, WeightDecay
+from ._quadratic import AbstractStepRule
+from ._schedule import Due, early, InTurn
+from ._state import Info, init_faults, init_iterates, KFACState
+from ._trial import Start, start, Trial
 from ._trust import AbstractTrustRegion
-from ._turns import Turns, when_in_turn
 
 
 _Model = TypeVar("_Model")
@@ -102,45 +93,33 @@ class KFAC(eqx.Module):
     damping: Any = eqx.field(converter=plain)
     fisher: AbstractFisher
     solver: AbstractDampedSolver
-    damping_ratio: Any = eqx.field(converter=plain)
     norm_constraint: Any = eqx.field(converter=plain)
-    max_increase: Any = eqx.field(converter=plain)
+    guard: AbstractGuard | None
     weight_decay: Any = eqx.field(converter=plain)
-    weight_decay_mask: Any
     averaging: Any = eqx.field(converter=plain)
     curvature_period: int = eqx.field(static=True, converter=plain)
-    curvature_examples: int | None = eqx.field(static=True, converter=plain)
-    inverse_period: int = eqx.field(static=True, converter=plain)
-    in_turn: bool = eqx.field(static=True)
-    through_rows: bool | Auto = eqx.field(static=True)
-    packed: bool = eqx.field(static=True)
+    inverse_period: int | InTurn = eqx.field(static=True, converter=plain)
     ema: Any = eqx.field(converter=plain)
-    burn_in: int = eqx.field(static=True, converter=plain)
     fallback: optax.GradientTransformation | None
-    early: frozenset[str] = eqx.field(static=True)  # Periods that begin shorter.
+    # Periods that begin shorter; whether gradients may be preconditioned by their rows.
+    _early: frozenset[str] = eqx.field(static=True, repr=False)
+    _by_rows: bool = eqx.field(static=True, repr=False)
 
     def __init__(
         self,
-        learning_rate: Numeric | QuadraticModel = 0.1,
-        momentum: Numeric | QuadraticModel = 0.9,
+        learning_rate: Numeric | AbstractStepRule = 0.1,
+        momentum: Numeric | AbstractStepRule = 0.9,
         damping: Numeric | AbstractDamping | AbstractLayerDamping | Auto = "auto",
         *,
         fisher: AbstractFisher = MonteCarlo(),
         solver: AbstractDampedSolver | Auto = "auto",
-        damping_ratio: Numeric = 1.0,
         norm_constraint: Numeric | AbstractTrustRegion | Auto | None = "auto",
-        max_increase: Numeric | None = None,
-        weight_decay: Numeric | None = None,
-        weight_decay_mask: Any = None,
+        guard: AbstractGuard | None = None,
+        weight_decay: Numeric | WeightDecay | None = None,
         averaging: Numeric | Auto | None = "auto",
         curvature_period: int | Auto = "auto",
-        curvature_examples: int | None = None,
-        inverse_period: int | Auto = "auto",
-        in_turn: bool = False,
-        through_rows: bool | Auto = "auto",
-        packed: bool = False,
-        ema: Numeric = 0.95,
-        burn_in: int = 0,
+        inverse_period: int | InTurn | Auto = "auto",
+        ema: Numeric | MovingAverage = 0.95,
         fallback: optax.GradientTransformation | None = None,
     ):
         r"""**Arguments:**
@@ -155,56 +134,46 @@ class KFAC(eqx.Module):
         - `solver`: how the damped curvature is inverted: [`eqx_kfac.Cholesky`][] (fast,
             factored damping) or [`eqx_kfac.Eigh`][] (exact damping). `"auto"` stands for
             `Cholesky()`; with a [`eqx_kfac.LayerDamping`][], `without_bias`.
-        - `damping_ratio`: the preconditioner is damped with this times `damping`, the
-            quadratic model with `damping` itself.
         - `norm_constraint`: $c > 0$ or `None`. The preconditioned gradient is scaled so
             that $\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle \le c$. Or an
             [`eqx_kfac.TrustRegion`][]`()`, which is what `"auto"` stands for.
-        - `max_increase`: reject a step after which the loss, on the same batch, is not
-            finite or has risen by more than this. `None`: do not look, which saves a
-            forward pass. `jnp.inf`: only steps to where the loss is not finite.
+        - `guard`: which steps are not taken: [`eqx_kfac.MaxIncrease`][] rejects one after
+            which the loss, on the same batch, has risen by too much. `None`: no look is
+            taken, which saves a forward pass.
         - `weight_decay`: $\beta \ge 0$ or `None`, decoupled from the objective: $\theta
-            \leftarrow \theta + \delta - \alpha \beta \theta$ for the parameters that
-            tags cover. (To regularise the objective, add [`eqx_kfac.L2`][] to the loss.)
-        - `weight_decay_mask`: which parameters decay, a filter as in `eqx.filter`: a
-            function of a leaf (`lambda p: p.ndim > 1`) or a tree of booleans.
+            \leftarrow \theta + \delta - \alpha \beta \theta$; of some of the parameters:
+            [`eqx_kfac.WeightDecay`][].
         - `averaging`: $\xi \in [0, 1]$ or `None`: keep an average of the parameters; see
             [`eqx_kfac.averaged`][]. `"auto"` stands for [`eqx_kfac.Window`][]`()`.
         - `curvature_period`: curvature is estimated every so many steps. `"auto"`: every
             10 steps, but at first at the steps 0, 1, 2, 4 and 8.
-        - `curvature_examples`: from the first so many examples of the batch, or from all.
         - `inverse_period`: it is factorised every so many steps. `"auto"`: every 50
             steps, but at first at the steps 0, 1, 2, 4, 8, 16 and 32.
-        - `in_turn`: not all layers (or all of a stack) at the same step, but some at
-            every step, so that every one has its turn once in `inverse_period` steps: as
-            much work, evenly spread.
-        - `through_rows`: where a layer sees fewer rows (examples, positions) than it has
-            features, precondition its gradient row by row: less work, the same steps.
-            Looked at in every step: where a gradient is not made of these rows alone (an
-            `L2` term, another penalty on the weights), it is preconditioned as a matrix.
-            `"auto"`: unless there are micro-batches, or a `shard_map` around the step.
-        - `packed`: of every symmetric matrix in the state (factors, explicit inverses),
-            keep one triangle: about half of the bytes, the same steps. To look at them:
-            [`eqx_kfac.unpacked`][].
-        - `ema`: $\rho \in [0, 1]$, the decay of the moving average of the curvature. 1 is
-            the mean over all steps; 0 keeps only the latest estimate.
-        - `burn_in`: how many more estimates of the curvature are averaged on the first
-            batch (that is finite), before the first step.
+            [`eqx_kfac.InTurn`][]`(50)`: some layers at every step, in turn.
+        - `ema`: $\rho \in [0, 1]$, the decay of the moving average of the curvature; or
+            [`eqx_kfac.MovingAverage`][].
         - `fallback`: an optax optimizer for the parameters that no tag covers, e.g.
             `optax.adam(1e-3)`. Its updates are applied as they come.
 
         Where learning rate, momentum or damping is chosen by a rule, which looks at every
         step, `"auto"` stands for a damping of 0.03, no norm constraint, no averaging,
-        periods of 1 and 5, and not going through the rows.
+        and periods of 1 and 5.
+
+        Where a layer sees fewer rows (examples, positions) than it has features, its
+        gradient is preconditioned row by row: less work, the same step. Looked at in
+        every step: where a gradient is not made of these rows alone (a penalty on the
+        weights), it is preconditioned as a matrix; as always with an `L2` term, with
+        micro-batches, and in a `shard_map` around the step.
 
         **Raises:** `ValueError` for a number out of its range or choices that exclude
         each other, `TypeError` for something of another kind.
         """
         given = {name: value for name, value in locals().items() if name != "self"}
-        chosen, self.early = resolved(given)
+        chosen, self._early = resolved(given)
         for name, value in chosen.items():
             setattr(self, name, value)
         check_choices(chosen)
+        self._by_rows = True
 
     def init(self, model: Model) -> KFACState:
         """**Arguments:**
@@ -219,12 +188,12 @@ class KFAC(eqx.Module):
         check_init(model)
         check_covered(model, self.fallback)
         tagged, _ = partition_tagged(model)
-        curvature, inverse = init_factors(model, self.solver, self.packed)
+        curvature, inverse = init_factors(model, self.solver)
         state = self._init_with(
             curvature=curvature,
             inverse=inverse,
             velocity=jtu.tree_map(jnp.zeros_like, tagged),
-            layer_damping=self._init_layer_damping(curvature, model),
+            layer_damping=init_layer_damping(self._rules.layer_damping, curvature, model),
             fallback=init_fallback(model, self.fallback),
             iterates=None if self.averaging is None else init_iterates(model),
         )
@@ -242,7 +211,7 @@ class KFAC(eqx.Module):
             refactorise=jnp.zeros((), bool),
             rejected=jnp.zeros((), jnp.int32),
             faults=init_faults(),
-            **{name: at(self._initial(name), step) for name in NUMBERS},
+            numbers=initial(self._numbers, step),
             **trees,
         )
 
@@ -274,28 +243,26 @@ class KFAC(eqx.Module):
             stacked.
 
         **Returns:** `(model, state, info)`. If something is not finite, or the loss rises
-        by more than `max_increase`, or anything else that `info.faults` tells of,
+        by more than the `guard` allows, or anything else that `info.faults` tells of,
         `info.rejected` is true, and model and state stay as they are (but for counters, a
         damping that adapts, curvature that was itself finite, and the momentum of a step
         that led uphill, which starts again from zero). What else the loss function gave
         out is that of a bad batch: see `info.choose`.
-
-        **Raises:** `ValueError` for `through_rows=True` together with `micro_batches`, or
-        within a `shard_map`.
         """
         check_step(loss_fn, model, state, key)
         micro_batches = check_count("micro_batches", micro_batches, 1)
         state = self._prepare(state, model)
         batch = Batch(loss_fn, args, kwargs, micro_batches)
         program = batch.look(model, trains=True)
-        wanted = self.through_rows
-        if wanted == "auto":
-            wanted = micro_batches == 1 and not varying_axes((args, kwargs))
-        slots = batch.row_slots(model, program) if wanted else None
+        slots = batch.row_slots(model, program) if self._by_rows else None
         linearised = batch.linearise(model, state.curvature, slots, program)
         value, aux, grads, rows = linearised.value_and_grads()
         begun = start(value, grads, state, self._rules)
-        averaged = self._collect(linearised, state, begun.fine, key)
+        averaged = collect(
+            Average(state.curvature, state.weight, begun.fine),
+            *(linearised, self.fisher, state.ema, self._burn_in, key),
+            due=self._due(state, "curvature_period"),
+        )
         updates, state, info = self._updates(
             model, state, averaged, begun, rows, linearised
         )
@@ -326,9 +293,8 @@ class KFAC(eqx.Module):
         **Returns:** `(updates, state)`; apply with `eqx.apply_updates`.
 
         **Raises:** `ValueError` if a choice of the optimizer needs the loss function:
-        `kfac.QuadraticModel`, `kfac.LevenbergMarquardt`, `max_increase`; or if it
-        needs what is `None`: the `model` (`averaging`), the `value`
-        (`kfac.TrustRegion`).
+        `kfac.QuadraticModel`, `kfac.LevenbergMarquardt`, a `guard`; or if it needs what
+        is `None`: the `model` (`averaging`), the `value` (`kfac.TrustRegion`).
         """
         check_without_loss(vars(self), "update")
         check_update(grads, state, model, value)
@@ -338,156 +304,100 @@ class KFAC(eqx.Module):
         value = jnp.zeros(()) if value is None else jnp.asarray(value)
         begun = start(value, grads, state, self._rules)
         old = state.curvature, state.weight
-        averaged = (*old, begun.fine & (state.weight > 0))
+        averaged = Average(*old, begun.fine & (state.weight > 0))
         if curvature is not None:
-            averaged = include(*old, grads, curvature, state.ema, begun.fine)
+            new = include(*old, grads, curvature, state.ema, begun.fine)
+            averaged = Average(*new)
         return self._updates(model, state, averaged, begun, None, None)[:2]
 
     @property
     def _rules(self) -> Rules:
         return rules_of(vars(self))
 
-    def _initial(self, name: str) -> Any:
-        """What a hyper-parameter is to begin with."""
-        rule, chosen = self._rules.of(name), getattr(self, name)
-        if isinstance(rule, QuadraticModel):
-            return jnp.zeros((), float)
-        return chosen if rule is None else rule.initial
+    @property
+    def _numbers(self) -> Numbers:
+        """What was chosen for each of the numbers in the state."""
+        return Numbers(*[getattr(self, name) for name in Numbers._fields])
+
+    @property
+    def _burn_in(self) -> int:
+        return self.ema.burn_in if isinstance(self.ema, MovingAverage) else 0
 
     def _prepare(self, state: KFACState, model: Model) -> KFACState:
         """The state with scheduled numbers at their value of this step. Raises
         if it is the state of something else, or if parameters are not covered."""
-
-        def now(name):
-            chosen, value = getattr(self, name), getattr(state, name)
-            if callable(chosen) and self._rules.of(name) is None:
-                return at(chosen, state.step)
-            return value if eqx.is_array(value) else at(value, state.step)
-
-        state = state._replace(**{name: now(name) for name in NUMBERS})
-        check_state(state, eqx.filter_eval_shape(self.init, model))
+        numbers = current(self._numbers, state.numbers, state.step)
+        state = state._replace(numbers=numbers)
+        check_belongs(state, self.init, model)
         return state
 
-    def _collect(
-        self,
-        linearised: LinearisedBatch,
-        state: KFACState,
-        fine: Bool[Array, ""],
-        key: Key | None,
-    ) -> tuple[Model, Float[Array, ""], Bool[Array, ""]]:
-        """The averaged curvature and its weight, with this step's if one is due; and
-        whether all is finite so far."""
-        first = state.weight == 0
-
-        def estimate(averaged, key, ema):
-            curvature, weight, all_fine = averaged
-            new = linearised.first(self.curvature_examples).curvature(self.fisher, key)
-            take = fine & is_finite(new)
-            return *average(curvature, weight, new, ema, take), all_fine & take
-
-        def burn_in(index, averaged):
-            index_key = None if key is None else jax.random.fold_in(key, index)
-            return estimate(averaged, index_key, jnp.where(first, 1, state.ema))
-
-        averaged = (state.curvature, state.weight, fine)
-
-        def collect():
-            if self.burn_in == 0:
-                return estimate(averaged, key, state.ema)
-            number = jnp.where(first, 1 + self.burn_in, 1)
-            return jax.lax.fori_loop(0, number, burn_in, averaged)
-
-        due = state.step, state.weight, self.curvature_period
-        return when_due(
-            *due, collect, averaged, again=self._early(state, "curvature_period")
-        )
-
-    def _early(self, state: KFACState, name: str) -> Bool[Array, ""] | bool:
-        """Whether it is one of the first steps, at which more is due than a period says
-        that begins shorter."""
-        return name in self.early and early(state.step, getattr(self, name))
+    def _due(
+        self, state: KFACState, name: str, again: Bool[Array, ""] | bool = False
+    ) -> Due:
+        """When curvature is estimated, or factorised: also at the first steps, if it is
+        due every so many that a period begins shorter."""
+        due = Due.of(state, getattr(self, name), again)
+        if name not in self._early:
+            return due
+        return due._replace(again=early(state.step, due.period) | again)
 
     def _updates(
         self,
         model: Model,
         state: KFACState,
-        averaged: tuple[Model, Float[Array, ""], Bool[Array, ""]],
+        averaged: Average,
         begun: Start,
         rows: GradientRows | None,
         linearised: LinearisedBatch | None,
     ) -> tuple[Model, KFACState, Info]:
         """Factorise (if due), precondition, choose the length, look (if due), decide."""
-        (curvature, weight, finite), grads = averaged, begun.grads
-        turns = Turns(grads, self.inverse_period if self.in_turn else 1)
-        again = state.refactorise | self._early(state, "inverse_period")
-        state = state._replace(refactorise=again)
-        due = turns, state, self.inverse_period, finite
-        if has_bases(grads):
-            refresh = lambda curvature: refreshed(curvature, grads, self.solver)
-            curvature, _ = when_in_turn(*due, refresh, curvature)
+        due = self._due(state, "inverse_period", again=state.refactorise)
+        factorising = Factorising(begun.grads, self.solver, due, averaged.fine)
+        curvature = factorising.in_own_bases(averaged.curvature)
         trial = Trial(
             rules=self._rules,
+            guard=self.guard,
             solver=self.solver,
             state=state,
             model=model,
             start=begun,
             rows=rows,
             curvature=curvature,
-            finite=finite,
+            finite=averaged.fine,
             linearised=linearised,
         )
-
-        def factorise(inverse, curvature, strength):
-            return refactorise(inverse, curvature, grads, self.solver, strength)
-
-        damping = self._calibrated(trial, factorise)
-        each = self._layer_damping(model, state, curvature, begun.value, finite)
+        damping = self._calibrated(trial, factorising)
+        each = self._layer_damping(trial, due)
         strength = trial.strength(damping if each is None else each)
-        strength = for_each(strength, grads, curvature)
-        trees = state.inverse, curvature, strength
-        inverse, factorised = when_in_turn(*due, factorise, *trees)
-        others, fallback = update_fallback(grads, state.fallback, model, self.fallback)
+        strength = for_each(strength, begun.grads, curvature)
+        inverse, factorised = factorising(state.inverse, curvature, strength)
+        others, fallback = update_fallback(
+            begun.grads, state.fallback, model, self.fallback
+        )
         proposal = trial.propose(damping, inverse, strength, others)
         info = trial.judge(proposal, factorised)
-        updates = self._decayed(proposal, model, state)
+        updates = decayed(proposal, model, state.numbers, self.weight_decay)
         updates = jtu.tree_map(lambda u: jnp.where(info.rejected, 0, u), updates)
-        after = self._after(model, state, proposal, updates, fallback, info)
-        state = after._replace(
-            step=state.step + 1,
+        state = after(model, state, proposal, updates, fallback, info, self._rules)
+        state = state._replace(
             curvature=curvature,
             inverse=inverse,
             layer_damping=each,
-            weight=weight,
+            weight=averaged.weight,
         )
         return updates, state, info
 
-    def _init_layer_damping(self, curvature: Model, model: Model) -> Model | None:
-        """Zeros in the place of every layer's damping, if there is a rule for these."""
-        rule = self._rules.layer_damping
-        if rule is None:
-            return None
-        number = jnp.zeros((), float)
-        return zeros_as_from(rule, number, curvature, model, number)
-
-    def _layer_damping(
-        self,
-        model: Model,
-        state: KFACState,
-        curvature: Model,
-        value: Float[Array, ""],
-        finite: Bool[Array, ""],
-    ) -> Model | None:
+    def _layer_damping(self, trial: Trial, due: Due) -> Model | None:
         """Every layer's damping, chosen anew whenever layers are factorised."""
-        rule = self._rules.layer_damping
+        rule, state = self._rules.layer_damping, trial.state
         if rule is None:
             return None
-        choose = ft.partial(rule, state.damping, curvature, model, value)
-        period = 1 if self.in_turn else self.inverse_period
-        due = state.step, state.weight, period
-        kept = state.layer_damping
-        return when_due(*due, choose, kept, finite, state.refactorise)
+        arguments = state.damping, trial.curvature, trial.model, trial.value
+        if due.turns > 1:
+            due = due._replace(period=1)
+        return due.when(ft.partial(rule, *arguments), state.layer_damping, trial.finite)
 
-    def _calibrated(self, trial: Trial, factorise: Callable) -> Float[Array, ""]:
+    def _calibrated(self, trial: Trial, factorising: Factorising) -> Float[Array, ""]:
         """The damping of this step: before the first one, it may be looked for."""
         state, rule = trial.state, self._rules.damping
         if rule is None or rule.calibration == 0:
@@ -495,62 +405,7 @@ class KFAC(eqx.Module):
 
         def ratio(damping):
             strength = trial.strength(damping)
-            inverse, _ = factorise(state.inverse, trial.curvature, strength)
+            inverse, _ = factorising.anew(state.inverse, trial.curvature, strength)
             return trial.ratio(damping, inverse, strength)
 
         return calibrated(rule, state.damping, ratio, (state.weight == 0) & trial.finite)
-
-    def _decayed(self, proposal: Proposal, model: Model, state: KFACState) -> Model:
-        """The updates, with decoupled weight decay of the tagged parameters."""
-        if state.weight_decay is None:
-            return proposal.updates
-        params, _ = partition_tagged(model)
-        params = masked(params, self.weight_decay_mask)
-        scale = proposal.learning_rate * state.weight_decay
-
-        def decay(update, p):
-            return update if p is None else update - scale.astype(p.dtype) * p
-
-        is_none = lambda x: x is None
-        return jtu.tree_map(decay, proposal.updates, params, is_leaf=is_none)
-
-    def _after(
-        self,
-        model: Model,
-        state: KFACState,
-        proposal: Proposal,
-        updates: Model,
-        fallback: Any,
-        info: Info,
-    ) -> KFACState:
-        """The state after a step; if that is rejected, it remembers why."""
-        iterates = state.iterates
-        if iterates is not None and state.averaging is not None:
-            iterates = iterates.add(eqx.apply_updates(model, updates), state.averaging)
-        taken = dict(
-            velocity=proposal.velocity,
-            extent=proposal.extent,
-            fallback=fallback,
-            iterates=iterates,
-            learning_rate=proposal.learning_rate,
-            momentum=proposal.momentum,
-        )
-        kept = {name: getattr(state, name) for name in taken}
-        # Of what led uphill, not the same again: it would for ever.
-        uphill = info.faults.update | info.faults.increase
-        moving = state.velocity, state.extent
-        stopped = jtu.tree_map(jnp.zeros_like, moving)
-        kept["velocity"], kept["extent"] = tree_where(uphill, stopped, moving)
-        rule, rejected, damping = self._rules.damping, info.rejected, info.damping
-        ratio = info.reduction_ratio
-        if rule is not None and ratio is not None:
-            ratio = jnp.where(rejected, jnp.nan, ratio)
-            due = rule.due(state.step) | rejected
-            damping = jnp.where(due, rule(damping, ratio), damping)
-        return state._replace(
-            damping=damping,
-            refactorise=rejected & (rule is not None),
-            rejected=state.rejected + rejected.astype(jnp.int32),
-            faults=count(state.faults, info.faults),
-            **tree_where(rejected, kept, taken),
-        )

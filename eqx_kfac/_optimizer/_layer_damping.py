@@ -3,21 +3,21 @@
 import abc
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float
 
 from .._checks import check_number
 from .._custom_types import Model
-from .._devices import over_stack
+from .._devices import over_stack, zeros_as_from
 from .._form import has_bias
 from .._operator import KroneckerOperator, SeriesOperator, squared_norm, trace, unpacked
 from .._tag import flatten_tags
+from ._numbers import AbstractRule
 from ._trust import falling
 
 
-class AbstractLayerDamping(eqx.Module):
+class AbstractLayerDamping(AbstractRule):
     """A rule for the damping of every layer by itself, given its curvature. See "Writing
     your own"."""
 
@@ -147,6 +147,16 @@ class LayerDamping(AbstractLayerDamping):
             return jnp.where(known, jnp.maximum(lower, _LEAST * most), most)
 
         return treedef.unflatten(map(damping_of, measures))
+
+
+def init_layer_damping(
+    rule: AbstractLayerDamping | None, curvature: Model, model: Model
+) -> Model | None:
+    """Zeros in the place of every layer's damping, if there is a rule for these."""
+    if rule is None:
+        return None
+    number = jnp.zeros((), float)
+    return zeros_as_from(rule, number, curvature, model, number)
 
 
 def _of_one_step(operator: Any) -> Any:

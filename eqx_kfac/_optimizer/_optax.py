@@ -7,20 +7,20 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
-from .._curvature import has_bases, include, refreshed
+from .._curvature import include
 from .._custom_types import Model, Numeric
-from .._inverse import precondition, refactorise
+from .._inverse import precondition
 from .._solver import AbstractDampedSolver, Cholesky
 from .._tag import check_covered, is_trainable, map_tags, partition_tagged
-from ._choices import check_choices, check_without_loss, NUMBERS
+from ._choices import check_choices, check_without_loss
+from ._factors import check_belongs, Factorising, init_factors
 from ._fallback import init_fallback, update_fallback
 from ._kfac import KFAC
-from ._packing import init_factors
-from ._schedule import at, when_due
-from ._state import check_state, ScaleByKFACState
-from ._trial import in_range
+from ._numbers import in_range, initial, Numbers
+from ._schedule import Due, InTurn
+from ._state import ScaleByKFACState
 
 
 _missing = object()
@@ -30,8 +30,7 @@ def scale_by_kfac(
     damping: Numeric = 0.03,
     *,
     solver: AbstractDampedSolver = Cholesky(),
-    inverse_period: int = 5,
-    packed: bool = False,
+    inverse_period: int | InTurn = 5,
     ema: Numeric = 0.95,
     fallback: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -68,7 +67,6 @@ def scale_by_kfac(
         damping=damping,
         solver=solver,
         inverse_period=inverse_period,
-        packed=packed,
         ema=ema,
         fallback=fallback,
     )
@@ -84,10 +82,14 @@ class _ScaleByKFAC:
 
     damping: Any
     solver: AbstractDampedSolver
-    inverse_period: int
-    packed: bool
+    inverse_period: int | InTurn
     ema: Any
     fallback: Any
+
+    @property
+    def _numbers(self) -> Numbers:
+        nothing = Numbers(*[None] * len(Numbers._fields))
+        return nothing._replace(damping=self.damping, ema=self.ema)
 
     def init(self, params: Model) -> Any:
         params = _unmask(params)
@@ -95,7 +97,7 @@ class _ScaleByKFAC:
             trees = _in_place_of(params, self.fallback)
         else:
             check_covered(params, self.fallback)
-            curvature, inverse = init_factors(params, self.solver, self.packed)
+            curvature, inverse = init_factors(params, self.solver)
             others = init_fallback(params, self.fallback)
             trees = dict(curvature=curvature, inverse=inverse, fallback=others)
         step, weight = jnp.zeros((), jnp.int32), jnp.zeros((), float)
@@ -105,47 +107,26 @@ class _ScaleByKFAC:
         del extra
         _check_given(curvature, "kfac.scale_by_kfac")
         updates, params = _unmask(updates), _unmask(params)
-        check_state(state, eqx.filter_eval_shape(self.init, updates))
-        damping, ema = at(self.damping, state.step), at(self.ema, state.step)
-        fine = _are_in_range(damping=(self.damping, damping), ema=(self.ema, ema))
+        check_belongs(state, self.init, updates)
+        numbers = initial(self._numbers, state.step)
+        fine = in_range(numbers) if any(map(_may_change, self._numbers)) else True
         averaged, weight = state.curvature, state.weight
         if curvature is not None:
             new = _trained(curvature, updates)
-            averaged, weight, _ = include(averaged, weight, updates, new, ema, fine)
-        averaged, inverse = self._factorised(
-            state, averaged, weight, updates, damping, fine
-        )
+            old = averaged, weight, updates
+            averaged, weight, _ = include(*old, new, numbers.ema, fine)
+        due = Due.of(state, self.inverse_period)
+        factorising = Factorising(updates, self.solver, due, fine)
+        averaged = factorising.in_own_bases(averaged)
+        inverse, _ = factorising(state.inverse, averaged, numbers.damping)
         gradient, _ = partition_tagged(updates)
-        natural = precondition(gradient, averaged, inverse, self.solver, damping)
+        factorised = averaged, inverse, self.solver, numbers.damping
+        natural = precondition(gradient, *factorised)
         ready = fine & (weight > 0)
         natural = jtu.tree_map(lambda n: jnp.where(ready, n, 0), natural)
         others, fallback = update_fallback(updates, state.fallback, params, self.fallback)
         state = ScaleByKFACState(state.step + 1, averaged, inverse, weight, fallback)
         return eqx.combine(natural, others), state
-
-    def _factorised(
-        self,
-        state: ScaleByKFACState,
-        curvature: Model,
-        weight: Array,
-        updates: Model,
-        damping: Array,
-        fine: Any,
-    ) -> tuple[Model, Model]:
-        """The curvature, in bases that are its own, and its inverse: anew if due."""
-        due, solver = (state.step, state.weight, self.inverse_period), self.solver
-        old = state.inverse
-        if has_bases(updates):
-            curvature = when_due(
-                *due, lambda: refreshed(curvature, updates, solver)[0], curvature, fine
-            )
-        inverse = when_due(
-            *due,
-            lambda: refactorise(old, curvature, updates, solver, damping)[0],
-            old,
-            fine,
-        )
-        return curvature, inverse
 
 
 def kfac(
@@ -155,8 +136,7 @@ def kfac(
     *,
     solver: AbstractDampedSolver = Cholesky(),
     norm_constraint: Numeric | None = None,
-    inverse_period: int = 5,
-    packed: bool = False,
+    inverse_period: int | InTurn = 5,
     ema: Numeric = 0.95,
     fallback: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -188,7 +168,6 @@ def kfac(
         norm_constraint=norm_constraint,
         averaging=None,
         inverse_period=inverse_period,
-        packed=packed,
         ema=ema,
         fallback=fallback,
     )
@@ -213,11 +192,8 @@ class _KFAC:
         else:
             state = optimizer.init(params)
         # Of one type for good, also where optax joins states of two branches.
-        numbers = {name: getattr(state, name) for name in NUMBERS}
-        fixed = {
-            k: None if v is None else jnp.array(v, float) for k, v in numbers.items()
-        }
-        return state._replace(**fixed)
+        fixed = [None if v is None else jnp.array(v, float) for v in state.numbers]
+        return state._replace(numbers=Numbers(*fixed))
 
     def update(
         self, updates, state, params=None, *, curvature=_missing, value=None, **extra
@@ -228,9 +204,9 @@ class _KFAC:
         if curvature is not None:
             curvature = _trained(curvature, updates)
         # Arrays here come from `optax.inject_hyperparams`: they are the current values.
-        chosen = {name: getattr(self.optimizer, name) for name in NUMBERS}
-        injected = {k: v for k, v in chosen.items() if eqx.is_array(v)}
-        state = state._replace(**injected)
+        both = zip(self.optimizer._numbers, state.numbers, strict=True)
+        numbers = [chosen if eqx.is_array(chosen) else old for chosen, old in both]
+        state = state._replace(numbers=Numbers(*numbers))
         return self.optimizer.update(
             updates, state, params, curvature=curvature, value=value
         )
@@ -247,14 +223,9 @@ def _check_given(curvature: Any, name: str) -> None:
         )
 
 
-def _are_in_range(**numbers: tuple) -> Any:
-    """Whether numbers that may change, `(choice, current value)` each, are in range."""
-
-    def may_change(choice):
-        return callable(choice) or eqx.is_array(choice)
-
-    changing = {name: value for name, (c, value) in numbers.items() if may_change(c)}
-    return in_range(changing) if changing else True
+def _may_change(choice: Any) -> bool:
+    """Whether a number has not been looked at when it was chosen."""
+    return callable(choice) or eqx.is_array(choice)
 
 
 def _is_placeholder(params: Any) -> bool:

@@ -1,5 +1,7 @@
-"""The quadratic model of the objective along a few directions."""
+"""The quadratic model of the objective along a few directions, and rules for the length
+of a step that go by it."""
 
+import abc
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,12 +9,35 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._checks import check_count
+from .._checks import check_count, check_number
 from .._custom_types import Model
 from .._misc import symmetric, tree_dot
+from ._numbers import AbstractRule
 
 
-class QuadraticModel(eqx.Module):
+class AbstractStepRule(AbstractRule):
+    r"""A rule for the learning rate, the momentum, or both, given the quadratic model of
+    the objective along the two directions of a step. See "Writing your own"."""
+
+    initial = 0.0
+    # The model is that of the first so many examples of the batch; `None`: of all.
+    examples: eqx.AbstractVar[int | None]
+    # The preconditioner is damped with this times the damping, the model with that.
+    damping_ratio: eqx.AbstractVar[Any]
+
+    @abc.abstractmethod
+    def __call__(
+        self,
+        model: "Quadratic",
+        given: tuple[Float[Array, ""] | None, Float[Array, ""] | None],
+        value: Float[Array, ""],
+    ) -> Float[Array, "2"]:
+        r"""$\alpha$ and $\mu$, given the model along $d = -\hat F^{-1} \nabla h$ and
+        $\delta_\text{prev}$, those of the two that are numbers (else `None`), and the
+        loss. What it says of a given one does not matter."""
+
+
+class QuadraticModel(AbstractStepRule):
     r"""A learning rate, a momentum, or both, that minimise the quadratic model
 
     $$q(\delta) = \tfrac12 \delta^\top (C + (\lambda + \eta) I) \delta + \nabla h^\top
@@ -38,21 +63,38 @@ class QuadraticModel(eqx.Module):
     """
 
     examples: int | None = eqx.field(static=True)
+    damping_ratio: Any
 
-    def __init__(self, examples: int | None = None):
+    def __init__(self, examples: int | None = None, damping_ratio: Any = 1.0):
         """**Arguments:**
 
         - `examples`: the curvature of the model comes from the first so many examples of
             the batch: less work, more noise. `None`: from all of them.
+        - `damping_ratio`: the preconditioner is damped with this times the damping, the
+            quadratic model with the damping itself.
+
+        **Raises:** `ValueError` for a number out of its range.
         """
         if examples is not None:
             examples = check_count("examples", examples, 1)
         self.examples = examples
+        self.damping_ratio = check_number(
+            "damping_ratio", damping_ratio, "positive", schedule=False
+        )
+
+    def __call__(
+        self,
+        model: "Quadratic",
+        given: tuple[Float[Array, ""] | None, Float[Array, ""] | None],
+        value: Float[Array, ""],
+    ) -> Float[Array, "2"]:
+        """Where the model is least."""
+        return model.minimum(given)
 
 
 class Quadratic(eqx.Module):
     r"""$q(c) = \frac12 c^\top M c + b^\top c$ for the coefficients $c$ of one or two
-    directions."""
+    directions: $M$ has the damped curvature between them, $b$ their slopes."""
 
     matrix: Float[Array, "n n"]
     vector: Float[Array, " n"]

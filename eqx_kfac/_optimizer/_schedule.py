@@ -1,13 +1,14 @@
 """What depends on the number of the step: schedules, and work that is not always due."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._checks import is_number, is_scalar, plain
+from .._checks import check_count, is_number, is_scalar, plain
 
 
 def at(value: Any, step: Int[Array, ""]) -> Any:
@@ -41,25 +42,66 @@ def _scheduled(schedule: Callable, step: Int[Array, ""]) -> Any:
     )
 
 
+class InTurn(eqx.Module):
+    """Not all layers (or all of a stack) are factorised at the same step, but some at
+    every step, so that every one has its turn once in `period` steps: as much work,
+    evenly spread. Pass it to [`eqx_kfac.KFAC`][] as `inverse_period`.
+
+    !!! Example
+
+        ```python
+        optimizer = kfac.KFAC(inverse_period=kfac.InTurn(50))
+        ```
+    """
+
+    period: int = eqx.field(static=True)
+
+    def __init__(self, period: int = 50):
+        """**Arguments:**
+
+        - `period`: at least 1.
+
+        **Raises:** `ValueError` for a number out of its range.
+        """
+        self.period = check_count("period", period, 1)
+
+
+class Due(NamedTuple):
+    """When work is due: every `period` steps, at every step until there is any curvature
+    (its `weight` is zero), and whenever it is due `again`."""
+
+    step: Int[Array, ""]
+    weight: Float[Array, ""]
+    period: int
+    turns: int = 1  # Parts of the work, one after the other within a period.
+    again: Bool[Array, ""] | bool = False
+
+    @classmethod
+    def of(
+        cls, state: Any, period: int | InTurn, again: Bool[Array, ""] | bool = False
+    ) -> "Due":
+        """When it is, given the state of an optimizer."""
+        in_turn = isinstance(period, InTurn)
+        number = period.period if in_turn else period
+        turns = number if in_turn else 1
+        return cls(state.step, state.weight, number, turns, again)
+
+    @property
+    def every_part(self) -> Bool[Array, ""]:
+        """Whether all of the work is due, whoever's turn it is."""
+        return (self.weight == 0) | self.again
+
+    def when(
+        self, compute: Callable, otherwise: Any, finite: Bool[Array, ""] | bool = True
+    ) -> Any:
+        """`compute()` if it is due and all is `finite`; else `otherwise`."""
+        if self.period == 1 and finite is True:
+            return compute()
+        due = (self.step % self.period == 0) | self.every_part
+        return jax.lax.cond(due & finite, compute, lambda: otherwise)
+
+
 def early(step: Int[Array, ""], period: int) -> Bool[Array, ""]:
     """Whether a step is one of the first ones at which work that is due every `period`
     steps is worth doing more often: the powers of two below the period."""
     return (step & (step - 1) == 0) & (step < period)
-
-
-def when_due(
-    step: Int[Array, ""],
-    weight: Float[Array, ""],
-    period: int,
-    compute: Callable,
-    otherwise: Any,
-    finite: Bool[Array, ""] | bool = True,
-    again: Bool[Array, ""] | bool = False,
-) -> Any:
-    """`compute()` every `period` steps, at every step until there is any curvature (its
-    `weight` is zero), and if it is due `again`, but only if all is `finite`; else
-    `otherwise`."""
-    if period == 1 and finite is True:
-        return compute()
-    due = (step % period == 0) | (weight == 0) | again
-    return jax.lax.cond(due & finite, compute, lambda: otherwise)

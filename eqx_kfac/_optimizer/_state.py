@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from .._custom_types import Model
 from .._misc import accumulator, difference, names
-from .._operator import is_packed
+from ._numbers import Numbers
 
 
 _Model = TypeVar("_Model")
@@ -113,6 +113,10 @@ class Iterates(eqx.Module):
         return Iterates(jtu.tree_map(blend, self.mean, _by_path(model)), weight)
 
 
+def _number(name: str) -> Any:
+    return property(lambda self: getattr(self.numbers, name))
+
+
 class KFACState(NamedTuple):
     """The state of [`eqx_kfac.KFAC`][]. All arrays; `eqx.tree_at` may change any of them
     between steps, hyper-parameters included (those that follow a schedule or a rule are
@@ -121,7 +125,7 @@ class KFACState(NamedTuple):
 
     step: Int[Array, ""]
     # Shaped like the model, with every tagged layer replaced by its averaged factors, or
-    # by their factorisation. (With `packed=True`, symmetric matrices are `Packed`.)
+    # by their factorisation. (After `kfac.packed`, symmetric matrices are `Packed`.)
     curvature: Model
     inverse: Model
     weight: Float[Array, ""]  # Total weight of the moving average; 0 before the first.
@@ -131,18 +135,18 @@ class KFACState(NamedTuple):
     layer_damping: Model | None  # As last chosen by a `LayerDamping`, if there is one.
     fallback: Any
     iterates: Iterates | None
-    learning_rate: Float[Array, ""]  # As last chosen, if a rule chooses it.
-    momentum: Float[Array, ""]
-    damping: Float[Array, ""]
-    damping_ratio: Float[Array, ""]
-    norm_constraint: Float[Array, ""] | None
-    ema: Float[Array, ""]
-    max_increase: Float[Array, ""] | None
-    weight_decay: Float[Array, ""] | None
-    averaging: Float[Array, ""] | None
+    numbers: Numbers  # Each as last chosen, if a rule or a schedule chooses it.
     refactorise: Bool[Array, ""]  # After a rejection the damping is another one.
     rejected: Int[Array, ""]  # How many steps were not taken.
     faults: Faults  # And why: counts.
+
+    learning_rate = _number("learning_rate")
+    momentum = _number("momentum")
+    damping = _number("damping")
+    norm_constraint = _number("norm_constraint")
+    ema = _number("ema")
+    weight_decay = _number("weight_decay")
+    averaging = _number("averaging")
 
 
 class ScaleByKFACState(NamedTuple):
@@ -295,18 +299,6 @@ def count(faults: Faults, new: Faults) -> Faults:
 def check_state(state: Any, expected: Any) -> None:
     """Raises unless a state has the structure and the shapes of the `expected` one, and
     what it keeps of the layers its types."""
-
-    def any_packed(tree):
-        return any(map(is_packed, jtu.tree_leaves(tree, is_leaf=is_packed)))
-
-    have, want = any_packed(state), any_packed(expected)
-    if have != want:
-        without = "" if want else "out"
-        raise ValueError(
-            f"The state is {'' if have else 'not '}packed, but belongs to an optimizer "
-            f"with{without} `packed=True`. Convert it once: `state = "
-            f"kfac.{'packed' if want else 'unpacked'}(state)`."
-        )
     _check_same_shapes(state, expected)
     for name in ("curvature", "inverse", "velocity", "layer_damping", "iterates"):
         _check_same_types(name, getattr(state, name, None), getattr(expected, name, None))

@@ -1,5 +1,8 @@
 """What one step would do with a given damping."""
 
+import functools as ft
+import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -15,7 +18,9 @@ from .._loss import Penalty
 from .._misc import all_finite, tree_dot, tree_norm
 from .._solver import AbstractDampedSolver
 from .._tag import partition_tagged
-from ._choices import NUMBERS, Rules
+from ._choices import Rules
+from ._guard import AbstractGuard
+from ._numbers import in_range
 from ._quadratic import Quadratic, quadratic
 from ._state import Faults, Info, KFACState
 
@@ -56,6 +61,7 @@ class Trial(eqx.Module):
     damping: proposes them, predicts what they do to the loss, looks, and judges."""
 
     rules: Rules
+    guard: AbstractGuard | None
     solver: AbstractDampedSolver
     state: KFACState
     model: Model
@@ -67,7 +73,10 @@ class Trial(eqx.Module):
 
     def strength(self, damping: Any) -> Any:
         """What the preconditioner is damped with: a number, or one for every layer."""
-        ratio = self.state.damping_ratio
+        rule = self.rules.step
+        if rule is None:
+            return damping
+        ratio = jnp.asarray(rule.damping_ratio, float)
         return jtu.tree_map(lambda d: d * ratio.astype(d.dtype), damping)
 
     def propose(
@@ -187,11 +196,13 @@ class Trial(eqx.Module):
     ) -> tuple[list, Float[Array, ""] | None]:
         r"""$\alpha$ and $\mu$: as given, unless a rule is to choose them, and what the
         quadratic model that did predicts."""
-        ruled = [self.rules.learning_rate is not None, self.rules.momentum is not None]
-        if not any(ruled):
+        rule = self.rules.step
+        if rule is None:
             return [*given], None
+        ruled = [self.rules.learning_rate is not None, self.rules.momentum is not None]
         model = self._quadratic(damping, direction, self.state.velocity)
-        best = model.minimum([None if r else g for r, g in zip(ruled, given)])
+        rate, momentum = (None if r else g for r, g in zip(ruled, given))
+        best = rule(model, (rate, momentum), self.value)
         lengths = [
             best[i].astype(g.dtype) if ruled[i] else g for i, g in enumerate(given)
         ]
@@ -199,7 +210,7 @@ class Trial(eqx.Module):
 
     def _quadratic(self, damping: Float[Array, ""], *directions: Model) -> Quadratic:
         """The quadratic model of the tagged parameters along `directions`."""
-        rule = self.rules.learning_rate or self.rules.momentum
+        rule = self.rules.step
         linearised = self.linearised.first(None if rule is None else rule.examples)
         what = (
             "Give numbers for learning rate, momentum and damping: rules for these need"
@@ -214,22 +225,28 @@ class Trial(eqx.Module):
         """The loss after the step, and the reduction ratio: NaN if they are not due,
         `None` if they never are."""
 
-        def wanted(always, compute):
-            rule = self.rules.damping
-            if always:
-                return compute()
-            if rule is None:
-                return None
-            nothing = jnp.full_like(self.value, jnp.nan)
-            return jax.lax.cond(rule.due(self.state.step), compute, lambda: nothing)
-
-        bounded = self.state.max_increase is not None
-        new_loss = wanted(bounded, lambda: self._new_loss(proposal))
-        known = proposal.predicted is not None
-        predicted = wanted(known, lambda: self._predicted(proposal))
+        new_loss = self._when(self._looks, lambda: self._new_loss(proposal))
+        rule, known = self.rules.damping, proposal.predicted is not None
+        due = known or (False if rule is None else rule.due(self.state.step))
+        predicted = self._when(due, lambda: self._predicted(proposal))
         if new_loss is None or predicted is None:
             return new_loss, None
         return new_loss, self._ratio(new_loss, predicted)
+
+    @property
+    def _looks(self) -> Bool[Array, ""] | bool:
+        """Whether the loss after the step is looked at."""
+        rules = self.rules.damping, self.guard
+        due = [rule.due(self.state.step) for rule in rules if rule is not None]
+        return any(d is True for d in due) or ft.reduce(operator.or_, due, False)
+
+    def _when(
+        self, due: Bool[Array, ""] | bool, compute: Callable
+    ) -> Float[Array, ""] | None:
+        """A number if it is `due`, else not a number; `None` if it never is."""
+        if isinstance(due, bool):
+            return compute() if due else None
+        return jax.lax.cond(due, compute, lambda: jnp.full_like(self.value, jnp.nan))
 
     def _unseen(self) -> Bool[Array, ""]:
         """Whether a gradient has come from elsewhere than through a tag."""
@@ -242,10 +259,10 @@ class Trial(eqx.Module):
         if new_loss is None:
             return jnp.zeros_like(self.value, bool)
         bad = ~jnp.isfinite(new_loss)
-        most, rule = self.state.max_increase, self.rules.damping
-        if most is not None:
-            return bad | ((new_loss - self.value).astype(most.dtype) > most)
-        return bad if rule is None else bad & rule.due(self.state.step)
+        if self.guard is not None:
+            own = self.guard.due(self.state.step)
+            bad |= own & self.guard(self.value, new_loss)
+        return bad & self._looks
 
     def _predicted(self, proposal: Proposal) -> Float[Array, ""]:
         """The change of the loss that the quadratic model predicts, for parameters
@@ -298,15 +315,8 @@ def _is_penalised(linearised: LinearisedBatch) -> bool:
 
 def start(value: Float[Array, ""], grads: Model, state: KFACState, rules: Rules) -> Start:
     """Where a step begins. Numbers that a rule chooses may be any."""
-    ruled = [rules.learning_rate is not None, rules.momentum is not None]
-    free = {n for n, r in zip(("learning_rate", "momentum"), ruled, strict=True) if r}
-    numbers = {name: getattr(state, name) for name in NUMBERS if name not in free}
+    numbers = state.numbers
+    for name in ("learning_rate", "momentum"):
+        if getattr(rules, name) is not None:
+            numbers = numbers._replace(**{name: None})
     return Start(value, grads, tree_norm(grads), in_range(numbers))
-
-
-def in_range(numbers: dict[str, Float[Array, ""] | None]) -> Bool[Array, ""]:
-    """Whether numbers lie in their ranges, to whose bounds a schedule may get."""
-    given = {name: value for name, value in numbers.items() if value is not None}
-    most = [1.0 if NUMBERS[name].startswith("in ") else jnp.inf for name in given]
-    values = jnp.stack([value.astype(float) for value in given.values()])
-    return jnp.all((values >= 0) & (values <= jnp.array(most, float)))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._checks import check_count, check_number
+from ._numbers import AbstractRule
 
 
 def falling(
@@ -17,7 +18,7 @@ def falling(
     return size * jnp.minimum(1, jnp.abs(value)).astype(size.dtype) ** power
 
 
-class AbstractTrustRegion(eqx.Module):
+class AbstractTrustRegion(AbstractRule):
     """A rule for how far a step may go. See "Writing your own"."""
 
     @property

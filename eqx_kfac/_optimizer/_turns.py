@@ -15,7 +15,7 @@ from .._custom_types import Layer, Model
 from .._devices import explicit_sharding
 from .._misc import trailing
 from .._tag import flatten_tags, map_tags
-from ._schedule import when_due
+from ._schedule import Due
 
 
 class Turn(NamedTuple):
@@ -119,9 +119,8 @@ class _Work:
 
 def when_in_turn(
     turns: Turns,
-    state: Any,
-    period: int,
-    finite: Bool[Array, ""],
+    due: Due,
+    finite: Bool[Array, ""] | bool,
     compute: Callable,
     *trees: Model,
 ) -> tuple[Model, Bool[Array, ""]]:
@@ -131,25 +130,25 @@ def when_in_turn(
     for turn in turns.different:
         own = [turns.only(turn, tree) for tree in trees]
         when = _whole if turn.parts == 1 else _in_parts
-        results.append(when(turns, turn, state, period, finite, compute, own))
+        results.append(when(turns, turn, due, finite, compute, own))
     flags = [flag for _, flag in results]
     return turns.join([tree for tree, _ in results]), ft.reduce(jnp.logical_and, flags)
 
 
-def _whole(turns, turn, state, period, finite, compute, trees):
-    kept = trees[0], state.weight >= 0  # True.
-    due = state.step - turn.start * (period // turns.number), state.weight, period
-    return when_due(*due, ft.partial(compute, *trees), kept, finite, state.refactorise)
+def _whole(turns, turn, due, finite, compute, trees):
+    own = due._replace(step=due.step - turn.start * (due.period // turns.number))
+    kept = trees[0], due.weight >= 0  # True.
+    return own.when(ft.partial(compute, *trees), kept, finite)
 
 
-def _in_parts(turns, turn, state, period, finite, compute, trees):
+def _in_parts(turns, turn, due, finite, compute, trees):
     """One part at a step, or all of them when all layers are due."""
-    every = period // turns.number
-    now, late = jnp.divmod(state.step % period, every)
+    every = due.period // turns.number
+    now, late = jnp.divmod(due.step % due.period, every)
     index = now - turn.start
-    all_parts = (state.weight == 0) | state.refactorise
-    due = ((late == 0) & (index >= 0) & (index < turn.parts)).astype(index.dtype)
-    number = jnp.where(finite, jnp.where(all_parts, turn.parts, due), 0)
+    all_parts = due.every_part
+    one = ((late == 0) & (index >= 0) & (index < turn.parts)).astype(index.dtype)
+    number = jnp.where(finite, jnp.where(all_parts, turn.parts, one), 0)
     first = jnp.where(all_parts, 0, index)
 
     def body(i, kept):
@@ -158,4 +157,4 @@ def _in_parts(turns, turn, state, period, finite, compute, trees):
         new, flag_of_part = compute(*parts)
         return turns.with_part(tree, turn, first + i, new), flag & flag_of_part
 
-    return jax.lax.fori_loop(0, number, body, (trees[0], state.weight >= 0))
+    return jax.lax.fori_loop(0, number, body, (trees[0], due.weight >= 0))

@@ -12,6 +12,7 @@ import jax.tree_util as jtu
 from jax.extend.core import JaxprEqn
 
 from .._custom_types import Layer, Model
+from .._loss import L2
 from .._tag import (
     flatten_tags,
     Note,
@@ -71,6 +72,7 @@ class Found(NamedTuple):
     outputs: list[Value]  # Of the losses.
     everything: dict[str, Value]  # What the objective consists of, by path.
     opaque: bool
+    regularised: bool  # There is an `L2` term.
 
     @property
     def examples(self) -> tuple[int, ...]:
@@ -147,11 +149,12 @@ def traced(
     places, numbers = places_of(model)
     filled = _noted(model, numbers, examples, spare)
     params, static = eqx.partition(filled, eqx.is_inexact_array)
-    losses, weights, rest = [], [], []
+    losses, weights, rest, regularised = [], [], [], []
 
     def objective(params):
         objective, _ = run(loss_fn, eqx.combine(params, static), args, kwargs)
         losses[:] = [loss.leading for loss in objective.losses]
+        regularised[:] = [isinstance(term, L2) for _, term in objective.terms]
         weights[:] = [jax.eval_shape(example_weights, objective.losses)]
         outputs = [loss.outputs for loss in objective.losses]
         arrays, others = eqx.partition(objective, eqx.is_array)
@@ -183,6 +186,7 @@ def traced(
         values[:number],
         everything,
         flow.opaque,
+        any(regularised),
     )
 
 

@@ -32,6 +32,7 @@ class Program(NamedTuple):
     # an example may use more than once, if their block squares examples' gradients.
     together: tuple[tuple[int, int], ...] = ()
     axes: frozenset = frozenset()  # Of `shard_map`, over which these are split.
+    regularised: bool = False  # The gradient has a part from an `L2` term.
 
 
 def look(
@@ -68,12 +69,12 @@ def look(
     together = dict(_together(found))
     split = [call.axes for call in found.calls if call.number in together]
     axes = frozenset().union(*split)
-    return Program(examples, tuple(together.items()), axes)
+    return Program(examples, tuple(together.items()), axes, found.regularised)
 
 
 def prepared(filled: Model, program: Program) -> Model:
     """The model, whose tags are ready to collect, with what they have to know."""
-    if program == Program():
+    if program._replace(regularised=False) == Program():
         return filled
     _, numbers = places_of(filled)
     together = dict(program.together)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from .._curvature import Batch, linearise
 from .._custom_types import Key, Layer, Model
 from .._devices import over_stack
-from .._fisher import AbstractFisher, Empirical, Exact
+from .._fisher import AbstractFisher, check_whole, Empirical, Exact
 from .._loss import AbstractLoss
 from .._misc import trailing
 from .._program import Program, run
@@ -166,6 +166,7 @@ def verify(
         ```
     """
     check_tagged(model)
+    check_whole(fisher, "kfac.verify")
     found, _ = flatten_tags(lambda tag, layer: (tag, layer), model)
     places = [(path, *pair) for path, pair in found]
     empirical = isinstance(fisher, Empirical)

@@ -81,11 +81,25 @@ def from_contrib(problem: Problem) -> list[Contender]:
     return found
 
 
-def optimizer(adaptive: bool, examples: int | None = None, **choices: Any) -> kfac.KFAC:
+def optimizer(
+    adaptive: bool,
+    examples: int | None = None,
+    in_turn: bool = False,
+    by_rows: bool = False,
+    **choices: Any,
+) -> kfac.KFAC:
     """With all curvature from the first `examples` of a batch."""
-    plain = dict(curvature_period=1, inverse_period=PERIOD, averaging=None)
-    plain |= dict(through_rows=False)
-    choices = plain | dict(curvature_examples=examples) | choices
+    made = _optimizer(adaptive, examples, in_turn, **choices)
+    object.__setattr__(made, "_by_rows", by_rows)  # Else, wherever it is less work.
+    return made
+
+
+def _optimizer(
+    adaptive: bool, examples: int | None, in_turn: bool, **choices: Any
+) -> kfac.KFAC:
+    period = kfac.InTurn(PERIOD) if in_turn else PERIOD
+    plain = dict(curvature_period=1, inverse_period=period, averaging=None)
+    choices = plain | dict(fisher=kfac.MonteCarlo(examples=examples)) | choices
     if adaptive:
         quadratic = kfac.QuadraticModel(examples)
         damping = kfac.LevenbergMarquardt(DAMPING, interval=PERIOD, minimum=1e-5)
@@ -93,7 +107,9 @@ def optimizer(adaptive: bool, examples: int | None = None, **choices: Any) -> kf
     return kfac.KFAC(RATE, MOMENTUM, DAMPING, norm_constraint=NORM, **choices)
 
 
-def ours(name: str, problem: Problem, chosen: kfac.KFAC) -> Contender:
+def ours(
+    name: str, problem: Problem, chosen: kfac.KFAC, packed: bool = False
+) -> Contender:
     def make():
         @eqx.filter_jit(donate="all-except-first")
         def run(fixed, carry):
@@ -105,7 +121,8 @@ def ours(name: str, problem: Problem, chosen: kfac.KFAC) -> Contender:
 
     def init():
         model = copied(problem.model)
-        return model, chosen.init(model)
+        state = chosen.init(model)
+        return model, kfac.packed(state) if packed else state
 
     run, keys = make(), list(jax.random.split(jax.random.key(0), PERIOD))
     return Contender(

@@ -70,14 +70,14 @@ def measure(
         )
         for a in (False, True)
     ]
-    packed = contenders.optimizer(False, packed=True)
-    ours.append(contenders.ours("K-FAC, fixed, packed", problem, packed))
+    fixed = contenders.optimizer(False)
+    ours.append(contenders.ours("K-FAC, fixed, packed", problem, fixed, packed=True))
     if rows:
         ours += [
             contenders.ours(
                 f"K-FAC, {kind(a)}, through rows{', in turn' if in_turn else ''}",
                 problem,
-                contenders.optimizer(a, through_rows=True, in_turn=in_turn),
+                contenders.optimizer(a, by_rows=True, in_turn=in_turn),
             )
             for a in (False, True)
             for in_turn in (False, True)

@@ -1,0 +1,77 @@
+"""What a step leaves behind: the parameters decayed, the state after it."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from .._custom_types import Model
+from .._misc import masked, tree_where
+from .._tag import partition_tagged
+from ._choices import Rules
+from ._numbers import Numbers, WeightDecay
+from ._state import count, Info, KFACState
+from ._trial import Proposal
+
+
+def decayed(proposal: Proposal, model: Model, numbers: Numbers, choice: Any) -> Model:
+    """The updates, with decoupled weight decay of the tagged parameters."""
+    if numbers.weight_decay is None:
+        return proposal.updates
+    params, _ = partition_tagged(model)
+    params = masked(params, choice.mask if isinstance(choice, WeightDecay) else None)
+    scale = proposal.learning_rate * numbers.weight_decay
+
+    def decay(update, p):
+        return update if p is None else update - scale.astype(p.dtype) * p
+
+    is_none = lambda x: x is None
+    return jtu.tree_map(decay, proposal.updates, params, is_leaf=is_none)
+
+
+def after(
+    model: Model,
+    state: KFACState,
+    proposal: Proposal,
+    updates: Model,
+    fallback: Any,
+    info: Info,
+    rules: Rules,
+) -> KFACState:
+    """The state after a step; if that is rejected, it remembers why."""
+    iterates, numbers = state.iterates, state.numbers
+    if iterates is not None and numbers.averaging is not None:
+        iterates = iterates.add(eqx.apply_updates(model, updates), numbers.averaging)
+    lengths = dict(learning_rate=proposal.learning_rate, momentum=proposal.momentum)
+    taken = dict(
+        velocity=proposal.velocity,
+        extent=proposal.extent,
+        fallback=fallback,
+        iterates=iterates,
+        numbers=numbers._replace(**lengths),
+    )
+    kept = {name: getattr(state, name) for name in taken}
+    # Of what led uphill, not the same again: it would for ever.
+    uphill = info.faults.update | info.faults.increase
+    moving = state.velocity, state.extent
+    stopped = jtu.tree_map(jnp.zeros_like, moving)
+    kept["velocity"], kept["extent"] = tree_where(uphill, stopped, moving)
+    state = state._replace(
+        step=state.step + 1,
+        refactorise=info.rejected & (rules.damping is not None),
+        rejected=state.rejected + info.rejected.astype(jnp.int32),
+        faults=count(state.faults, info.faults),
+        **tree_where(info.rejected, kept, taken),
+    )
+    damping = _next_damping(state, info, rules)
+    return state._replace(numbers=state.numbers._replace(damping=damping))
+
+
+def _next_damping(state: KFACState, info: Info, rules: Rules) -> Any:
+    rule, ratio = rules.damping, info.reduction_ratio
+    if rule is None or ratio is None:
+        return info.damping
+    ratio = jnp.where(info.rejected, jnp.nan, ratio)
+    due = rule.due(state.step - 1) | info.rejected
+    return jnp.where(due, rule(info.damping, ratio), info.damping)

@@ -1,0 +1,52 @@
+"""Estimates of the curvature, whenever they are due, and their moving average."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from .._curvature import average, is_finite, LinearisedBatch
+from .._custom_types import Key, Model
+from .._fisher import AbstractFisher
+from ._schedule import Due
+
+
+class Average(NamedTuple):
+    """The averaged curvature."""
+
+    curvature: Model
+    weight: Float[Array, ""]  # Total weight of the estimates; 0 before the first.
+    fine: Bool[Array, ""]  # Whether all is finite so far.
+
+
+def collect(
+    before: Average,
+    linearised: LinearisedBatch,
+    fisher: AbstractFisher,
+    ema: Float[Array, ""],
+    burn_in: int,
+    key: Key | None,
+    due: Due,
+) -> Average:
+    """The average with one more estimate, if one is due; with `burn_in` more if it is
+    the first."""
+    first = before.weight == 0
+
+    def estimate(averaged, key, ema):
+        new = linearised.curvature(fisher, key)
+        take = averaged.fine & is_finite(new)
+        joined = average(averaged.curvature, averaged.weight, new, ema, take)
+        return Average(*joined, take)
+
+    def one_of_many(index, averaged):
+        index_key = None if key is None else jax.random.fold_in(key, index)
+        return estimate(averaged, index_key, jnp.where(first, 1, ema))
+
+    def compute():
+        if burn_in == 0:
+            return estimate(before, key, ema)
+        number = jnp.where(first, 1 + burn_in, 1)
+        return jax.lax.fori_loop(0, number, one_of_many, before)
+
+    return due.when(compute, before)

@@ -1,0 +1,143 @@
+"""The factors in an optimizer's state and their factorisation: before the first step,
+whenever it is due, and with symmetric matrices in half of the memory."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Bool, PyTree
+
+from .._block import AbstractFactors
+from .._curvature import has_bases, init_curvature, refreshed
+from .._custom_types import Model
+from .._devices import zeros_as_from
+from .._inverse import factorise, refactorise
+from .._operator import is_packed, pack
+from .._solver import AbstractDampedSolver
+from ._schedule import Due
+from ._state import check_state, KFACState, ScaleByKFACState
+from ._turns import Turns, when_in_turn
+
+
+def init_factors(model: Model, solver: AbstractDampedSolver) -> tuple[Model, Model]:
+    """Zeros in the place of every layer's factors, and of their factorisation, as a state
+    has them."""
+
+    def factors(model):
+        curvature = init_curvature(model)
+        return curvature, factorise(curvature, model, solver, jnp.zeros(()))
+
+    return zeros_as_from(factors, model)
+
+
+class Factorising(NamedTuple):
+    """How the curvature of a model is factorised, and when."""
+
+    model: Model
+    solver: AbstractDampedSolver
+    due: Due
+    finite: Bool[Array, ""] | bool
+
+    def in_own_bases(self, curvature: Model) -> Model:
+        """The curvature of blocks that are kept in a basis, in that of today."""
+        if not has_bases(self.model):
+            return curvature
+        refresh = lambda curvature: refreshed(curvature, self.model, self.solver)
+        return self._when_due(refresh, curvature)[0]
+
+    def anew(
+        self, inverse: Model, curvature: Model, strength: Any
+    ) -> tuple[Model, Bool[Array, ""]]:
+        """The factorisation, due or not, and whether it is finite; if it is not, the
+        `inverse` that was there."""
+        return refactorise(inverse, curvature, self.model, self.solver, strength)
+
+    def __call__(
+        self, inverse: Model, curvature: Model, strength: Any
+    ) -> tuple[Model, Bool[Array, ""]]:
+        """As `anew`, of the layers that are due."""
+        return self._when_due(self.anew, inverse, curvature, strength)
+
+    def _when_due(self, compute: Callable, *trees: Model) -> Any:
+        turns = Turns(self.model, self.due.turns)
+        return when_in_turn(turns, self.due, self.finite, compute, *trees)
+
+
+def packed(state: Any) -> Any:
+    """The state of an optimizer in about half of the memory: of every symmetric matrix
+    (factors, explicit inverses) one triangle. The optimizer goes on with it as it is, in
+    the same steps, and keeps it packed.
+
+    **Arguments:**
+
+    - `state`: that of [`eqx_kfac.KFAC`][], or of an optax optimizer.
+
+    **Returns:** the state, with [`eqx_kfac.Packed`][] in the place of matrices; see
+    [`eqx_kfac.unpacked`][] for the inverse, for instance to look at them.
+
+    **Raises:** `ValueError` for part of a state: only the whole tells which matrices are
+    symmetric.
+
+    !!! Example
+
+        ```python
+        optimizer = kfac.KFAC()
+        state = kfac.packed(optimizer.init(model))
+        model, state, info = optimizer.step(loss_fn, model, state, x, y, key=key)
+        ```
+    """
+    if not any(map(_is_state, jtu.tree_leaves(state, is_leaf=_is_state))):
+        raise ValueError(
+            "`kfac.packed` takes the whole state of an optimizer, as `optimizer.init` or "
+            f"`optimizer.step` returns it, but got {type(state).__name__}."
+        )
+    return jtu.tree_map(_packed, state, is_leaf=_is_state)
+
+
+def check_belongs(state: Any, init: Callable, model: Model) -> None:
+    """Raises unless it is a state as `init(model)` makes them, packed or not."""
+
+    def expected(model):
+        whole = init(model)
+        return packed(whole) if any(map(is_packed, leaves)) else whole
+
+    leaves = jtu.tree_leaves(state, is_leaf=is_packed)
+    check_state(state, eqx.filter_eval_shape(expected, model))
+
+
+def _packed(node: PyTree) -> Any:
+    if not _is_state(node):
+        return node
+    curvature, inverse = _packed_trees(node.curvature, node.inverse)
+    return node._replace(curvature=curvature, inverse=inverse)
+
+
+def _packed_trees(curvature: Model, inverse: Model) -> tuple[Model, Model]:
+    """All layers' factors, and their factorisations."""
+
+    def of_layer(factors, node):
+        return _packed_fields(node, factors.l2.ndim)
+
+    is_factors = lambda node: isinstance(node, AbstractFactors)
+    return tuple(
+        jtu.tree_map(of_layer, curvature, tree, is_leaf=is_factors)
+        for tree in (curvature, inverse)
+    )
+
+
+def _packed_fields(node: PyTree, stack: int) -> Any:
+    """A layer's factors, or their factorisation, with those fields packed that are
+    symmetric matrices (not diagonals of such): their types say which."""
+
+    def is_matrix(name):
+        return getattr(getattr(node, name), "ndim", 0) == stack + 2
+
+    names = list(filter(is_matrix, getattr(node, "symmetric", ())))
+    fields = lambda node: [getattr(node, name) for name in names]
+    return eqx.tree_at(fields, node, list(map(pack, fields(node)))) if names else node
+
+
+def _is_state(node: PyTree) -> bool:
+    return isinstance(node, (KFACState, ScaleByKFACState))

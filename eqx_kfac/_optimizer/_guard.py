@@ -1,0 +1,58 @@
+"""What guards a step."""
+
+import abc
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from .._checks import check_number
+
+
+class AbstractGuard(eqx.Module):
+    """A rule for which steps are not taken, given the loss before and after them. See
+    "Writing your own"."""
+
+    def due(self, step: Int[Array, ""]) -> Bool[Array, ""] | bool:
+        """Whether the loss after the step is looked at, which takes a forward pass: at
+        every step, unless a subclass says otherwise."""
+        return True
+
+    @abc.abstractmethod
+    def __call__(
+        self, value: Float[Array, ""], new_value: Float[Array, ""]
+    ) -> Bool[Array, ""]:
+        """Whether the step is rejected, given the loss before and after it, on the same
+        batch. Where the latter is not finite, it is rejected anyway."""
+
+
+class MaxIncrease(AbstractGuard):
+    """Rejects a step after which the loss, on the same batch, is not finite or has risen
+    by more than `most`. Pass it to [`eqx_kfac.KFAC`][] as `guard`.
+
+    !!! Example
+
+        ```python
+        optimizer = kfac.KFAC(guard=kfac.MaxIncrease(0.1))
+        ```
+    """
+
+    most: Any
+
+    def __init__(self, most: Any = 0.0):
+        """**Arguments:**
+
+        - `most`: at least 0, in nats. `jnp.inf`: only steps to where the loss is not
+            finite are rejected.
+
+        **Raises:** `ValueError` for a number out of its range.
+        """
+        self.most = check_number("most", most, "at least 0", schedule=False)
+
+    def __call__(
+        self, value: Float[Array, ""], new_value: Float[Array, ""]
+    ) -> Bool[Array, ""]:
+        """Whether the loss has risen by more than `most`."""
+        most = jnp.asarray(self.most)
+        return (new_value - value).astype(most.dtype) > most

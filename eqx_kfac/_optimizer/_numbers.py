@@ -1,0 +1,143 @@
+"""The numbers of a step: given, scheduled, or chosen by rules. The state holds them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from .._checks import check_count, check_number
+from ._schedule import at
+
+
+class Numbers(NamedTuple):
+    """One of each: what was chosen, its range, or its value at a step (an array without
+    axes). `None`: it is not used."""
+
+    learning_rate: Any
+    momentum: Any
+    damping: Any
+    norm_constraint: Any
+    ema: Any
+    weight_decay: Any
+    averaging: Any
+
+
+RANGES = Numbers(
+    learning_rate="positive",
+    momentum="in [0, 1)",
+    damping="at least 0",
+    norm_constraint="positive",
+    ema="in [0, 1]",
+    weight_decay="at least 0",
+    averaging="in [0, 1]",
+)
+
+
+class AbstractRule(eqx.Module):
+    """What chooses a number anew, at every step or whenever it is due. `initial` is what
+    the state holds at first."""
+
+    initial: eqx.AbstractVar[Any]
+
+
+class AbstractNumber(eqx.Module):
+    """A number, or a schedule of one, and what goes with it."""
+
+    number: eqx.AbstractVar[Any]
+
+
+class MovingAverage(AbstractNumber):
+    r"""The moving average of the curvature,
+    $V \leftarrow V + (X - V) / w$ with $w \leftarrow \rho w + 1$, and how it begins. Pass
+    it to [`eqx_kfac.KFAC`][] as `ema`.
+
+    !!! Example
+
+        ```python
+        optimizer = kfac.KFAC(ema=kfac.MovingAverage(0.95, burn_in=4))
+        ```
+    """
+
+    number: Any
+    burn_in: int = eqx.field(static=True)
+
+    def __init__(self, decay: Any = 0.95, burn_in: int = 0):
+        r"""**Arguments:**
+
+        - `decay`: $\rho \in [0, 1]$, or a schedule. 1 is the mean over all steps; 0 keeps
+            only the latest estimate.
+        - `burn_in`: how many more estimates of the curvature are averaged on the first
+            batch (that is finite), before the first step.
+
+        **Raises:** `ValueError` for a number out of its range.
+        """
+        self.number = check_number("decay", decay, RANGES.ema)
+        self.burn_in = check_count("burn_in", burn_in, 0)
+
+
+class WeightDecay(AbstractNumber):
+    r"""Weight decay that is decoupled from the objective: $\theta \leftarrow \theta +
+    \delta - \alpha \beta \theta$ for the parameters that tags cover. Pass it to
+    [`eqx_kfac.KFAC`][] as `weight_decay`. (To regularise the objective, add
+    [`eqx_kfac.L2`][] to the loss.)
+
+    !!! Example
+
+        ```python
+        decay = kfac.WeightDecay(1e-2, mask=lambda p: p.ndim > 1)
+        optimizer = kfac.KFAC(weight_decay=decay)
+        ```
+    """
+
+    number: Any
+    mask: Any
+
+    def __init__(self, rate: Any, mask: Any = None):
+        r"""**Arguments:**
+
+        - `rate`: $\beta \ge 0$, or a schedule.
+        - `mask`: which parameters decay, a filter as in `eqx.filter`: a function of a
+            leaf (`lambda p: p.ndim > 1`) or a tree of booleans. `None`: all.
+
+        **Raises:** `ValueError` for a number out of its range.
+        """
+        self.number = check_number("rate", rate, RANGES.weight_decay)
+        self.mask = mask
+
+
+def initial(chosen: Numbers, step: Int[Array, ""]) -> Numbers:
+    """What the state holds at first."""
+
+    def first(choice):
+        if isinstance(choice, AbstractRule):
+            choice = choice.initial
+        return at(_source(choice), step)
+
+    return Numbers(*map(first, chosen))
+
+
+def current(chosen: Numbers, values: Numbers, step: Int[Array, ""]) -> Numbers:
+    """The numbers of a step: those that follow a schedule at their value of this step,
+    others as they are in the state."""
+
+    def now(choice, value):
+        source = _source(choice)
+        scheduled = callable(source) and not isinstance(choice, AbstractRule)
+        return at(source if scheduled else value, step)
+
+    return Numbers(*map(now, chosen, values))
+
+
+def in_range(values: Numbers) -> Bool[Array, ""]:
+    """Whether numbers lie in their ranges, to whose bounds a schedule may get."""
+    given = [(value, r) for value, r in zip(values, RANGES) if value is not None]
+    most = [1.0 if r.startswith("in ") else jnp.inf for _, r in given]
+    stacked = jnp.stack([value.astype(float) for value, _ in given])
+    return jnp.all((stacked >= 0) & (stacked <= jnp.array(most, float)))
+
+
+def _source(choice: Any) -> float | Array | Callable | None:
+    """The number, or the schedule, of a choice."""
+    return choice.number if isinstance(choice, AbstractNumber) else choice
