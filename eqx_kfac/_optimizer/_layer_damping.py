@@ -14,7 +14,6 @@ from .._form import has_bias
 from .._operator import KroneckerOperator, SeriesOperator, squared_norm, trace, unpacked
 from .._tag import flatten_tags
 from ._numbers import AbstractRule
-from ._trust import falling
 
 
 class AbstractLayerDamping(AbstractRule):
@@ -141,7 +140,7 @@ class LayerDamping(AbstractLayerDamping):
                 return None
             most = damping.astype(m.trace.dtype)
             change = self.change * jnp.sqrt(m.weights) / jnp.where(m.norm > 0, m.norm, 1)
-            first = falling(most, value, self.power)
+            first = most * jnp.minimum(1, jnp.abs(value)).astype(most.dtype) ** self.power
             lower = jnp.minimum(first, jnp.minimum(share, change))
             known = (m.weights > 0) & (m.norm > 0)
             return jnp.where(known, jnp.maximum(lower, _LEAST * most), most)

@@ -11,13 +11,6 @@ from .._checks import check_count, check_number
 from ._numbers import AbstractRule
 
 
-def falling(
-    size: Float[Array, ""], value: Float[Array, ""], power: Any
-) -> Float[Array, ""]:
-    r"""$c \min(1, |h|)^p$: a number that falls with a loss below one nat."""
-    return size * jnp.minimum(1, jnp.abs(value)).astype(size.dtype) ** power
-
-
 class AbstractTrustRegion(AbstractRule):
     """A rule for how far a step may go. See "Writing your own"."""
 
@@ -41,13 +34,14 @@ class TrustRegion(AbstractTrustRegion):
 
     $$\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle \le c_h \min(1, N / m),
     \qquad \langle \delta, \hat F \delta \rangle \le k c_h, \qquad
-    c_h = c \min(1, |h|)^p$$
+    c_h = \min(c, r |h|)$$
 
     with $h$ the loss of the batch (in nats) and $N$ the number of its terms. Either
     left-hand side is about twice a Kullback-Leibler divergence: that between the model
     before and after the step, without momentum and with it. A network that fits its data
     has a vanishing Fisher and a small loss: steps that were short at first are long
-    compared with what is left to be gained. The gradient of few examples is mostly noise,
+    compared with what is left to be gained, so that none is longer than a part of that.
+    The gradient of few examples is mostly noise,
     of which the first one grows as $1 / N$. And where gradients agree from step to step,
     momentum adds them up to ten times of what the first one bounds. Pass it to
     [`eqx_kfac.KFAC`][] as `norm_constraint`.
@@ -69,7 +63,7 @@ class TrustRegion(AbstractTrustRegion):
 
     ??? cite "Reference"
 
-        With $p = 0$ and $m = 1$ the first one is the constraint of J. Ba, R. Grosse,
+        With $r = \infty$ and $m = 1$ the first one is the constraint of J. Ba, R. Grosse,
         J. Martens, *Distributed Second-Order Optimization using Kronecker-Factored
         Approximations*, ICLR 2017, section 5. How they depend on the loss and on the
         number of terms, and the second one, were found by experiment: see "How to
@@ -77,24 +71,24 @@ class TrustRegion(AbstractTrustRegion):
     """
 
     size: Any
-    power: Any
+    share: Any
     terms: int = eqx.field(static=True)
     velocity: Any
 
     def __init__(
-        self, size: Any = 3e-3, power: Any = 0.75, terms: int = 128, velocity: Any = 8.0
+        self, size: Any = 3e-3, share: Any = 5e-3, terms: int = 128, velocity: Any = 8.0
     ):
         """**Arguments:**
 
         - `size`: $c > 0$, in nats.
-        - `power`: $p \\ge 0$. 0 leaves the loss out.
+        - `share`: $r > 0$; `jnp.inf` leaves the loss out.
         - `terms`: $m$: from how many terms of the loss on their number does not matter.
         - `velocity`: $k > 0$; `jnp.inf` leaves the velocity alone.
 
         **Raises:** `ValueError` for a number out of its range.
         """
         self.size = check_number("size", size, "positive", schedule=False)
-        self.power = check_number("power", power, "at least 0", schedule=False)
+        self.share = check_number("share", share, "positive", schedule=False)
         self.terms = check_count("terms", terms, 1)
         self.velocity = check_number("velocity", velocity, "positive", schedule=False)
 
@@ -108,7 +102,8 @@ class TrustRegion(AbstractTrustRegion):
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Both right-hand sides, given $c$, the loss, and the number of its terms if that
         is known."""
-        most = falling(size, value, self.power)
+        share = (self.share * jnp.abs(value)).astype(size.dtype)
+        most = jnp.where(share < size, share, size)
         few = 1.0 if terms is None else min(1.0, terms / self.terms)
         return few * most, self.velocity * most
 
