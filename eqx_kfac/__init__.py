@@ -1,5 +1,6 @@
 """K-FAC for Equinox."""
 
+from . import form as form
 from ._block import (
     AbstractBlock as AbstractBlock,
     AbstractFactors as AbstractFactors,
@@ -40,18 +41,6 @@ from ._fisher import (
     Exact as Exact,
     ExactGGN as ExactGGN,
     MonteCarlo as MonteCarlo,
-)
-from ._form import (
-    AbstractForm as AbstractForm,
-    Convolution as Convolution,
-    Dense as Dense,
-    Einsum as Einsum,
-    Gates as Gates,
-    Lookup as Lookup,
-    Parameters as Parameters,
-    Rows as Rows,
-    Sizes as Sizes,
-    Vectors as Vectors,
 )
 from ._loss import (
     AbstractLoss as AbstractLoss,

@@ -328,7 +328,7 @@ def test_series():
         jnp.array(0.1),
     )
     layer = kfac.Linear(2, 2, key=jr.key(1))
-    tag = kfac.Tag(kfac.Dense(), kfac.Series("symmetric"))
+    tag = kfac.Tag(kfac.form.Dense(), kfac.Series("symmetric"))
     layer = eqx.tree_at(lambda m: m.tag, layer, tag)
     whole = kfac.BlockDiagonalOperator(factors, layer)
     one = tag.block.operator(factors).as_matrix() + 0.1 * np.eye(6)

@@ -67,7 +67,7 @@ class Blocked(eqx.Module):
     def __init__(self):
         self.weight = jr.normal(jr.key(1), (2, 2, D))
         self.bias = jr.normal(jr.key(2), (2, 2))
-        self.tag = kfac.Tag(kfac.Einsum("hdi,ti->htd"), kfac.Kronecker())
+        self.tag = kfac.Tag(kfac.form.Einsum("hdi,ti->htd"), kfac.Kronecker())
 
     def __call__(self, x):
         y = jnp.einsum("hdi,ti->htd", self.weight, x) + self.bias[:, None, :]
@@ -409,7 +409,7 @@ def test_gradient_of_weighted_losses():
     got = eqx.filter_jit(kfac.capture(two_losses))(model, *args)
     roots = eqx.filter_jit(kfac.capture(two_losses, kfac.Empirical()))(model, *args)
     for layer, rows, root in zip(want.layers, got.layers, roots.layers, strict=True):
-        wanted = kfac.Dense().to_matrix(layer)
+        wanted = kfac.form.Dense().to_matrix(layer)
         mean = jnp.sum(rows.gradients(), axis=0) / w.sum()
         np.testing.assert_allclose(mean, wanted, **TOLERANCE)
         other = jnp.sum(root.gradients()[0], axis=0) / w.sum()

@@ -387,9 +387,9 @@ def reduce_block():
 
 
 def test_tags_compare_by_value():
-    make = lambda: kfac.Tag(kfac.Dense(), kfac.Kronecker())
+    make = lambda: kfac.Tag(kfac.form.Dense(), kfac.Kronecker())
     assert make() == make() and hash(make()) == hash(make())
-    other = kfac.Tag(kfac.Dense(), reduce_block())
+    other = kfac.Tag(kfac.form.Dense(), reduce_block())
     assert make() != other
     assert reduce_block() == reduce_block()
     assert hash(reduce_block()) == hash(reduce_block())

@@ -585,7 +585,7 @@ class Contraction(eqx.Module):
     def __init__(self, subscripts, weight, bias, block=kfac.Kronecker()):
         self.weight, self.bias, self.subscripts = weight, bias, subscripts
         name = None if bias is None else "bias"
-        self.tag = kfac.Tag(kfac.Einsum(subscripts, bias=name), block)
+        self.tag = kfac.Tag(kfac.form.Einsum(subscripts, bias=name), block)
 
     def __call__(self, x):
         z = jnp.einsum(self.subscripts, self.weight, x)
@@ -730,7 +730,7 @@ def test_contraction_that_is_dense(subscripts):
 )
 def test_malformed_contraction(subscripts, message):
     with pytest.raises(ValueError, match=message):
-        kfac.Einsum(subscripts)
+        kfac.form.Einsum(subscripts)
 
 
 #
@@ -1221,7 +1221,7 @@ def test_layers_that_are_used_twice():
     layers = {name: first for name, (first, _) in zoo().items()}
     copies = transformed({name: [m, m] for name, m in layers.items()})
     got = transformed(layers, walk=twice)
-    report = kfac.verify(layers, loss_of, batched, twice, *arguments())
+    report = kfac.verify(loss_of, layers, batched, twice, *arguments())
     exact = {check.path: check.diagonal_error for check in report.layers}
     is_factors = lambda node: isinstance(node, kfac.AbstractFactors)
     for name, pair in copies.items():

@@ -555,7 +555,7 @@ def is_right(program, found, path, tag, layer, factors, matrices) -> bool:
         case "EKFAC":
             if not close(jnp.sum(factors.eigenvalues), np.trace(exact)):
                 return False
-    if isinstance(tag.form, kfac.Gates):  # Its maps are inside of the cell.
+    if isinstance(tag.form, kfac.form.Gates):  # Its maps are inside of the cell.
         return True
     average = program.block == "reduce"
     bias = getattr(layer, "bias", None) is not None
@@ -620,7 +620,7 @@ def check(program: Program) -> str:
     pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(plain_grads), strict=True)
     assert all(close(a, b) for a, b in pairs), f"{program}: another gradient"
     if program.mistake == "scaled":
-        report = kfac.verify(tagged, loss_fn, *args)
+        report = kfac.verify(loss_fn, tagged, *args)
         assert np.all(report[".head"].unseen > 0.1), f"{program}: not named"
         return "named"
     found = oracle(program, tagged, x, weights)

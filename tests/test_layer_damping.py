@@ -216,7 +216,7 @@ def test_small_data_beside_a_bias():
 def test_a_chain_of_time_steps():
     """The curvature of one, and nothing as large as that of all."""
     layer = kfac.Linear(30, 20, key=KEYS[2])
-    tag = kfac.Tag(kfac.Dense(), kfac.Series("symmetric"))
+    tag = kfac.Tag(kfac.form.Dense(), kfac.Series("symmetric"))
     series = eqx.tree_at(lambda m: m.tag, layer, tag)
     a, g = jnp.diag(jnp.arange(1.0, 32)), jnp.diag(jnp.arange(1.0, 21))
     length, zero = jnp.array(5.0), jnp.zeros(())

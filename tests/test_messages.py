@@ -147,6 +147,11 @@ arguments = {
         ValueError,
         [".layers[0].input_factor", "missing", "value_grad_and_curvature"],
     ),
+    "verify, swapped": (
+        lambda: kfac.verify(model, softmax, x, y),
+        TypeError,
+        ["loss function first", "kfac.verify(loss_fn, model, x, y)"],
+    ),
     "update, swapped": (update(grads, model, state), TypeError, [update_order]),
     "update, a loss": (update(loss, state, model), TypeError, ["Softmax", update_order]),
     "update, a loss as value": (
@@ -595,7 +600,7 @@ class Own(eqx.Module):
 
     def __init__(self):
         self.weight = jnp.ones((2, 3))
-        self.tag = kfac.Tag(kfac.Dense(), kfac.Kronecker())
+        self.tag = kfac.Tag(kfac.form.Dense(), kfac.Kronecker())
 
     def __call__(self, x):
         return self.tag(self.weight @ x, x)

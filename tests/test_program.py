@@ -145,17 +145,17 @@ def test_parameters_beside_their_tag(loss_fn, make, path):
 
 @pytest.mark.parametrize("loss_fn, make, path", BESIDE + CHANGED)
 def test_verify_names_what_a_tag_does_not_see(loss_fn, make, path):
-    report = kfac.verify(make(), loss_fn, X, Y)
+    report = kfac.verify(loss_fn, make(), X, Y)
     assert np.all(report[path].unseen > 1e-2)
     verdict = report[path].verdict
     assert verdict.startswith("WRONG: its tag") and verdict in repr(report)
-    large = kfac.verify(make(), loss_fn, X, Y, limit=1)  # Needs no dense block.
+    large = kfac.verify(loss_fn, make(), X, Y, limit=1)  # Needs no dense block.
     np.testing.assert_allclose(large[path].unseen, report[path].unseen)
     assert np.all(np.isnan(large[path].error))
 
 
 def test_verify_says_how_much():
-    report = kfac.verify(mlp(), scaled, X, Y)
+    report = kfac.verify(scaled, mlp(), X, Y)
     assert report[".layers[1]"].unseen < 1e-12
     # Of the weight's gradient, a tenth; of the bias's, all.
     assert 0.5 < report[".layers[0]"].unseen <= 0.9
@@ -163,7 +163,7 @@ def test_verify_says_how_much():
 
 def test_a_tag_sees_all_there_is():
     for block in (kfac.Kronecker(), kfac.EKFAC(), kfac.Full()):
-        report = kfac.verify(mlp(blocks=block), base, X, Y)
+        report = kfac.verify(base, mlp(blocks=block), X, Y)
         assert all(check.unseen < 1e-12 for check in report.layers)
 
 
@@ -321,15 +321,15 @@ def test_unrolled_from_a_constant_state(block):
 
 @pytest.mark.parametrize("unrolled", [False, True])
 def test_full_and_diagonal_are_exact_over_several_uses(unrolled):
-    full = kfac.verify(recurrent(kfac.Full(), unrolled), base, TOKENS, Y)
+    full = kfac.verify(base, recurrent(kfac.Full(), unrolled), TOKENS, Y)
     assert full.exact
-    diagonal = kfac.verify(recurrent(kfac.Diagonal(), unrolled), base, TOKENS, Y)
+    diagonal = kfac.verify(base, recurrent(kfac.Diagonal(), unrolled), TOKENS, Y)
     for check in diagonal.layers:
         assert check.diagonal_error < 1e-12 and check.error > 0.1
     for block in (kfac.Identity(), kfac.TNT(), kfac.EKFAC()):
-        report = kfac.verify(recurrent(block, unrolled), base, TOKENS, Y)
+        report = kfac.verify(base, recurrent(block, unrolled), TOKENS, Y)
         assert all(abs(check.ratio - 1) < 1e-12 for check in report.layers)
-    kronecker = kfac.verify(recurrent(kfac.Kronecker(), unrolled), base, TOKENS, Y)
+    kronecker = kfac.verify(base, recurrent(kfac.Kronecker(), unrolled), TOKENS, Y)
     assert abs(kronecker.layers[0].ratio - 1) > 0.01  # It takes uses for independent.
 
 
@@ -348,7 +348,7 @@ def normalised():
 
 
 def test_a_norm_that_is_called_twice():
-    (check, _) = kfac.verify(normalised(), base, X, Y).layers
+    (check, _) = kfac.verify(base, normalised(), X, Y).layers
     assert check.diagonal_error < 1e-12
 
 

@@ -46,7 +46,7 @@ class Blocked(eqx.Module):
     def __init__(self):
         self.weight = jr.normal(jr.key(1), (2, 2, D))
         self.bias = jr.normal(jr.key(2), (2, 2))
-        self.tag = kfac.Tag(kfac.Einsum("hdi,i->hd"), kfac.Kronecker())
+        self.tag = kfac.Tag(kfac.form.Einsum("hdi,i->hd"), kfac.Kronecker())
 
     def __call__(self, x):
         y = jnp.einsum("hdi,i->hd", self.weight, x) + self.bias
@@ -79,7 +79,7 @@ def test_one_example_is_exact(name):
         loss_fn = lambda model, x: squared(cell(model), x)
     else:
         loss_fn = squared
-    report = kfac.verify(model, loss_fn, x)
+    report = kfac.verify(loss_fn, model, x)
     if name == "diagonal":  # The diagonal is exact, the rest is missing.
         (check,) = report.layers
         assert (
@@ -102,7 +102,7 @@ def test_stacked_layers():
         outputs = eqx.filter_vmap(lambda m: jax.vmap(m)(x))(layers)
         return kfac.SquaredError(jnp.concatenate(outputs, axis=-1))
 
-    report = kfac.verify(layers, loss_fn, X)
+    report = kfac.verify(loss_fn, layers, X)
     assert report.layers[0].error.shape == (4,)
     assert report.exact
 
@@ -112,7 +112,7 @@ def test_exact_block_is_that_of_a_dense_computation(fisher):
     """The factor of a rank-one layer in a big batch differs; error and ratio are those of
     matrices computed by hand."""
     model = mlp()
-    report = kfac.verify(model, softmax, X, CLASSES, WEIGHTS, fisher=fisher)
+    report = kfac.verify(softmax, model, X, CLASSES, WEIGHTS, fisher=fisher)
     curvature = eqx.filter_jit(kfac.curvature(softmax, fisher))
     factors = curvature(model, X, CLASSES, WEIGHTS)
     plain = kfac.revert(model)
@@ -123,7 +123,7 @@ def test_exact_block_is_that_of_a_dense_computation(fisher):
             where = lambda m: (m.layers[i].weight, m.layers[i].bias)
             return jax.vmap(eqx.tree_at(where, plain, new))(X)
 
-        matrix = kfac.Dense().to_matrix(plain.layers[i])
+        matrix = kfac.form.Dense().to_matrix(plain.layers[i])
         J = jax.jit(jax.jacobian(outputs))(matrix).reshape(N, K, -1)
         z = outputs(matrix)
         p = jax.nn.softmax(z)
@@ -151,13 +151,13 @@ def test_several_losses():
         z = jax.vmap(model)(x)
         return kfac.SquaredError(z) + 3.0 * kfac.SquaredError(z) + kfac.L2(model, 0.1)
 
-    report = kfac.verify(mlp(), loss_fn, X)
+    report = kfac.verify(loss_fn, mlp(), X)
     assert report[".layers[1]"].exact and not report[".layers[0]"].exact
 
 
 def test_monte_carlo_is_right_up_to_noise():
     fisher = kfac.MonteCarlo(300)
-    report = kfac.verify(mlp(), softmax, one, CLASSES[:1], fisher=fisher, key=jr.key(0))
+    report = kfac.verify(softmax, mlp(), one, CLASSES[:1], fisher=fisher, key=jr.key(0))
     assert all(0 < check.error < 0.3 for check in report.layers)
 
 
@@ -166,14 +166,14 @@ def test_monte_carlo_is_right_up_to_noise():
 #
 
 
-class Twice(kfac.Dense):
+class Twice(kfac.form.Dense):
     """Whoever wrote this divided by something."""
 
     def outputs(self, z, stack, axes):
         return 2 * super().outputs(z, stack, axes)
 
 
-class Transposed(kfac.Dense):
+class Transposed(kfac.form.Dense):
     """The weight of this layer is `[d_in, d_out]`, and somebody forgot."""
 
     def to_matrix(self, layer):
@@ -185,7 +185,7 @@ class Transposed(kfac.Dense):
         return eqx.tree_at(lambda m: m.weight, new, new.weight.T)
 
 
-class NotInverse(kfac.Dense):
+class NotInverse(kfac.form.Dense):
     def from_matrix(self, matrix, layer):
         return super().from_matrix(2 * matrix, layer)
 
@@ -201,7 +201,7 @@ class Own(eqx.Module):
     def __init__(self, form=None, input="right"):
         self.weight = jr.normal(jr.key(5), (D, D))
         self.bias = jr.normal(jr.key(6), (D,))
-        self.tag = kfac.Tag(kfac.Dense() if form is None else form, kfac.Kronecker())
+        self.tag = kfac.Tag(kfac.form.Dense() if form is None else form, kfac.Kronecker())
         self.input = input
 
     def __call__(self, x):
@@ -227,20 +227,20 @@ class HalfBlock(kfac.Kronecker):
     ids=["right", "twice", "transposed", "inverse", "scaled", "other"],
 )
 def test_wrong_layers_are_found(model, verdict):
-    report = kfac.verify(model, squared, one)
+    report = kfac.verify(squared, model, one)
     assert report.layers[0].verdict.startswith(verdict), report
     assert report.exact == (verdict == "exact")
     assert verdict in str(report)
 
 
 def test_wrong_block_is_found():
-    report = kfac.verify(mlp(HalfBlock()), softmax, one, CLASSES[:1])
+    report = kfac.verify(softmax, mlp(HalfBlock()), one, CLASSES[:1])
     for check in report.layers:
         assert check.verdict == "WRONG SCALE: exact, but for a factor of 0.5"
         np.testing.assert_allclose(check.ratio, 0.5, rtol=1e-12)
 
 
-class Forgotten(kfac.Dense):
+class Forgotten(kfac.form.Dense):
     """Does not know about the bias."""
 
     @property
@@ -248,7 +248,7 @@ class Forgotten(kfac.Dense):
         return ("weight",)
 
     def sizes(self, layer):
-        return kfac.Sizes((), *layer.weight.shape, bias=False)
+        return kfac.form.Sizes((), *layer.weight.shape, bias=False)
 
     def to_matrix(self, layer):
         return layer.weight
@@ -260,19 +260,19 @@ class Forgotten(kfac.Dense):
 def test_missing_bias():
     """Of it there is no block at all, and the summary says so."""
     model = Own(Forgotten())
-    assert kfac.verify(model, squared, one).exact
+    assert kfac.verify(squared, model, one).exact
     assert list(kfac.summary(model).untagged) == [".bias"]
     assert kfac.summary(Own()).untagged == {}
 
 
 def test_zero_curvature_is_exact():
     dead = eqx.tree_at(lambda m: m.layers[1].weight, mlp(), jnp.zeros((K, 4)))
-    report = kfac.verify(dead, softmax, one, CLASSES[:1])
+    report = kfac.verify(softmax, dead, one, CLASSES[:1])
     assert report[".layers[0]"].exact
 
 
 def test_report():
-    report = kfac.verify(mlp(kfac.Kronecker(kfac.Reduce())), softmax, X, CLASSES)
+    report = kfac.verify(softmax, mlp(kfac.Kronecker(kfac.Reduce())), X, CLASSES)
     lines = str(report).splitlines()
     assert len(lines) == 4
     assert lines[0].split() == (
@@ -284,11 +284,11 @@ def test_report():
 
 
 def test_too_big():
-    report = kfac.verify(mlp(), softmax, X, CLASSES, limit=15)
+    report = kfac.verify(softmax, mlp(), X, CLASSES, limit=15)
     first, last = report.layers
     assert first.too_large and np.isnan(first.error) and first.unseen < 1e-12
     assert "too large" in first.verdict and not first.exact and not report.exact
-    whole = kfac.verify(mlp(), softmax, X, CLASSES).layers
+    whole = kfac.verify(softmax, mlp(), X, CLASSES).layers
     np.testing.assert_allclose(last.error, whole[1].error, rtol=1e-10)
     assert not whole[0].too_large and np.isfinite(whole[0].error)
 

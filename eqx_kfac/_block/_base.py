@@ -8,8 +8,8 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from .._custom_types import Layer, Weights
 from .._devices import zeros_beside
-from .._form import AbstractForm, Rows, Sizes
 from .._misc import accumulator
+from ..form import AbstractForm, Rows, Sizes
 
 
 class Statistics(NamedTuple):

@@ -9,8 +9,8 @@ from jaxtyping import Array, Bool, Float
 from .._checks import check_count
 from .._custom_types import Layer
 from .._devices import zeros_of
-from .._form import AbstractForm, Rows
 from .._operator import KroneckerBasis, matmul, SpectralOperator, vanishes
+from ..form import AbstractForm, Rows
 from ._base import AbstractBlock, AbstractFactors, Statistics
 from ._gradients import Columns, columns_of, Squares, squares
 from ._kronecker import Kronecker

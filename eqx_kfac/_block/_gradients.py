@@ -14,8 +14,8 @@ from jaxtyping import Array, Float
 from .._checks import check_count
 from .._custom_types import Layer, Like
 from .._devices import gathered, zeros_of
-from .._form import AbstractForm, Rows
 from .._misc import accumulator, moment
+from ..form import AbstractForm, Rows
 from ._base import AbstractBlock, sizes_and_zeros, Statistics
 
 

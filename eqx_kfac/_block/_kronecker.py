@@ -8,9 +8,9 @@ from jaxtyping import Array, Bool, Float, PyTree
 from .._checks import check_flag, check_instance
 from .._custom_types import Layer, Like, Weights
 from .._devices import zeros_of
-from .._form import AbstractForm, Rows, Vectors
 from .._misc import trailing
 from .._operator import diagonal, KroneckerOperator, vanishes
+from ..form import AbstractForm, Rows, Vectors
 from ._base import AbstractBlock, AbstractFactors, sizes_and_zeros, Statistics
 from ._sharing import AbstractSharing, Expand
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from .._custom_types import Layer
-from .._form import AbstractForm, Rows
 from .._misc import moment, trailing
 from .._operator import SeriesOperator, vanishes
+from ..form import AbstractForm, Rows
 from ._base import AbstractBlock, AbstractFactors, sizes_and_zeros, Statistics
 
 

@@ -5,7 +5,7 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from .._checks import check_count
-from .._form import Rows
+from ..form import Rows
 
 
 class AbstractSharing(eqx.Module):

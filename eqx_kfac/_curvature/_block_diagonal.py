@@ -14,7 +14,6 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 from .._block import AbstractFactors
 from .._custom_types import Model
 from .._devices import over_stack
-from .._form import has_bias
 from .._loss import linear_combination
 from .._misc import names
 from .._operator import (
@@ -31,6 +30,7 @@ from .._operator import (
 )
 from .._solver import AbstractDampedSolver, Eigh
 from .._tag import flatten_tags, map_tags, partition_tagged, update_layers
+from ..form import has_bias
 
 
 class BlockDiagonalOperator(AbstractSymmetricOperator):

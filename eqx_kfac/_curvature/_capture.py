@@ -13,11 +13,11 @@ from jaxtyping import Array, Float, Inexact, Shaped
 from .._custom_types import Key
 from .._devices import varying_axes
 from .._fisher import AbstractFisher, check_whole
-from .._form import AbstractForm, join
 from .._loss import Sum
 from .._misc import accumulator
 from .._program import look
 from .._tag import check_tagged, fill_raw, Use
+from ..form import AbstractForm, join
 from ._linearise import evaluate, Linearisation, linearise
 from ._places import Place, raw_rows, Used, used_places
 

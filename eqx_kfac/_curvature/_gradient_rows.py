@@ -12,9 +12,9 @@ from jaxtyping import Array, Bool
 
 from .._custom_types import Model
 from .._devices import explicit_sharding, varying_axes
-from .._form import Dense
 from .._program import Program
 from .._tag import empty_tags, map_tags, Use
+from ..form import Dense
 from ._places import Used, used_places
 
 

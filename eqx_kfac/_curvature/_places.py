@@ -13,10 +13,10 @@ from jaxtyping import Array
 from .._block import Statistics
 from .._custom_types import Layer, Model
 from .._devices import split_as, zeros_beside
-from .._form import Parameters
 from .._misc import accumulator
 from .._program import Program, Uses, uses
 from .._tag import fill_raw, flatten_tags, Raw, Tag, Use
+from ..form import Parameters
 from ._linearise import Linearisation, linearise
 
 

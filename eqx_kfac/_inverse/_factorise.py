@@ -14,11 +14,11 @@ from .._block import AbstractFactors
 from .._checks import is_number, is_scalar
 from .._custom_types import Model
 from .._devices import decomposed_over_stack, explicit_sharding, over_stack
-from .._form import has_bias
 from .._misc import all_finite, tree_where
 from .._operator import packed_like, unpacked
 from .._solver import AbstractDampedSolver, is_factorised, Pair
 from .._tag import blank, flatten_tags, map_tags
+from ..form import has_bias
 
 
 def damping_of(factors: AbstractFactors, damping: Any) -> Array:

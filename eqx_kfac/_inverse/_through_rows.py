@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from .._curvature import GradientRows
 from .._custom_types import Model
 from .._devices import gathered, over_stack
-from .._form import join
 from .._solver import AbstractDampedSolver
 from .._tag import map_tags
+from ..form import join
 from ._factorise import damping_of, for_each
 from ._precondition import precondition, solutions, solvable, with_matrices
 

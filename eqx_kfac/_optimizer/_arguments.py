@@ -9,13 +9,13 @@ from jaxtyping import PyTree
 
 from .._checks import check_key
 from .._custom_types import Model
-from .._tag import tagged_layers
+from .._tag import check_order, is_code, tagged_layers
 from ._state import KFACState
 
 
 def check_init(model: Model) -> None:
     """Raises for what is no model at all."""
-    if isinstance(model, KFACState) or _is_code(model):
+    if isinstance(model, KFACState) or is_code(model):
         raise TypeError(
             f"`init` takes the model, or the part of it that is trained, but got "
             f"{_shown(model)}."
@@ -24,16 +24,13 @@ def check_init(model: Model) -> None:
 
 def check_step(loss_fn: Any, model: Model, state: Any, key: Any) -> None:
     """Raises for arguments of `step` that are in another order, or something else."""
-    order = "The order is `optimizer.step(loss_fn, model, state, x, y, key=key)`."
+    call = "optimizer.step(loss_fn, model, state, x, y, key=key)"
+    order = f"The order is `{call}`."
     if not callable(loss_fn):
         raise TypeError(
             f"`step` takes the loss function first, but got {_shown(loss_fn)}. {order}"
         )
-    if _is_code(model) and tagged_layers(loss_fn):
-        raise TypeError(
-            "`step` takes the loss function first and then the model, but got the model "
-            f"first. {order}"
-        )
+    check_order("step", loss_fn, model, call)
     _check_state("step", model, state, order)
     check_key(key)
 
@@ -62,12 +59,6 @@ def _check_state(method: str, model: Model, state: Any, order: str) -> None:
             f"`{method}` takes the state that `optimizer.init(model)` made, but got "
             f"{_shown(state)}. {order}"
         )
-
-
-def _is_code(node: PyTree) -> bool:
-    """Whether it is a function or a class, but no model."""
-    is_function = callable(node) and not isinstance(node, eqx.Module)
-    return isinstance(node, type) or (is_function and not tagged_layers(node))
 
 
 def _shown(node: PyTree) -> str:

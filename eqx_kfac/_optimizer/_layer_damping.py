@@ -10,9 +10,9 @@ from jaxtyping import Array, Float
 from .._checks import check_number
 from .._custom_types import Model
 from .._devices import over_stack, zeros_as_from
-from .._form import has_bias
 from .._operator import KroneckerOperator, SeriesOperator, squared_norm, trace, unpacked
 from .._tag import flatten_tags
+from ..form import has_bias
 from ._numbers import AbstractRule
 
 

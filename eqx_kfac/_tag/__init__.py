@@ -7,11 +7,13 @@ from ._rows import Raw as Raw, Use as Use, use_p as use_p
 from ._tag import is_trainable as is_trainable, Tag as Tag
 from ._tagged import (
     blank as blank,
+    check_order as check_order,
     check_tagged as check_tagged,
     empty_tags as empty_tags,
     fill_raw as fill_raw,
     fill_tags as fill_tags,
     flatten_tags as flatten_tags,
+    is_code as is_code,
     is_tagged as is_tagged,
     LayerError as LayerError,
     map_tags as map_tags,

@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir
 
 from .._block import AbstractBlock
 from .._devices import cast_varying
-from .._form import AbstractForm
+from ..form import AbstractForm
 from ._rows import Raw
 from ._weights import row_weights
 

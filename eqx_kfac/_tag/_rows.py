@@ -19,8 +19,8 @@ from jaxtyping import Array
 from .._block import AbstractBlock, Columns, columns_of, Statistics
 from .._custom_types import Layer, Weights
 from .._devices import explicit_sharding, zeros_of
-from .._form import AbstractForm, Rows
 from .._misc import moment
+from ..form import AbstractForm, Rows
 
 
 class RawRows(NamedTuple):

@@ -14,8 +14,8 @@ from .._block import AbstractBlock, check_block, Series, Statistics
 from .._checks import check_instance
 from .._custom_types import Layer, Weights
 from .._devices import cast_varying, varying_axes, zeros_beside
-from .._form import AbstractForm, Parameters
 from .._misc import accumulator
+from ..form import AbstractForm, Parameters
 from ._primitive import Layout, Note, tag_p
 from ._rows import Raw, Sight
 
@@ -57,14 +57,14 @@ class Tag(eqx.Module):
     ):
         """**Arguments:**
 
-        - `form`: how the output depends on the parameters, e.g. `kfac.Dense()`.
+        - `form`: how the output depends on the parameters, e.g. `kfac.form.Dense()`.
         - `block`: what is kept of its curvature, e.g. `kfac.Kronecker()`.
         - `swapped`: whether the statistics are for a layer with the transposed weight;
             see [`eqx_kfac.Shared`][].
 
         **Raises:** `TypeError` for something of another kind.
         """
-        check_instance("form", form, AbstractForm, "kfac.Dense()")
+        check_instance("form", form, AbstractForm, "kfac.form.Dense()")
         check_block("block", block)
         self.form = form
         self.block = block
@@ -181,8 +181,8 @@ class Tag(eqx.Module):
         return y, (now.astype(before.dtype), zero_next.astype(zero.dtype))
 
     def parameters(self, layer: Layer, x: Any) -> Any:
-        """For the form [`eqx_kfac.Parameters`][]: to be called at the start of a layer's
-        forward pass, instead of at its end.
+        """For the form [`eqx_kfac.form.Parameters`][]: to be called at the start of a
+        layer's forward pass, instead of at its end.
 
         **Arguments:**
 

@@ -102,6 +102,21 @@ def check_tagged(model: Model) -> None:
         )
 
 
+def is_code(node: PyTree) -> bool:
+    """Whether it is a function or a class, but no model."""
+    is_function = callable(node) and not isinstance(node, eqx.Module)
+    return isinstance(node, type) or (is_function and not tagged_layers(node))
+
+
+def check_order(name: str, loss_fn: Any, model: Model, order: str) -> None:
+    """Raises for a model in the place of the loss function."""
+    if is_code(model) and tagged_layers(loss_fn):
+        raise TypeError(
+            f"`{name}` takes the loss function first and then the model, but got the "
+            f"model first. The order is `{order}`."
+        )
+
+
 def _check_parameters(where: str, tag: Tag, layer: Layer) -> None:
     missing = [name for name in tag.form.names if not _has(layer, name)]
     if missing:

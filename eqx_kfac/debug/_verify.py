@@ -19,6 +19,7 @@ from .._loss import AbstractLoss
 from .._misc import trailing
 from .._program import Program, run
 from .._tag import (
+    check_order,
     check_tagged,
     flatten_tags,
     is_trainable,
@@ -116,8 +117,8 @@ class Verification:
 
 
 def verify(
-    model: Model,
     loss_fn: Callable,
+    model: Model,
     *args: Any,
     fisher: AbstractFisher = Exact(),
     key: Key | None = None,
@@ -141,7 +142,7 @@ def verify(
 
     **Arguments:**
 
-    - `model`, `loss_fn`, `args`, `kwargs`: as for [`eqx_kfac.curvature`][].
+    - `loss_fn`, `model`, `args`, `kwargs`: as for [`eqx_kfac.curvature`][].
     - `fisher`: the estimate to approximate with. The exact block is that of the
         Fisher (for softmax, sigmoid and squared error also the Gauss-Newton matrix), with
         which [`eqx_kfac.MonteCarlo`][] agrees up to its noise; for
@@ -162,9 +163,10 @@ def verify(
     !!! Example
 
         ```python
-        print(kfac.verify(model, loss_fn, x[:1], y[:1]))
+        print(kfac.verify(loss_fn, model, x[:1], y[:1]))
         ```
     """
+    check_order("verify", loss_fn, model, "kfac.verify(loss_fn, model, x, y)")
     check_tagged(model)
     check_whole(fisher, "kfac.verify")
     found, _ = flatten_tags(lambda tag, layer: (tag, layer), model)

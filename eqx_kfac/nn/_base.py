@@ -10,8 +10,8 @@ import numpy as np
 
 from .._block import AbstractBlock, check_block, Diagonal, Kronecker
 from .._custom_types import Layer
-from .._form import AbstractForm, Convolution, Dense, Lookup, Parameters
 from .._tag import Tag
+from ..form import AbstractForm, Convolution, Dense, Lookup, Parameters
 from ._inputs import check_floating, check_input
 
 

@@ -8,8 +8,8 @@ from jaxtyping import Array, ArrayLike, Inexact
 
 from .._block import AbstractBlock, check_block, Diagonal
 from .._custom_types import Layer
-from .._form import Parameters
 from .._tag import LayerError, Tag
+from ..form import Parameters
 from ._base import TaggedParameters
 
 

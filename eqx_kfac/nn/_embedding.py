@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
 from .._block import Kronecker
-from .._form import Dense
 from .._tag import LayerError, Tag
+from ..form import Dense
 from ._base import TaggedOutputs
 from ._inputs import check_integer
 

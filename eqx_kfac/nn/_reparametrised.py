@@ -11,9 +11,9 @@ from jaxtyping import Array
 
 from .._block import AbstractBlock, Diagonal, Kronecker
 from .._custom_types import Layer
-from .._form import Parameters, Within
 from .._misc import trailing
 from .._tag import Tag
+from ..form import Parameters, Within
 from ._base import AbstractTagged, form_of
 from ._inputs import check_input
 

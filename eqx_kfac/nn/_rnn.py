@@ -11,8 +11,8 @@ from jaxtyping import Array, PyTree
 
 from .._block import AbstractBlock, Kronecker
 from .._custom_types import Layer
-from .._form import Gates, Part
 from .._tag import LayerError, Tag
+from ..form import Gates, Part
 from ._base import AbstractTagged, with_fields_of
 from ._inputs import check_input
 

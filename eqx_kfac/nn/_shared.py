@@ -7,9 +7,9 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._block import Kronecker
-from .._form import Dense, Lookup
 from .._misc import names
 from .._tag import is_tagged, Tag
+from ..form import Dense, Lookup
 
 
 Path = tuple[Any, ...]
