@@ -1,5 +1,4 @@
 import dataclasses
-import functools as ft
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -28,7 +27,7 @@ from ._choices import (
     rules_of,
 )
 from ._collect import Average, collect
-from ._damping import AbstractDamping, calibrated
+from ._damping import AbstractDamping
 from ._factors import check_belongs, Factorising, init_factors
 from ._fallback import init_fallback, update_fallback
 from ._guard import AbstractGuard
@@ -366,8 +365,8 @@ class KFAC(eqx.Module):
             finite=averaged.fine,
             linearised=linearised,
         )
-        damping = self._calibrated(trial, factorising)
-        each = self._layer_damping(trial, due)
+        damping = trial.calibrated(factorising.anew)
+        each = trial.layer_damping(due)
         strength = trial.strength(damping if each is None else each)
         strength = for_each(strength, begun.grads, curvature)
         inverse, factorised = factorising(state.inverse, curvature, strength)
@@ -386,26 +385,3 @@ class KFAC(eqx.Module):
             weight=averaged.weight,
         )
         return updates, state, info
-
-    def _layer_damping(self, trial: Trial, due: Due) -> Model | None:
-        """Every layer's damping, chosen anew whenever layers are factorised."""
-        rule, state = self._rules.layer_damping, trial.state
-        if rule is None:
-            return None
-        arguments = state.damping, trial.curvature, trial.model, trial.value
-        if due.turns > 1:
-            due = due._replace(period=1)
-        return due.when(ft.partial(rule, *arguments), state.layer_damping, trial.finite)
-
-    def _calibrated(self, trial: Trial, factorising: Factorising) -> Float[Array, ""]:
-        """The damping of this step: before the first one, it may be looked for."""
-        state, rule = trial.state, self._rules.damping
-        if rule is None or rule.calibration == 0:
-            return state.damping
-
-        def ratio(damping):
-            strength = trial.strength(damping)
-            inverse, _ = factorising.anew(state.inverse, trial.curvature, strength)
-            return trial.ratio(damping, inverse, strength)
-
-        return calibrated(rule, state.damping, ratio, (state.weight == 0) & trial.finite)

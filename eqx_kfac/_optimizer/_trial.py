@@ -19,9 +19,11 @@ from .._misc import all_finite, tree_dot, tree_norm
 from .._solver import AbstractDampedSolver
 from .._tag import partition_tagged
 from ._choices import Rules
+from ._damping import calibrated
 from ._guard import AbstractGuard
 from ._numbers import in_range
 from ._quadratic import Quadratic, quadratic
+from ._schedule import Due
 from ._state import Faults, Info, KFACState
 
 
@@ -71,6 +73,31 @@ class Trial(eqx.Module):
     finite: Bool[Array, ""]  # Loss, gradient and curvature.
     linearised: Any  # A `LinearisedBatch`; `None` if the loss function is not there.
 
+    def calibrated(self, factorise: Callable) -> Float[Array, ""]:
+        """The damping of this step: before the first one, it may be looked for.
+        `factorise(inverse, curvature, strength)` is as `Factorising.anew`."""
+        state, rule = self.state, self.rules.damping
+        if rule is None or rule.calibration == 0:
+            return state.damping
+
+        def ratio(damping):
+            strength = self.strength(damping)
+            inverse, _ = factorise(state.inverse, self.curvature, strength)
+            return self._ratio_of_tagged(damping, inverse, strength)
+
+        return calibrated(rule, state.damping, ratio, (state.weight == 0) & self.finite)
+
+    def layer_damping(self, due: Due) -> Model | None:
+        """Every layer's damping, if there is a rule for these: chosen anew whenever they
+        are factorised."""
+        rule, state = self.rules.layer_damping, self.state
+        if rule is None:
+            return None
+        if due.turns > 1:  # Some are factorised at every step.
+            due = due._replace(period=1)
+        arguments = state.damping, self.curvature, self.model, self.value
+        return due.when(ft.partial(rule, *arguments), state.layer_damping, self.finite)
+
     def strength(self, damping: Any) -> Any:
         """What the preconditioner is damped with: a number, or one for every layer."""
         rule = self.rules.step
@@ -104,7 +131,7 @@ class Trial(eqx.Module):
         chosen = damping, learning_rate, momentum
         return Proposal(*chosen, velocity, others, extent, predicted)
 
-    def ratio(
+    def _ratio_of_tagged(
         self, damping: Float[Array, ""], inverse: Model, strength: Any
     ) -> Float[Array, ""]:
         """The reduction ratio of a step of the tagged parameters alone."""

@@ -162,17 +162,8 @@ def traced(
         return outputs, arrays
 
     closed, shapes = jax.make_jaxpr(objective, return_shape=True)(params)
-    flow = Flow(expressions, _visit, DATA | STATISTIC)
-    inputs = list(_inputs(flow, params, _sources(model, numbers)))
-    consts = [flow.constant(c, DATA * bool(c.ndim)) for c in closed.consts]
-    values = flow.follow(closed.jaxpr, consts, inputs)
-    number = len(jtu.tree_leaves(shapes[0]))
-    if number < len(values):  # What only penalties see is not collected.
-        wanted = [i < number for i in range(len(values))]
-        part, *used = part_of(closed.jaxpr, wanted)
-        flow = Flow(expressions, _visit, DATA | STATISTIC)
-        consts, inputs = map(list, map(compress, (consts, inputs), used))
-        values = flow.follow(part, consts, inputs) + values[number:]
+    number, sources = len(jtu.tree_leaves(shapes[0])), _sources(model, numbers)
+    flow, values = _followed(expressions, closed, number, params, sources)
     paths, _ = jtu.tree_flatten_with_path(shapes[1])
     known = [value for _, value in zip(paths, values[number:], strict=True)]
     known += [flow.source("number", repr(leaf)) for _, leaf in rest]
@@ -188,6 +179,25 @@ def traced(
         flow.opaque,
         any(regularised),
     )
+
+
+def _followed(
+    expressions: Expressions, closed: Any, number: int, params: Model, sources: Model
+) -> tuple[Flow, list[Value]]:
+    """What flows to every result of a program, and what was seen on the way to the first
+    `number` of them, the outputs of the losses."""
+    flow = Flow(expressions, _visit, DATA | STATISTIC)
+    inputs = list(_inputs(flow, params, sources))
+    consts = [flow.constant(c, DATA * bool(c.ndim)) for c in closed.consts]
+    values = flow.follow(closed.jaxpr, consts, inputs)
+    if number == len(values):
+        return flow, values
+    # What only penalties see is not collected.
+    wanted = [i < number for i in range(len(values))]
+    part, *used = part_of(closed.jaxpr, wanted)
+    flow = Flow(expressions, _visit, DATA | STATISTIC)
+    consts, inputs = map(list, map(compress, (consts, inputs), used))
+    return flow, flow.follow(part, consts, inputs) + values[number:]
 
 
 def _noted(model: Model, numbers: Model, examples: tuple, spare: bool) -> Model:
