@@ -1,3 +1,5 @@
+"""How a layer is linear in its parameters: what a tag is told about it."""
+
 from ._base import (
     AbstractForm as AbstractForm,
     has_bias as has_bias,
@@ -19,3 +21,17 @@ from ._inputs import (
 from ._lookup import Lookup as Lookup
 from ._parameters import Parameters as Parameters
 from ._within import Within as Within
+
+
+__all__ = [  # For layers of one's own. (The other names are for this library's.)
+    "AbstractForm",
+    "Convolution",
+    "Dense",
+    "Einsum",
+    "Gates",
+    "Lookup",
+    "Parameters",
+    "Rows",
+    "Sizes",
+    "Vectors",
+]
