@@ -10,12 +10,15 @@ from tests.test_readme import plain_environment, root
 NUMBER = r"\d+\.?\d*(?:e[+-]\d+)?"
 
 
-def run(script, *arguments):
+def run(script, *arguments, cache=None):
+    """What it prints; `cache`: a folder for what is compiled."""
+    kept = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    kept |= {} if cache is None else {"JAX_COMPILATION_CACHE_DIR": str(cache)}
     done = subprocess.run(
         [sys.executable, "-W", "error", str(root / "examples" / script), *arguments],
         capture_output=True,
         text=True,
-        env=plain_environment(),
+        env=plain_environment() | kept,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -57,7 +60,8 @@ def test_digits(tmp_path):
 
 
 def autoencoder(out, *arguments):
-    printed = run("autoencoder.py", "--toy", "--out", str(out), *arguments)
+    cache = out.parent / "compiled"
+    printed = run("autoencoder.py", "--toy", "--out", str(out), *arguments, cache=cache)
     header, *rows = printed.splitlines()[:6]
     assert header.split()[:3] == ["method", "batch", "loss"]
     losses = {}

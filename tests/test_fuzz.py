@@ -25,8 +25,8 @@ import pytest
 import eqx_kfac as kfac
 
 
-NUMBER = 300
-PARTS = 50
+NUMBER = 150
+PARTS = 25
 TOLERANCE = 1e-9
 
 D = 3  # Of every token.

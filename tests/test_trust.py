@@ -1,5 +1,7 @@
 """What `KFAC()` stands for: a trust region, a growing window, periods, short at first."""
 
+import functools as ft
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ def make_model():
     return kfac.convert(eqx.nn.MLP(D, K, 5, 1, activation=jnp.tanh, key=KEYS[2]))
 
 
+@ft.cache
 def loss_of(scale):
     """Of which the gradient is large against any of these constraints."""
 
