@@ -415,7 +415,7 @@ def test_patches_in_several_parts(most, monkeypatch):
     weights = np.arange(len(x), dtype=float)
     rows = patches(case.layer, x)
     head = random_head(case.layer.out_channels * rows.shape[1])
-    monkeypatch.setattr(kfac._form._inputs, "_PATCHES", most)
+    monkeypatch.setattr(kfac.form._inputs, "_PATCHES", most)
     layers = {"expand": kfac.convert(case.layer)}
     got = collect(layers, x, 1, head, False, weights)
     rows = np.concatenate([rows, np.ones((*rows.shape[:-1], 1))], -1)
