@@ -188,6 +188,8 @@ def test_a_velocity_that_leads_uphill_is_slowed_down(cosine):
     _, after, _ = step(loss_of(1.0), model, shorter, X, Y)
     if cosine > 0:
         assert same(after.velocity, state.velocity)
+    if cosine == -1:  # There, the inequality of Cauchy and Schwarz is an equation.
+        np.testing.assert_allclose(after.extent, product(want, want), rtol=1e-9)
     free = plain_kfac(0.1, damping=0.1, **choices | dict(norm_constraint=1e-3))
     _, after, _ = free.step(
         loss_of(1.0),
