@@ -40,7 +40,7 @@ MUTANTS = [
     M("_block/_kronecker.py", "jnp.where(is_last[..., :, None], last[..., None, :], rows)", "rows", "blocks"),
     M("_block/_kronecker.py", "number = math.prod(g.shape[stack:-1])", "number = g.shape[stack]", "transformations"),
     M("_block/_gradients.py", "return jnp.matmul(flat(g).mT, flat(x), precision=highest)", "return jnp.matmul(flat(g).mT, flat(x), precision=highest) / flat(x).shape[-2]", "blocks"),
-    M("_block/_gradients.py", "math.prod(g.shape[stack + batch_axes : -1]) > 1", "math.prod(g.shape[stack + batch_axes : -1]) > 2", "identities scaling transformations"),
+    M("_block/_gradients.py", "math.prod(g.shape[stack + batch_axes : -1]) > 1", "math.prod(g.shape[stack + batch_axes : -1]) > 2", "blocks"),
     M("_block/_gradients.py", "moments = self.moments(gradients, gradients.ndim - 3, like)", "moments = self.moments(gradients, gradients.ndim - 3, like)\n        moments = jtu.tree_map(lambda m: m / 2, moments)", "program"),
     M("_block/_diagonal.py", "moment(g**2, x**2, stack", "moment(g**2, x, stack", "blocks"),
     M("_block/_full.py", "matrix = total / count.astype(total.dtype)", "matrix = total", "blocks"),

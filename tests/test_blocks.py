@@ -530,3 +530,23 @@ def test_subspace_iteration_keeps_the_basis_of_a_singular_factor(dtype):
     np.testing.assert_allclose((warm * warm_values[None]) @ warm.T, M, atol=1e-5)
     turned, _ = kfac.SubspaceIteration().eigenbasis(M, vectors[:, ::-1])
     assert jnp.max(jnp.abs(turned - values)) > 0.1  # From the wrong order.
+
+
+@pytest.mark.parametrize("positions", [1, 2, 3])
+@pytest.mark.parametrize(
+    "block", [kfac.Full(), kfac.Diagonal()], ids=["full", "diagonal"]
+)
+def test_gradients_of_an_example_are_summed_over_its_positions(block, positions):
+    """... before they are squared, however few there are."""
+    layer = kfac.Linear(3, 2, key=jax.random.key(0), block=block)
+    x = jax.random.normal(jax.random.key(1), (5, positions, 3))
+
+    def loss_fn(layer, x):
+        pooled = jnp.sum(jax.vmap(jax.vmap(layer))(x), axis=1)
+        return kfac.SquaredError(pooled, jnp.zeros_like(pooled))
+
+    got = kfac.curvature(loss_fn, kfac.Exact())(layer, x)
+    operator = kfac.BlockDiagonalOperator(got, layer)
+    exact = kfac.GaussNewton(loss_fn, layer, x).as_matrix()
+    diagonals = [np.sort(np.diag(m)) for m in (operator.as_matrix(), exact)]
+    np.testing.assert_allclose(*diagonals, rtol=1e-10)
