@@ -103,7 +103,7 @@ MUTANTS = [
     M("_curvature/_model_operator.py", "scale = jnp.asarray(coefficient, count.dtype) / count", "scale = jnp.asarray(1, count.dtype) / count", "operators curvlinops models"),
     M("_curvature/_model_operator.py", "return evaluate(objective, model, whole(objective, model))", "return evaluate(objective, model, whole(objective, model)) / 2", "operators models"),
     M("_curvature/_capture.py", "return value * total.astype(value.dtype)", "return value", "capture"),
-    M("_tag/_weights.py", "return jnp.mean(weights, axis=tuple(extra))", "return jnp.sum(weights, axis=tuple(extra))", "transformations batches"),
+    M("_tag/_weights.py", "return jnp.mean(weights, axis=tuple(extra))", "return jnp.max(weights, axis=tuple(extra))", "several_losses"),
     M("_tag/_partition.py", "return tagged, parameters_of(rest)", "return tagged, rest", "optimizer notebooks"),
     # What a loss function does with the tags.
     M("_program/_found.py", "untagged = y.sources & ~source_of(note.number)", "untagged = y.sources", "program verify"),

@@ -64,3 +64,24 @@ def test_over_a_data_set(name):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-14)
     assert jnp.any(jax.tree.leaves(got)[0] != 0)
+
+
+def test_weights_of_more_than_a_layer_sees():
+    """Of a layer that acts on whole sequences, an example counts by the mean weight of
+    its tokens."""
+    layer = kfac.Linear(D, 3 * K, key=KEYS[4])
+    weights = jax.random.uniform(KEYS[5], (MANY, 3))
+
+    def loss_fn(layer, x):
+        out = jax.vmap(layer)(x).reshape(MANY, 3, K)
+        return kfac.SquaredError(out, jnp.zeros_like(out), weights)
+
+    got = kfac.curvature(loss_fn, kfac.Exact())(layer, X).input_factor
+    rows = np.column_stack((X, np.ones(MANY)))
+
+    def moment(w):
+        w = np.asarray(w)[None]
+        return (rows.T * w) @ rows / np.sum(w)
+
+    np.testing.assert_allclose(got, moment(np.mean(weights, axis=1)), rtol=1e-10)
+    assert not np.allclose(got, moment(np.max(weights, axis=1)), rtol=1e-2)
