@@ -60,6 +60,11 @@ def check_count(name: str, value: Any, least: int) -> int:
     return value
 
 
+def check_examples(examples: int | None) -> int | None:
+    """How many examples of a batch, at least one, or `None`: all of them."""
+    return None if examples is None else check_count("examples", examples, 1)
+
+
 def check_key(key: Any) -> None:
     """Raises unless `key` is a single PRNG key, or `None`."""
     if key is None:

@@ -1,15 +1,23 @@
 from typing import Any
 
-import equinox as eqx
-
 import eqx_kfac as kfac
 
 
-class _Packed(kfac.KFAC):
+class AsMatrices(kfac.KFAC):
+    """It preconditions all gradients as matrices."""
+
+    _by_rows = False
+
+
+class Packed(kfac.KFAC):
     """Its states are packed from the start."""
 
     def init(self, model):
         return kfac.packed(super().init(model))
+
+
+class PackedAsMatrices(Packed, AsMatrices):
+    pass
 
 
 def plain_kfac(
@@ -28,14 +36,6 @@ def plain_kfac(
     periods = dict(curvature_period=1, inverse_period=5)
     if max_increase is not None:
         choices["guard"] = kfac.MaxIncrease(max_increase)
-    make = _Packed if packed else kfac.KFAC
-    made = make(learning_rate, momentum, damping, **(plain | periods | choices))
-    return with_rows(made, by_rows)
-
-
-def with_rows(optimizer: kfac.KFAC, by_rows: bool) -> kfac.KFAC:
-    """The optimizer, made to precondition gradients through their rows or not."""
-    leaves, treedef = eqx.tree_flatten_one_level(optimizer)
-    copy = treedef.unflatten(leaves)
-    object.__setattr__(copy, "_by_rows", by_rows)
-    return copy
+    kinds = (kfac.KFAC, AsMatrices), (Packed, PackedAsMatrices)
+    make = kinds[packed][not by_rows]
+    return make(learning_rate, momentum, damping, **(plain | periods | choices))

@@ -11,7 +11,7 @@ import pytest
 
 import eqx_kfac as kfac
 
-from .plain import plain_kfac, with_rows
+from .plain import AsMatrices, plain_kfac
 
 
 N, D, K = 6, 4, 3
@@ -295,7 +295,7 @@ def test_rows_are_used_where_they_can_be():
     model = kfac.convert(eqx.nn.MLP(D, K, 40, 2, key=KEYS[2]))  # Wider than the batch.
     results = []
     for by_rows in (True, False):
-        optimizer = with_rows(kfac.KFAC(fisher=EXACT), by_rows)
+        optimizer = (kfac.KFAC if by_rows else AsMatrices)(fisher=EXACT)
         state = optimizer.init(model)
         new, _, info = optimizer.step(loss_of(1.0), model, state, X, Y)
         assert info.through_rows is None or bool(info.through_rows)

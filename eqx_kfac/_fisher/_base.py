@@ -5,7 +5,6 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import Array, PyTree
 
-from .._checks import check_count
 from .._custom_types import Key, Model
 from .._loss import AbstractLoss
 
@@ -40,11 +39,6 @@ class AbstractFisher(eqx.Module):
 
     def check(self, model: Model) -> None:
         """Raises if this estimate is not one for the layers of `model`."""
-
-
-def check_examples(examples: int | None) -> int | None:
-    """Raises unless it is a number of examples, or `None`."""
-    return None if examples is None else check_count("examples", examples, 1)
 
 
 def check_whole(fisher: AbstractFisher | None, where: str) -> None:

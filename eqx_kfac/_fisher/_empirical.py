@@ -1,6 +1,7 @@
 import equinox as eqx
 
-from ._base import AbstractFisher, check_examples
+from .._checks import check_examples
+from ._base import AbstractFisher
 
 
 class Empirical(AbstractFisher):

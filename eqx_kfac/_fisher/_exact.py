@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, PyTree
 
-from .._checks import check_count
+from .._checks import check_count, check_examples
 from .._custom_types import Model
 from .._loss import AbstractLoss
 from .._misc import names
 from .._tag import tagged_layers
-from ._base import AbstractFisher, check_examples
+from ._base import AbstractFisher
 
 
 class _Columns(AbstractFisher):

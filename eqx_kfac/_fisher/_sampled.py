@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
 
-from .._checks import check_count, check_key
+from .._checks import check_count, check_examples, check_key
 from .._custom_types import Key
 from .._loss import AbstractLoss
 from .._misc import draw
-from ._base import AbstractFisher, check_examples
+from ._base import AbstractFisher
 
 
 class _Samples(AbstractFisher):

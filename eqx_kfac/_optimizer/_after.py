@@ -43,13 +43,11 @@ def after(
     iterates, numbers = state.iterates, state.numbers
     if iterates is not None and numbers.averaging is not None:
         iterates = iterates.add(eqx.apply_updates(model, updates), numbers.averaging)
-    lengths = dict(learning_rate=proposal.learning_rate, momentum=proposal.momentum)
     taken = dict(
         velocity=proposal.velocity,
         extent=proposal.extent,
         fallback=fallback,
         iterates=iterates,
-        numbers=numbers._replace(**lengths),
     )
     kept = {name: getattr(state, name) for name in taken}
     # Of what led uphill, not the same again: it would for ever.
@@ -57,15 +55,21 @@ def after(
     moving = state.velocity, state.extent
     stopped = jtu.tree_map(jnp.zeros_like, moving)
     kept["velocity"], kept["extent"] = tree_where(uphill, stopped, moving)
-    state = state._replace(
+    rate, momentum = tree_where(
+        info.rejected,
+        (numbers.learning_rate, numbers.momentum),
+        (proposal.learning_rate, proposal.momentum),
+    )
+    damping = _next_damping(state, info, rules)
+    chosen = dict(learning_rate=rate, momentum=momentum, damping=damping)
+    return state._replace(
         step=state.step + 1,
+        numbers=numbers._replace(**chosen),
         refactorise=info.rejected & (rules.damping is not None),
         rejected=state.rejected + info.rejected.astype(jnp.int32),
         faults=count(state.faults, info.faults),
         **tree_where(info.rejected, kept, taken),
     )
-    damping = _next_damping(state, info, rules)
-    return state._replace(numbers=state.numbers._replace(damping=damping))
 
 
 def _next_damping(state: KFACState, info: Info, rules: Rules) -> Any:
@@ -73,5 +77,5 @@ def _next_damping(state: KFACState, info: Info, rules: Rules) -> Any:
     if rule is None or ratio is None:
         return info.damping
     ratio = jnp.where(info.rejected, jnp.nan, ratio)
-    due = rule.due(state.step - 1) | info.rejected
+    due = rule.due(state.step) | info.rejected
     return jnp.where(due, rule(info.damping, ratio), info.damping)

@@ -2,7 +2,7 @@
 whenever it is due, and with symmetric matrices in half of the memory."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -32,13 +32,19 @@ def init_factors(model: Model, solver: AbstractDampedSolver) -> tuple[Model, Mod
     return zeros_as_from(factors, model)
 
 
-class Factorising(NamedTuple):
+class Factorising:
     """How the curvature of a model is factorised, and when."""
 
-    model: Model
-    solver: AbstractDampedSolver
-    due: Due
-    finite: Bool[Array, ""] | bool
+    def __init__(
+        self,
+        model: Model,
+        solver: AbstractDampedSolver,
+        due: Due,
+        finite: Bool[Array, ""] | bool,
+    ):
+        self.model, self.solver = model, solver
+        self.due, self.finite = due, finite
+        self.turns = Turns(model, due.turns)
 
     def in_own_bases(self, curvature: Model) -> Model:
         """The curvature of blocks that are kept in a basis, in that of today."""
@@ -61,8 +67,7 @@ class Factorising(NamedTuple):
         return self._when_due(self.anew, inverse, curvature, strength)
 
     def _when_due(self, compute: Callable, *trees: Model) -> Any:
-        turns = Turns(self.model, self.due.turns)
-        return when_in_turn(turns, self.due, self.finite, compute, *trees)
+        return when_in_turn(self.turns, self.due, self.finite, compute, *trees)
 
 
 def packed(state: Any) -> Any:

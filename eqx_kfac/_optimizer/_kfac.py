@@ -1,6 +1,6 @@
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -100,9 +100,10 @@ class KFAC(eqx.Module):
     inverse_period: int | InTurn = eqx.field(static=True, converter=plain)
     ema: Any = eqx.field(converter=plain)
     fallback: optax.GradientTransformation | None
-    # Periods that begin shorter; whether gradients may be preconditioned by their rows.
+    # Periods that begin shorter.
     _early: frozenset[str] = eqx.field(static=True, repr=False)
-    _by_rows: bool = eqx.field(static=True, repr=False)
+    # Gradients are preconditioned by their rows, where that is less work.
+    _by_rows: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -172,7 +173,6 @@ class KFAC(eqx.Module):
         for name, value in chosen.items():
             setattr(self, name, value)
         check_choices(chosen)
-        self._by_rows = True
 
     def init(self, model: Model) -> KFACState:
         """**Arguments:**

@@ -3,16 +3,20 @@ of a step that go by it."""
 
 import abc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._checks import check_count, check_number
+from .._checks import check_examples, check_number
 from .._custom_types import Model
 from .._misc import symmetric, tree_dot
 from ._numbers import AbstractRule
+
+
+# Learning rate and momentum, as far as they are numbers.
+_Given: TypeAlias = tuple[Float[Array, ""] | None, Float[Array, ""] | None]
 
 
 class AbstractStepRule(AbstractRule):
@@ -27,10 +31,7 @@ class AbstractStepRule(AbstractRule):
 
     @abc.abstractmethod
     def __call__(
-        self,
-        model: "Quadratic",
-        given: tuple[Float[Array, ""] | None, Float[Array, ""] | None],
-        value: Float[Array, ""],
+        self, model: "Quadratic", given: _Given, value: Float[Array, ""]
     ) -> Float[Array, "2"]:
         r"""$\alpha$ and $\mu$, given the model along $d = -\hat F^{-1} \nabla h$ and
         $\delta_\text{prev}$, those of the two that are numbers (else `None`), and the
@@ -75,18 +76,13 @@ class QuadraticModel(AbstractStepRule):
 
         **Raises:** `ValueError` for a number out of its range.
         """
-        if examples is not None:
-            examples = check_count("examples", examples, 1)
-        self.examples = examples
+        self.examples = check_examples(examples)
         self.damping_ratio = check_number(
             "damping_ratio", damping_ratio, "positive", schedule=False
         )
 
     def __call__(
-        self,
-        model: "Quadratic",
-        given: tuple[Float[Array, ""] | None, Float[Array, ""] | None],
-        value: Float[Array, ""],
+        self, model: "Quadratic", given: _Given, value: Float[Array, ""]
     ) -> Float[Array, "2"]:
         """Where the model is least."""
         return model.minimum(given)

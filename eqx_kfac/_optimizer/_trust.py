@@ -42,10 +42,9 @@ class TrustRegion(AbstractTrustRegion):
     has a vanishing Fisher and a small loss: steps that were short at first are long
     compared with what is left to be gained, so that none is longer than a part of that.
     (A loss of densities may be negative: where it crosses zero, a few steps are short.)
-    The gradient of few examples is mostly noise,
-    of which the first one grows as $1 / N$. And where gradients agree from step to step,
-    momentum adds them up to ten times of what the first one bounds. Pass it to
-    [`eqx_kfac.KFAC`][] as `norm_constraint`.
+    The gradient of few examples is mostly noise, of which the first one grows as $1 / N$.
+    And where gradients agree from step to step, momentum adds them up to ten times of
+    what the first one bounds. Pass it to [`eqx_kfac.KFAC`][] as `norm_constraint`.
 
     The second one needs no product with $\hat F$: of $\delta = \mu \delta_\text{prev} -
     \alpha \hat F^{-1} \nabla h$ it is

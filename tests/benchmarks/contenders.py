@@ -81,6 +81,12 @@ def from_contrib(problem: Problem) -> list[Contender]:
     return found
 
 
+class AsMatrices(kfac.KFAC):
+    """It preconditions all gradients as matrices, also where rows are less work."""
+
+    _by_rows = False
+
+
 def optimizer(
     adaptive: bool,
     examples: int | None = None,
@@ -89,22 +95,15 @@ def optimizer(
     **choices: Any,
 ) -> kfac.KFAC:
     """With all curvature from the first `examples` of a batch."""
-    made = _optimizer(adaptive, examples, in_turn, **choices)
-    object.__setattr__(made, "_by_rows", by_rows)  # Else, wherever it is less work.
-    return made
-
-
-def _optimizer(
-    adaptive: bool, examples: int | None, in_turn: bool, **choices: Any
-) -> kfac.KFAC:
+    make = kfac.KFAC if by_rows else AsMatrices
     period = kfac.InTurn(PERIOD) if in_turn else PERIOD
     plain = dict(curvature_period=1, inverse_period=period, averaging=None)
     choices = plain | dict(fisher=kfac.MonteCarlo(examples=examples)) | choices
     if adaptive:
         quadratic = kfac.QuadraticModel(examples)
         damping = kfac.LevenbergMarquardt(DAMPING, interval=PERIOD, minimum=1e-5)
-        return kfac.KFAC(quadratic, quadratic, damping, **choices)
-    return kfac.KFAC(RATE, MOMENTUM, DAMPING, norm_constraint=NORM, **choices)
+        return make(quadratic, quadratic, damping, **choices)
+    return make(RATE, MOMENTUM, DAMPING, norm_constraint=NORM, **choices)
 
 
 def ours(
