@@ -1,16 +1,19 @@
 """Arrays that live on several devices: axes that vary within a `shard_map`, explicit
 meshes, and what is made beside arrays that are there."""
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.core import Tracer
+from jax.experimental.shard_alike import shard_alike
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from ._custom_types import Like
 
@@ -110,6 +113,38 @@ def zeros_as_from(fn: Callable, *args: Any) -> PyTree:
 _zeros = jax.jit(zeros_of, static_argnums=0)
 
 
+def beside(tree: PyTree, like: PyTree) -> PyTree:
+    """`tree`, with arrays that are on one device only put on all of the mesh where arrays
+    of `like` are. (While tracing, the compiler does that.)"""
+    meshes = {m for m in map(_mesh, jtu.tree_leaves(like)) if m is not None}
+    mesh = next((m for m in meshes if isinstance(m, Mesh)), None)
+    if mesh is None or mesh.size == 1:
+        return tree
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def place(a):
+        return a if _mesh(a) == mesh else jax.device_put(a, everywhere)
+
+    return jtu.tree_map(place, tree)
+
+
+def _mesh(a: Any) -> Mesh | AbstractMesh | None:
+    if not eqx.is_array(a):
+        return None
+    sharding = jax.typeof(a).sharding if isinstance(a, Tracer) else a.sharding
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+
+
+def zeros_split_as(a: Array, dtype: DTypeLike | None = None) -> Array:
+    """Zeros of the same shape, and split over devices alike."""
+    zeros, mesh = jnp.zeros_like(a, dtype=dtype), _mesh(a)
+    if isinstance(mesh, AbstractMesh) and mesh.size > 1 and not mesh.manual_axes:
+        if explicit_sharding(jax.typeof(a)) is None:
+            # How, the compiler is to find out.
+            return shard_alike(a, zeros)[1]
+    return zeros
+
+
 def over_stack(fn: Callable, axes: int) -> Callable:
     """`fn`, mapped over the axes along which layers are stacked."""
     for _ in range(axes):
@@ -132,3 +167,69 @@ def decomposed_over_stack(fn: Callable, axes: int) -> Callable:
         return local(*args)
 
     return apply
+
+
+def is_split(tree: PyTree) -> bool:
+    """Whether devices of an explicit mesh have different parts of any array."""
+    shardings = map(explicit_sharding, map(jax.typeof, jtu.tree_leaves(tree)))
+    return any(sharding is not None and any(sharding.spec) for sharding in shardings)
+
+
+class Devices(NamedTuple):
+    """Several devices that have the same arrays, and can share what is to be done with
+    them: those along some axes of a mesh."""
+
+    mesh: AbstractMesh
+    axes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, *trees: PyTree) -> "Devices | None":
+        """Those on whose mesh arrays are. `None` if there is one device only. Within
+        `shard_map`, those along its axes over which no array varies, as far as JAX keeps
+        account of that."""
+        kinds = [jax.typeof(a) for a in jtu.tree_leaves(trees) if eqx.is_array(a)]
+        meshes = [kind.sharding.mesh for kind in kinds]
+        meshes = [m for m in (jax.sharding.get_abstract_mesh(), *meshes) if m.size > 1]
+        if not meshes:
+            return None
+        mesh, axes = meshes[0], meshes[0].axis_names
+        if mesh.manual_axes:
+            varying = varying_axes(trees)
+            axes = [a for a in mesh.manual_axes if a not in varying and _is_tracked(a)]
+        axes = tuple(a for a in axes if mesh.shape[a] > 1)
+        return cls(mesh, axes) if axes else None
+
+    @property
+    def number(self) -> int:
+        return math.prod(self.mesh.shape[a] for a in self.axes)
+
+    def everywhere(self, fn: Callable, args: PyTree) -> PyTree:
+        """`fn(args)` on every device by itself. All have the same arguments, and have to
+        return the same."""
+        if self.mesh.manual_axes:
+            return fn(args)
+        every = PartitionSpec()
+        fn = jax.shard_map(
+            fn, mesh=self.mesh, in_specs=every, out_specs=every, check_vma=False
+        )
+        return fn(args)
+
+    def index(self) -> Int[Array, ""]:
+        """Within `everywhere`, which device this is."""
+        return jax.lax.axis_index(self.axes)
+
+    def gathered(self, tree: PyTree) -> PyTree:
+        """What all devices have, one after the other along the first axis."""
+        to = "invarying" if self.mesh.manual_axes else "varying"
+        gather = lambda a: jax.lax.all_gather(a, self.axes, tiled=True, to=to)
+        return jtu.tree_map(lambda a: gather(a) if a.size > 0 else a, tree)
+
+    def added(self, tree: PyTree) -> PyTree:
+        """The sum of what all devices have."""
+        add = lambda a: jax.lax.psum(a, self.axes)
+        return jtu.tree_map(lambda a: add(a) if a.size > 0 else a, tree)
+
+
+def _is_tracked(axis: str) -> bool:
+    """Whether JAX knows what varies over an axis of `shard_map` (`check_vma`)."""
+    return axis in varying_axes(jax.lax.axis_index(axis))

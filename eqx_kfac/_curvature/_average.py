@@ -9,11 +9,12 @@ from jaxtyping import Array, Bool, Float
 
 from .._block import AbstractFactors, no_l2
 from .._custom_types import Model
-from .._devices import decomposed_over_stack, over_stack
+from .._devices import Devices, over_stack
+from .._jobs import done, Job
 from .._misc import all_finite, difference, tree_where
 from .._operator import packed_like, unpacked
 from .._solver import AbstractDampedSolver, Eigh
-from .._tag import is_trainable, map_tags, tagged_layers
+from .._tag import flatten_tags, is_trainable, map_tags, tagged_layers
 
 
 def init_curvature(model: Model) -> Model:
@@ -89,17 +90,25 @@ def refresh(
     """The curvature in the bases that now are its own. That of most blocks stays what it
     is."""
 
-    def layer_factors(tag, _, factors):
+    def job(tag, _, factors):
         if factors is None or not tag.block.has_basis:
-            return factors
+            return None
 
         def refreshed(factors):
-            new = tag.block.refreshed(unpacked(factors), solver.eigenbasis)
-            return packed_like(new, factors)
+            return tag.block.refreshed(factors, solver.eigenbasis)
 
-        return decomposed_over_stack(refreshed, factors.l2.ndim)(factors)
+        stack = factors.l2.ndim
+        return Job(tag.block, refreshed, (unpacked(factors),), stack, solver.together)
 
-    return map_tags(layer_factors, model, curvature)
+    found, treedef = flatten_tags(job, model, curvature)
+    jobs = [job for _, job in found if job is not None]
+    new = iter(done(jobs, Devices.of(curvature, model)))
+    new = treedef.unflatten([None if job is None else next(new) for _, job in found])
+
+    def layer_factors(_, __, new, old):
+        return old if new is None else packed_like(new, old)
+
+    return map_tags(layer_factors, model, new, curvature)
 
 
 def refreshed(

@@ -1,19 +1,15 @@
 """The factorisations of all layers: which factors are decomposed together."""
 
-import math
-from collections import defaultdict
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
-import numpy as np
 from jaxtyping import Array, Bool
 
 from .._block import AbstractFactors
 from .._checks import is_number, is_scalar
 from .._custom_types import Model
-from .._devices import decomposed_over_stack, explicit_sharding, over_stack
+from .._devices import Devices, over_stack
+from .._jobs import done, Job
 from .._misc import all_finite, tree_where
 from .._operator import packed_like, unpacked
 from .._solver import AbstractDampedSolver, is_factorised, Pair
@@ -72,8 +68,11 @@ def factorise(
     for _, (prepared, before, stack) in found:
         if isinstance(prepared, Pair):
             halves = (None, None) if before is None else solver.split(before)
-            jobs += [_Job(*both, stack) for both in zip(prepared, halves, strict=True)]
-    pieces = iter(_decompose(solver, jobs))
+            jobs += [
+                Job(None, solver.decompose, both, stack, solver.together)
+                for both in zip(prepared, halves, strict=True)
+            ]
+    pieces = iter(done(jobs, Devices.of(trees, model)))
 
     def state(prepared):
         if isinstance(prepared, Pair):
@@ -81,62 +80,6 @@ def factorise(
         return prepared
 
     return treedef.unflatten([state(prepared) for _, (prepared, *_) in found])
-
-
-class _Job(NamedTuple):
-    factor: Array
-    previous: Any
-    stack: int
-
-    @property
-    def kind(self) -> Any:
-        """What has to be the same of factors that are decomposed together."""
-        shape = self.factor.shape[self.stack :]
-        return shape, self.factor.dtype, jtu.tree_structure(self.previous)
-
-
-def _decompose(solver: AbstractDampedSolver, jobs: list[_Job]) -> list[Any]:
-    """Decomposes factors, those of equal shapes in one go: less to compile, and more for
-    the hardware to do at the same time."""
-    groups = defaultdict(list)
-    for i, job in enumerate(jobs):
-        sharded = explicit_sharding(jax.typeof(job.factor)) is not None
-        alone = sharded or not solver.together
-        groups[i if alone else job.kind].append(i)
-    pieces: list[Any] = [None] * len(jobs)
-    for members in groups.values():
-        some = [jobs[i] for i in members]
-        for i, piece in zip(members, _decompose_alike(solver, some), strict=True):
-            pieces[i] = piece
-    return pieces
-
-
-def _decompose_alike(solver: AbstractDampedSolver, jobs: list[_Job]) -> list[Any]:
-    if len(jobs) == 1:
-        (factor, previous, stack) = jobs[0]
-        return [decomposed_over_stack(solver.decompose, stack)(factor, previous)]
-
-    def in_a_row(job):
-        def flat(a):
-            return a.reshape(-1, *a.shape[job.stack :])
-
-        return jtu.tree_map(flat, (job.factor, job.previous))
-
-    rows = [in_a_row(job) for job in jobs]
-    ends = np.cumsum([len(factor) for factor, _ in rows])
-    together = jtu.tree_map(lambda *a: jnp.concatenate(a), *rows)
-    decomposed = jax.vmap(solver.decompose)(*together)
-
-    def own(job, end):
-        shape = job.factor.shape[: job.stack]
-        begin = int(end) - math.prod(shape)
-
-        def part(a):
-            return a[begin : int(end)].reshape(shape + a.shape[1:])
-
-        return jtu.tree_map(part, decomposed)
-
-    return [own(job, end) for job, end in zip(jobs, ends, strict=True)]
 
 
 def refactorise(

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 from .._checks import check_count, plain
 from .._curvature import Batch, GradientRows, include, LinearisedBatch
 from .._custom_types import Key, Model, Numeric
-from .._devices import cast_varying, varying_axes
+from .._devices import beside, cast_varying, varying_axes, zeros_split_as
 from .._fisher import AbstractFisher, MonteCarlo
 from .._inverse import for_each
 from .._solver import AbstractDampedSolver
@@ -191,11 +191,12 @@ class KFAC(eqx.Module):
         state = self._init_with(
             curvature=curvature,
             inverse=inverse,
-            velocity=jtu.tree_map(jnp.zeros_like, tagged),
+            velocity=jtu.tree_map(zeros_split_as, tagged),
             layer_damping=init_layer_damping(self._rules.layer_damping, curvature, model),
             fallback=init_fallback(model, self.fallback),
             iterates=None if self.averaging is None else init_iterates(model),
         )
+        state = beside(state, model)
         # Within `shard_map`, every device may have a model of its own.
         return cast_varying(state, varying_axes(model))
 

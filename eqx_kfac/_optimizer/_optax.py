@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from .._curvature import include
 from .._custom_types import Model, Numeric
+from .._devices import beside
 from .._inverse import precondition
 from .._solver import AbstractDampedSolver, Cholesky
 from .._tag import check_covered, is_trainable, map_tags, partition_tagged
@@ -101,7 +102,7 @@ class _ScaleByKFAC:
             others = init_fallback(params, self.fallback)
             trees = dict(curvature=curvature, inverse=inverse, fallback=others)
         step, weight = jnp.zeros((), jnp.int32), jnp.zeros((), float)
-        return ScaleByKFACState(step=step, weight=weight, **trees)
+        return beside(ScaleByKFACState(step=step, weight=weight, **trees), params)
 
     def update(self, updates, state, params=None, *, curvature=_missing, **extra) -> Any:
         del extra

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from .._custom_types import Model
+from .._devices import zeros_split_as
 from .._misc import accumulator, difference, names
 from ._numbers import Numbers
 
@@ -221,7 +222,7 @@ def init_iterates(model: Model) -> Iterates:
     """No iterates yet."""
 
     def zeros(p):
-        return jnp.zeros_like(p, dtype=accumulator(p.dtype))
+        return zeros_split_as(p, accumulator(p.dtype))
 
     return Iterates(jtu.tree_map(zeros, _by_path(model)), jnp.zeros((), float))
 

@@ -1,0 +1,197 @@
+"""The same work for many matrices: equal ones in one go, and every device of a mesh does
+its part.
+
+What is decomposed, all devices have alike, so that each would decompose all of it. It is
+dealt out instead, and the results are gathered, as by J. G. Pauloski et al., *KAISA: An
+Adaptive Second-Order Optimizer Framework for Deep Neural Networks*, SC 2021."""
+
+import functools as ft
+import math
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array, Int, PyTree, Shaped
+
+from ._devices import (
+    cast_varying,
+    decomposed_over_stack,
+    Devices,
+    is_split,
+    varying_axes,
+)
+
+
+class Job(NamedTuple):
+    """`fn(*args)`, for each of a stack of layers. (`fn` must not close over arrays; jobs
+    of one `key` have the same.)"""
+
+    key: Hashable
+    fn: Callable
+    args: tuple[PyTree[Array], ...]
+    stack: int
+    together: bool = True  # Whether several are better done at the same time, by `vmap`.
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the stack."""
+        return jtu.tree_leaves(self.args)[0].shape[: self.stack]
+
+    @property
+    def kind(self) -> Hashable:
+        """What has to be the same of jobs that are done together."""
+        leaves, treedef = jtu.tree_flatten(self.args)
+        shapes = tuple((a.shape[self.stack :], a.dtype) for a in leaves)
+        return self.key, treedef, shapes
+
+
+def done(jobs: Sequence[Job], devices: Devices | None = None) -> list[Any]:
+    """What all `jobs` return; with several `devices`, each does a part of them."""
+    groups, results = defaultdict(list), list[Any]([None] * len(jobs))
+    for i, job in enumerate(jobs):
+        alone = is_split(job.args) or (devices is None and not job.together)
+        groups[i if alone else job.kind].append(i)
+    joint = []
+    for kind, members in groups.items():
+        first = jobs[members[0]]
+        if kind == members[0] or (devices is None and len(members) == 1):
+            alone = decomposed_over_stack(first.fn, first.stack)
+            results[members[0]] = alone(*first.args)
+        else:
+            joint.append(members)
+    batches = [_Batch.of([jobs[i] for i in members]) for members in joint]
+    for members, rows in zip(joint, _rows_of(batches, devices), strict=True):
+        for i, own in zip(members, _apart([jobs[i] for i in members], rows), strict=True):
+            results[i] = own
+    return results
+
+
+def _apart(jobs: list[Job], rows: PyTree) -> list[Any]:
+    """The results of every job, from those in one row."""
+    ends = np.cumsum([math.prod(job.shape) for job in jobs])
+
+    def own(job, end):
+        part = slice(int(end) - math.prod(job.shape), int(end))
+        return jtu.tree_map(lambda a: a[part].reshape(job.shape + a.shape[1:]), rows)
+
+    return [own(job, end) for job, end in zip(jobs, ends, strict=True)]
+
+
+class _Batch(NamedTuple):
+    """Jobs of one kind, their arguments in one row."""
+
+    fn: Callable
+    together: bool
+    args: PyTree[Shaped[Array, "number ..."]]
+
+    @classmethod
+    def of(cls, jobs: list[Job]) -> "_Batch":
+        def in_a_row(job):
+            flat = lambda a: a.reshape(-1, *a.shape[job.stack :])
+            return jtu.tree_map(flat, job.args)
+
+        args = jtu.tree_map(lambda *a: jnp.concatenate(a), *map(in_a_row, jobs))
+        return cls(jobs[0].fn, jobs[0].together, args)
+
+    @property
+    def number(self) -> int:
+        return len(jtu.tree_leaves(self.args)[0])
+
+    @property
+    def work(self) -> int:
+        """A measure of the operations for each: of vectors, there is nothing to do."""
+        shapes = [a.shape[1:] for a in jtu.tree_leaves(self.args)]
+        return sum(math.prod(s) * max(s) for s in shapes if len(s) > 1)
+
+    def __call__(self, args: PyTree) -> PyTree:
+        fn = lambda args: self.fn(*args)
+        return jax.vmap(fn)(args) if self.together else jax.lax.map(fn, args)
+
+    def some(self, which: Int[Array, " some"]) -> PyTree:
+        if len(which) == 0:
+            return self.zeros(0)
+        return self(jtu.tree_map(lambda a: a[which], self.args))
+
+    def zeros(self, number: int) -> PyTree:
+        """As so many results."""
+        zeros = lambda a: jnp.zeros((number, *a.shape[1:]), a.dtype)
+        return jtu.tree_map(zeros, jax.eval_shape(self, self.args))
+
+
+def _rows_of(batches: list[_Batch], devices: Devices | None) -> list[PyTree]:
+    shared = [devices is not None and batch.work > 0 for batch in batches]
+    theirs = [batch for batch, share in zip(batches, shared, strict=True) if share]
+    dealt = iter(_dealt_out(theirs, devices) if theirs else ())
+    return [
+        next(dealt) if share else batch(batch.args)
+        for batch, share in zip(batches, shared, strict=True)
+    ]
+
+
+def _dealt_out(batches: list[_Batch], devices: Devices) -> list[PyTree]:
+    """Of every batch, the same number to all devices, as long as there are enough; what
+    remains, in turn to whoever has least to do."""
+    each = [batch.number // devices.number for batch in batches]
+    rest = [batch.number % devices.number for batch in batches]
+    hands = dealt([batch.work for batch in batches], rest, devices.number)
+
+    def local(args):
+        own = [batch._replace(args=a) for batch, a in zip(batches, args, strict=True)]
+        me = devices.index()
+        even = [
+            devices.gathered(batch.some(me * n + jnp.arange(n, dtype=me.dtype)))
+            for batch, n in zip(own, each, strict=True)
+        ]
+        return even, devices.added(_own_hand(own, rest, hands, me))
+
+    even, last = devices.everywhere(local, [batch.args for batch in batches])
+    join = lambda *parts: jnp.concatenate([p for p in parts if len(p) > 0])
+    return [jtu.tree_map(join, *parts) for parts in zip(even, last, strict=True)]
+
+
+Hand = tuple[tuple[int, int], ...]  # Batches and, among the last of them, jobs.
+
+
+def dealt(work: Sequence[float], numbers: Sequence[int], devices: int) -> list[Hand]:
+    """Who does what, if there are so many jobs of so much work each: the largest are
+    dealt out first, each to the device that has least to do so far; to none two more
+    than to another, were all as large."""
+    jobs = [(i, j) for i, number in enumerate(numbers) for j in range(number)]
+    most = math.ceil(len(jobs) / devices) + 1
+    hands, totals = [[] for _ in range(devices)], [0.0] * devices
+    for i, j in sorted(jobs, key=lambda job: -work[job[0]]):
+        free = [d for d, hand in enumerate(hands) if len(hand) < most]
+        least = min(free, key=lambda d: totals[d])
+        hands[least].append((i, j))
+        totals[least] += work[i]
+    return [tuple(sorted(hand)) for hand in hands]
+
+
+def _own_hand(
+    batches: list[_Batch], rest: list[int], hands: list[Hand], me: Int[Array, ""]
+) -> list[PyTree]:
+    """For the last jobs of every batch, the results of those in one device's hand, and
+    zeros. Devices whose jobs are of the same kinds run the same code."""
+    kinds = [tuple(i for i, _ in hand) for hand in hands]
+    ways = sorted(set(kinds))
+    jobs = np.zeros((len(hands), max(map(len, kinds))), np.int32)
+    for row, hand in zip(jobs, hands, strict=True):
+        row[: len(hand)] = [j for _, j in hand]
+
+    def go(way, mine):
+        def results(i):
+            batch, begin, end = batches[i], bisect_left(way, i), bisect_right(way, i)
+            own, zeros = mine[begin:end], batch.zeros(rest[i])
+            new = batch.some(batch.number - rest[i] + own)
+            put = lambda zeros, new: zeros.at[own].set(new)
+            return jtu.tree_map(put, cast_varying(zeros, varying_axes(me)), new)
+
+        return [results(i) for i in range(len(batches))]
+
+    way = jnp.asarray([ways.index(kind) for kind in kinds], np.int32)[me]
+    return jax.lax.switch(way, [ft.partial(go, w) for w in ways], jnp.asarray(jobs)[me])
