@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import Tracer
-from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int, PyTree
@@ -139,9 +138,10 @@ def zeros_split_as(a: Array, dtype: DTypeLike | None = None) -> Array:
     """Zeros of the same shape, and split over devices alike."""
     zeros, mesh = jnp.zeros_like(a, dtype=dtype), _mesh(a)
     if isinstance(mesh, AbstractMesh) and mesh.size > 1 and not mesh.manual_axes:
-        if explicit_sharding(jax.typeof(a)) is None:
-            # How, the compiler is to find out.
-            return shard_alike(a, zeros)[1]
+        # How an array is split by `jit` only the compiler knows, and it makes the same of
+        # what is computed from it.
+        number = jnp.where(jnp.isfinite(a), a, 0).astype(zeros.dtype)
+        zeros = jnp.abs(zeros * number)
     return zeros
 
 
@@ -214,8 +214,8 @@ class Devices(NamedTuple):
         )
         return fn(args)
 
-    def index(self) -> Int[Array, ""]:
-        """Within `everywhere`, which device this is."""
+    def this_one(self) -> Int[Array, ""]:
+        """Within `everywhere`, the number of the device."""
         return jax.lax.axis_index(self.axes)
 
     def gathered(self, tree: PyTree) -> PyTree:

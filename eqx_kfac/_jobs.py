@@ -124,25 +124,24 @@ class _Batch(NamedTuple):
 
 
 def _rows_of(batches: list[_Batch], devices: Devices | None) -> list[PyTree]:
-    shared = [devices is not None and batch.work > 0 for batch in batches]
-    theirs = [batch for batch, share in zip(batches, shared, strict=True) if share]
-    dealt = iter(_dealt_out(theirs, devices) if theirs else ())
-    return [
-        next(dealt) if share else batch(batch.args)
-        for batch, share in zip(batches, shared, strict=True)
-    ]
+    if devices is None:
+        return [batch(batch.args) for batch in batches]
+    dealt = iter(_dealt_out([batch for batch in batches if batch.work > 0], devices))
+    return [next(dealt) if batch.work > 0 else batch(batch.args) for batch in batches]
 
 
 def _dealt_out(batches: list[_Batch], devices: Devices) -> list[PyTree]:
     """Of every batch, the same number to all devices, as long as there are enough; what
     remains, in turn to whoever has least to do."""
+    if not batches:
+        return []
     each = [batch.number // devices.number for batch in batches]
     rest = [batch.number % devices.number for batch in batches]
     hands = dealt([batch.work for batch in batches], rest, devices.number)
 
     def local(args):
         own = [batch._replace(args=a) for batch, a in zip(batches, args, strict=True)]
-        me = devices.index()
+        me = devices.this_one()
         even = [
             devices.gathered(batch.some(me * n + jnp.arange(n, dtype=me.dtype)))
             for batch, n in zip(own, each, strict=True)

@@ -1,0 +1,345 @@
+"""Decompositions are shared out over the devices of a mesh, and a state begins where its
+model is."""
+
+import contextlib
+import functools as ft
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import eqx_kfac as kfac
+from eqx_kfac._jobs import dealt
+
+from .plain import plain_kfac
+
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+# Twelve layers, of eight different shapes.
+WIDTHS = [6, 9, 9, 7, 7, 9, 12, 12, 7, 7, 6, 6, 3]
+X = jr.normal(jr.key(1), (48, WIDTHS[0]))
+Y = jr.randint(jr.key(2), (48,), 0, WIDTHS[-1])
+
+
+class Deep(eqx.Module):
+    layers: list[kfac.Linear]
+
+    def __init__(self, widths):
+        sizes = list(zip(widths[:-1], widths[1:], strict=True))
+        keys = jr.split(jr.key(0), len(sizes))
+        self.layers = [kfac.Linear(*s, key=k) for s, k in zip(sizes, keys, strict=True)]
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(jnp.tanh(x)) + 0.1
+        return x
+
+
+class Scanned(eqx.Module):
+    """Three alike, as one stack."""
+
+    stack: kfac.Linear
+    last: kfac.Linear
+
+    def __init__(self):
+        make = lambda key: kfac.Linear(WIDTHS[0], WIDTHS[0], key=key)
+        self.stack = eqx.filter_vmap(make)(jr.split(jr.key(5), 3))
+        self.last = kfac.Linear(WIDTHS[0], WIDTHS[-1], key=jr.key(6))
+
+    def __call__(self, x):
+        leaves, static = eqx.partition(self.stack, eqx.is_array)
+        body = lambda x, layer: (x + jnp.tanh(eqx.combine(layer, static)(x)), None)
+        return self.last(jax.lax.scan(body, x, leaves)[0])
+
+
+class Net(eqx.Module):
+    """A ConvNet with a normalisation of groups."""
+
+    conv: kfac.Conv1d
+    norm: kfac.GroupNorm
+    last: kfac.Linear
+
+    def __init__(self):
+        keys = jr.split(jr.key(7))
+        self.conv = kfac.Conv1d(1, 4, 3, key=keys[0])
+        self.norm = kfac.GroupNorm(2, 4)
+        self.last = kfac.Linear(16, WIDTHS[-1], key=keys[1])
+
+    def __call__(self, x):
+        return self.last(jnp.tanh(self.norm(self.conv(x[None]))).reshape(-1))
+
+
+MODELS = {"deep": ft.partial(Deep, [6, 5, 5, 3]), "scanned": Scanned, "convnet": Net}
+EXACT = kfac.Exact()
+OPTIMIZERS = {
+    "default": kfac.KFAC(),
+    "eigh": plain_kfac(0.1, 0.9, 0.1, solver=kfac.Eigh(), fisher=EXACT),
+    "iterated": plain_kfac(0.1, solver=kfac.NewtonSchulz(1e-14), fisher=EXACT),
+    "in-turn": plain_kfac(0.1, inverse_period=kfac.InTurn(3), fisher=EXACT),
+    "adaptive": kfac.KFAC(
+        kfac.QuadraticModel(), kfac.QuadraticModel(), kfac.LevenbergMarquardt(1.0)
+    ),
+}
+
+
+def loss_fn(model, x, y):
+    return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y)
+
+
+def leaves(tree):
+    return jtu.tree_leaves(eqx.filter(tree, eqx.is_inexact_array))
+
+
+def distance(a, b):
+    """The largest, relative to the norm."""
+    norm = np.linalg.norm
+    pairs = [map(np.asarray, pair) for pair in zip(leaves(a), leaves(b), strict=True)]
+    return max(norm(p - q) / (norm(q) or 1) for p, q in pairs)
+
+
+def make_mesh(devices, kind=AUTO):
+    shape, names = ((devices,), ("batch",))
+    if devices == 6:
+        shape, names = (3, 2), ("batch", "other")
+    some = jax.devices()[: np.prod(shape)]
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=some)
+
+
+def put(tree, mesh, spec):
+    sharding = NamedSharding(mesh, spec)
+    move = lambda a: jax.device_put(a, sharding) if eqx.is_array(a) else a
+    return jtu.tree_map(move, tree)
+
+
+def context(mesh):
+    is_explicit = EXPLICIT in mesh.axis_types
+    return jax.set_mesh(mesh) if is_explicit else contextlib.nullcontext()
+
+
+@ft.cache
+def step_of(name):
+    return eqx.filter_jit(OPTIMIZERS[name].step)
+
+
+def train(name, model, mesh=None, number=8):
+    """Some steps; the model, and the loss after every step."""
+    x, y = X, Y
+    if mesh is not None:
+        model, (x, y) = put(model, mesh, P()), put((x, y), mesh, P("batch"))
+    state, losses = OPTIMIZERS[name].init(model), []
+    for i in range(number):
+        model, state, info = step_of(name)(loss_fn, model, state, x, y, key=jr.key(i))
+        losses.append(info.loss)
+    return model, state, losses
+
+
+@ft.cache
+def alone(name, model):
+    return train(name, MODELS[model]())[0]
+
+
+# Devices, and whether their mesh is explicit: fewer than there are matrices, and more; of
+# an axis of one; along two axes.
+MESHES = {"deep": (8, AUTO), "scanned": (2, EXPLICIT), "convnet": (6, AUTO)}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_are_those_of_one_device(name, model):
+    mesh = make_mesh(*MESHES[model])
+    with context(mesh):
+        got, _, _ = train(name, MODELS[model](), mesh)
+    assert distance(got, alone(name, model)) <= 1e-9
+    assert distance(got, MODELS[model]()) > 1e-3
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_steps_in_eigenbases(kind):
+    """The factors have full rank, for else rounding chooses some of the bases."""
+    model = kfac.convert(eqx.nn.MLP(6, 3, 5, 1, jnp.tanh, key=jr.key(3)))
+    model = kfac.convert(kfac.revert(model), blocks=kfac.EKFAC())
+    squared = lambda model, x, y: kfac.SquaredError(jax.vmap(model)(x), y)
+    step = eqx.filter_jit(OPTIMIZERS["eigh"].step)
+
+    def three_steps(model, x, y):
+        state = OPTIMIZERS["eigh"].init(model)
+        for _ in range(3):
+            model, state, _ = step(squared, model, state, x, y)
+        return model
+
+    y = jax.nn.one_hot(Y, 3)
+    mesh = make_mesh(8, kind)
+    want = three_steps(model, X, y)
+    with context(mesh):
+        got = three_steps(put(model, mesh, P()), *put((X, y), mesh, P("batch")))
+    assert distance(got, want) <= 1e-9
+    assert distance(got, model) > 1e-3
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_steps_in_shard_map(check_vma):
+    """What JAX does not keep account of is not shared, for devices may differ."""
+    params, static = eqx.partition(Deep([6, 5, 5, 3]), eqx.is_array)
+    optimizer = OPTIMIZERS["eigh"]
+
+    def two_steps(params, x, y):
+        model = eqx.combine(params, static)
+        state = optimizer.init(model)
+        for _ in range(2):
+            model, state, _ = optimizer.step(loss_fn, model, state, x, y)
+        return eqx.filter(model, eqx.is_array)
+
+    split = P("batch") if check_vma else P()
+    local = ft.partial(jax.shard_map, mesh=make_mesh(4), check_vma=check_vma)
+    local = jax.jit(local(two_steps, in_specs=(P(), split, split), out_specs=P()))
+    want = jax.jit(two_steps)(params, X, Y)
+    assert distance(local(params, X, Y), want) <= 1e-9
+    shared = "psum" in str(jax.make_jaxpr(lambda *a: local(*a))(params, X, Y))
+    assert shared == check_vma
+
+
+#
+# What a device does
+#
+
+
+def decompositions(jaxpr):
+    """How many matrices one device at most decomposes in a program."""
+
+    def number(eqn):
+        if eqn.primitive.name in ("cholesky", "eigh"):
+            return int(np.prod(eqn.invars[0].aval.shape[:-2]))
+        inner = [decompositions(j) for j in jaxprs_in_params(eqn.params)]
+        if eqn.primitive.name == "cond":
+            return max(inner)
+        return sum(inner) * eqn.params.get("length", 1)
+
+    return sum(map(number, jaxpr.eqns))
+
+
+def decompositions_in_a_step(mesh, name, model):
+    x, y = X, Y
+    if mesh is not None:
+        model, (x, y) = put(model, mesh, P()), put((x, y), mesh, P("batch"))
+    params, static = eqx.partition(model, eqx.is_array)
+    optimizer = OPTIMIZERS[name]
+
+    def step(params, state, x, y):
+        model = eqx.combine(params, static)
+        model, *rest = optimizer.step(loss_fn, model, state, x, y, key=jr.key(0))
+        return eqx.filter((model, rest), eqx.is_array)
+
+    traced = jax.jit(step).trace(params, optimizer.init(model), x, y)
+    return decompositions(traced.jaxpr.jaxpr)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", ["default", "eigh"])
+def test_each_device_decomposes_its_part(name, devices):
+    number = decompositions_in_a_step(make_mesh(devices), name, Deep(WIDTHS))
+    total = 2 * (len(WIDTHS) - 1)
+    assert total / devices <= number <= -(-total // devices) + (devices > 1)
+    assert decompositions_in_a_step(None, name, Deep(WIDTHS)) == total
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_the_work_is_dealt_out_evenly(devices):
+    sides = [64 * w for pair in zip(WIDTHS[:-1], WIDTHS[1:], strict=True) for w in pair]
+    kinds = sorted(set(sides))
+    work, numbers = [k**3 for k in kinds], [sides.count(k) % devices for k in kinds]
+    hands = dealt(work, numbers, devices)
+    totals_of = lambda hands: [sum(work[i] for i, _ in hand) for hand in hands]
+    totals = totals_of(hands)
+    jobs = sorted(job for hand in hands for job in hand)
+    assert jobs == [(i, j) for i, n in enumerate(numbers) for j in range(n)]
+    assert max(map(len, hands)) <= -(-len(jobs) // devices) + 1
+    every = sum(k**3 * (sides.count(k) // devices) for k in kinds)
+    even = sum(side**3 for side in sides) / devices
+    assert max(totals) + every <= 1.3 * even
+    as_if_alike = totals_of(dealt([1.0 for _ in kinds], numbers, devices))
+    assert max(as_if_alike) >= max(totals) + (devices == 8)
+
+
+def test_what_is_gathered():
+    """The statistics, the inverses, the gradient: nothing twice, nothing padded."""
+    mesh = make_mesh(8)
+    model, args = put(Deep(WIDTHS), mesh, P()), put((X, Y), mesh, P("batch"))
+    optimizer = OPTIMIZERS["default"]
+    state = optimizer.init(model)
+    lowered = step_of("default").lower(loss_fn, model, state, *args, key=jr.key(0))
+    text = lowered.compile().compiled.as_text()
+    found = re.findall(r"= (.*) (?:all-reduce|all-gather|all-to-all)\(", text)
+    shapes = [re.findall(r"f\d\d\[([\d,]*)\]", several) for several in found]
+    lengths = lambda shape: [int(n) for n in shape.split(",") if n]
+    sizes = [[int(np.prod(lengths(s))) for s in several] for several in shapes]
+    inverses = sum(leaf.size for leaf in jtu.tree_leaves(state.inverse))
+    assert sum(sum(several) == inverses for several in sizes) == 1
+    parameters = sum(leaf.size for leaf in leaves(model))
+    moments = sum(leaf.size for leaf in jtu.tree_leaves(state.curvature))
+    assert sum(map(sum, sizes)) <= 1.01 * (inverses + parameters + moments)
+
+
+#
+# Where a state is
+#
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_a_state_begins_on_the_mesh(kind, jit):
+    """So that a step is compiled once."""
+    mesh = make_mesh(8, kind)
+    compiled = []
+
+    def listen(event, duration, fun_name="", **_):
+        if event.endswith("backend_compile_duration") and "_one_step" in fun_name:
+            compiled.append(fun_name)
+
+    with context(mesh):
+        model, args = put(Deep([6, 5, 3]), mesh, P()), put((X, Y), mesh, P("batch"))
+        init = OPTIMIZERS["default"].init
+        state = (eqx.filter_jit(init) if jit else init)(model)
+        for leaf in jtu.tree_leaves(state):
+            assert leaf.sharding.device_set == set(jax.devices())
+
+        @eqx.filter_jit
+        def _one_step(model, state, key):
+            step = OPTIMIZERS["default"].step
+            return step(loss_fn, model, state, *args, key=key)
+
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            for i in range(3):
+                model, state, _ = _one_step(model, state, jr.key(i))
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_velocity_is_split_as_the_parameters(jit):
+    mesh = make_mesh(8)
+    model = put(Deep([8, 16, 8]), mesh, P("batch"))
+    init = OPTIMIZERS["default"].init
+    state = (eqx.filter_jit(init) if jit else init)(model)
+    for part in (state.velocity, state.iterates.mean):
+        for leaf in jtu.tree_leaves(part):
+            assert not np.any(leaf)
+            assert leaf.sharding.shard_shape(leaf.shape)[0] == leaf.shape[0] // 8
+    replicated = OPTIMIZERS["default"].init(put(model, mesh, P()))
+    assert all(a.sharding.is_fully_replicated for a in jtu.tree_leaves(replicated))
+
+
+def test_of_a_model_that_is_not_finite_it_is_zero():
+    mesh = make_mesh(8)
+    model = put(Deep([8, 16, 8]), mesh, P("batch"))
+    model = eqx.tree_at(lambda m: m.layers[0].weight, model, replace_fn=lambda w: w / 0)
+    state = eqx.filter_jit(OPTIMIZERS["default"].init)(model)
+    assert not any(np.any(leaf) for leaf in jtu.tree_leaves(state.velocity))
