@@ -171,7 +171,8 @@ def decomposed_over_stack(fn: Callable, axes: int) -> Callable:
 
 def is_split(tree: PyTree) -> bool:
     """Whether devices of an explicit mesh have different parts of any array."""
-    shardings = map(explicit_sharding, map(jax.typeof, jtu.tree_leaves(tree)))
+    leaves = [leaf for leaf in jtu.tree_leaves(tree) if eqx.is_array(leaf)]
+    shardings = map(explicit_sharding, map(jax.typeof, leaves))
     return any(sharding is not None and any(sharding.spec) for sharding in shardings)
 
 

@@ -205,6 +205,55 @@ def test_steps_in_shard_map(check_vma):
     assert shared == check_vma
 
 
+def gathered_loss(model, x, y):
+    """As on an explicit mesh, where every layer needs its weights in full."""
+    whole = lambda a: jax.sharding.reshard(a, P(*[None] * a.ndim))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    return loss_fn(eqx.combine(jtu.tree_map(whole, params), static), x, y)
+
+
+SPLITS = {  # The weights of two layers; whether the loss function gathers them.
+    "rows": (P("data"), P("data"), AUTO, loss_fn),
+    "columns": (P(None, "data"), P(None, "data"), AUTO, loss_fn),
+    "tensor": (P("model", None), P(None, "model"), AUTO, loss_fn),
+    "both": (P("model", "data"), P("data", "model"), AUTO, loss_fn),
+    "explicit columns": (P(None, "data"), P(None, "data"), EXPLICIT, loss_fn),
+    "explicit, gathered": (P("data"), P("data", "model"), EXPLICIT, gathered_loss),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_split_weights(name):
+    """The parameters stay where they are, the steps what they are."""
+    *specs, kind, loss = SPLITS[name]
+    mesh = jax.make_mesh(
+        (2, 2), ("data", "model"), (kind,) * 2, devices=jax.devices()[:4]
+    )
+    widths = [6, 8, 4]
+    x, y = X, Y % widths[-1]
+    optimizer = OPTIMIZERS["default"]
+
+    def three_steps(loss, model, x, y):
+        state = optimizer.init(model)
+        for i in range(3):
+            model, state, _ = step_of("default")(loss, model, state, x, y, key=jr.key(i))
+        return model, state
+
+    want, _ = three_steps(loss_fn, Deep(widths), x, y)
+    with context(mesh):
+        model = put(Deep(widths), mesh, P())
+        for i, spec in enumerate(specs):
+            where = lambda m, i=i: m.layers[i].weight
+            model = eqx.tree_at(where, model, put(where(model), mesh, spec))
+        got, state = three_steps(loss, model, *put((x, y), mesh, P("data")))
+    assert distance(got, want) <= 1e-9
+    assert distance(got, Deep(widths)) > 1e-3
+    for part in (got, state.velocity):
+        for i, spec in enumerate(specs):
+            weight = part.layers[i].weight
+            assert weight.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+
+
 #
 # What a device does
 #

@@ -68,7 +68,7 @@ def unseen(grads: Model, curvature: Model) -> Bool[Array, ""]:
     def is_missed(tag, layer, zero):
         if zero is None:
             return None
-        return zero & jnp.any(tag.form.to_matrix(layer) != 0, axis=(-2, -1))
+        return zero & jnp.any(tag.to_matrix(layer) != 0, axis=(-2, -1))
 
     def any_of(flags):
         return jnp.any(jnp.concatenate([f.reshape(-1) for f in jtu.tree_leaves(flags)]))

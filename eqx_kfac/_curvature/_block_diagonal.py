@@ -96,8 +96,8 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
         def apply(tag, layer, new, block):
             if block is None:
                 return new
-            matrix = tag.form.to_matrix(layer).astype(block.shift.dtype)
-            return tag.form.from_matrix(block(_product, matrix), new)
+            matrix = tag.to_matrix(layer).astype(block.shift.dtype)
+            return tag.from_matrix(block(_product, matrix), new)
 
         return update_layers(apply, vector, self.blocks)
 
@@ -112,8 +112,8 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
         def fill(tag, layer, new, block):
             if block is None:
                 return new
-            shape = tag.form.to_matrix(new).shape
-            return tag.form.from_matrix(block(_diagonal).reshape(shape), new)
+            shape = tag.to_matrix(new).shape
+            return tag.from_matrix(block(_diagonal).reshape(shape), new)
 
         structure = self.in_structure()
         zeros = jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), structure)

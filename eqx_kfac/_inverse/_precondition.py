@@ -44,7 +44,7 @@ def solutions(
             solution, _, _ = solver.compute(state, vector, options)
             return solution.reshape(-1).reshape(matrix.shape)
 
-        matrix = tag.form.to_matrix(layer).astype(factors.l2.dtype)
+        matrix = tag.to_matrix(layer).astype(factors.l2.dtype)
         each = matrix, factors, state, damping_of(factors, damping)
         return over_stack(solve, factors.l2.ndim)(*each)
 
@@ -57,7 +57,7 @@ def with_matrices(tree: Model, matrices: Model) -> Model:
     where there are any."""
 
     def layer_with_matrix(tag, layer, new, matrix):
-        return new if matrix is None else tag.form.from_matrix(matrix, new)
+        return new if matrix is None else tag.from_matrix(matrix, new)
 
     return update_layers(layer_with_matrix, tree, matrices)
 

@@ -124,7 +124,7 @@ class LayerDamping(AbstractLayerDamping):
                 traces = trace(operator), jnp.sum(weights)
                 return _Measures(*traces, squared_norm(operator), norm)
 
-            matrix = tag.form.to_matrix(layer).astype(factors.l2.dtype)
+            matrix = tag.to_matrix(layer).astype(factors.l2.dtype)
             return over_stack(of_one, factors.l2.ndim)(factors, matrix)
 
         found, treedef = flatten_tags(measured, model, curvature)

@@ -13,7 +13,14 @@ from wadler_lindig import AbstractDoc, TextDoc
 from .._block import AbstractBlock, check_block, Series, Statistics
 from .._checks import check_instance
 from .._custom_types import Layer, Weights
-from .._devices import cast_varying, varying_axes, zeros_beside
+from .._devices import (
+    cast_varying,
+    gathered,
+    is_split,
+    placed_like,
+    varying_axes,
+    zeros_beside,
+)
 from .._misc import accumulator
 from ..form import AbstractForm, Parameters
 from ._primitive import Layout, Note, tag_p
@@ -268,6 +275,30 @@ class Tag(eqx.Module):
         """The axes along which whole layers are stacked."""
         stack = self.form.sizes(layer).stack
         return stack[: len(stack) - self.form.groups]
+
+    def to_matrix(self, layer: Layer) -> Inexact[Array, "*stack d_out d_in"]:
+        """The canonical matrix of a layer (or of its gradient). Of a layer whose features
+        are split over the devices of an explicit mesh, each gets the whole matrix."""
+        if is_split(layer):
+            axes = len(self.stack(layer))
+            whole = [
+                None if p is None else gathered(p, axes)
+                for p in self.form.parameters(layer)
+            ]
+            layer = self.form.only(layer, tuple(whole))
+        return self.form.to_matrix(layer)
+
+    def from_matrix(
+        self, matrix: Inexact[Array, "*stack d_out d_in"], layer: Layer
+    ) -> Any:
+        """The inverse of `to_matrix`: `layer` with its leaves taken from `matrix`, split
+        as they were."""
+        new = self.form.from_matrix(matrix, layer)
+        if not is_split(layer):
+            return new
+        both = zip(self.form.parameters(new), self.form.parameters(layer), strict=True)
+        placed = [None if p is None else placed_like(p, like) for p, like in both]
+        return self.form.replace(new, tuple(placed))
 
     def fill_seen(self, layer: Layer) -> "Tag":
         """This tag, ready to collect the gradient that it sees."""

@@ -228,7 +228,7 @@ def _unseen(
         if not is_trainable(tag, layer):
             return None
         seen = tag.held.seen.outputs.gradient
-        gradient = tag.form.to_matrix(layer).astype(seen.dtype)
+        gradient = tag.to_matrix(layer).astype(seen.dtype)
         norms = [jnp.linalg.norm(a, axis=(-2, -1)) for a in (gradient - seen, gradient)]
         return jnp.where(norms[0] == 0, 0, norms[0] / norms[1])
 
@@ -262,10 +262,10 @@ def _exact_rows(
     def canonical(tag, layer):
         if not is_trainable(tag, layer) or _size(tag, layer) > limit:
             return None
-        return tag.form.to_matrix(layer)
+        return tag.to_matrix(layer)
 
     def replace(tag, layer, new, matrix):
-        return new if matrix is None else tag.form.from_matrix(matrix, new)
+        return new if matrix is None else tag.from_matrix(matrix, new)
 
     def outputs(matrices):
         changed = update_layers(replace, model, matrices)
@@ -372,9 +372,9 @@ def _compare(guess: np.ndarray, exact: np.ndarray) -> tuple[float, ...]:
 
 def _consistent(tag: Tag, layer: Layer) -> bool:
     """Whether a matrix comes back from the layer that it is put into."""
-    matrix = tag.form.to_matrix(layer)
+    matrix = tag.to_matrix(layer)
     other = jnp.arange(matrix.size, dtype=matrix.dtype).reshape(matrix.shape)
-    there = tag.form.to_matrix(tag.form.from_matrix(other, layer))
+    there = tag.to_matrix(tag.from_matrix(other, layer))
     return there.shape == other.shape and bool(jnp.all(there == other))
 
 
