@@ -310,7 +310,7 @@ def test_what_auto_stands_for():
 
 
 def test_rows_are_used_where_they_can_be():
-    model = kfac.convert(eqx.nn.MLP(D, K, 40, 1, key=KEYS[2]))  # Wider than the batch.
+    model = kfac.convert(eqx.nn.MLP(D, K, 40, 2, key=KEYS[2]))  # Wider than the batch.
     results = []
     for by_rows in (True, False):
         optimizer = (kfac.KFAC if by_rows else AsMatrices)(fisher=EXACT)
