@@ -396,9 +396,8 @@ def test_penalties_have_no_curvature():
         return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y) + 1e-3 * norm
 
     for micro_batches in (1, 2):
-        _, _, info = optimizer.step(
-            loss_fn, model, optimizer.init(model), *data(), micro_batches=micro_batches
-        )
+        state, parts = optimizer.init(model), dict(micro_batches=micro_batches)
+        _, _, info = stepped(optimizer, loss_fn, model, state, *data(), **parts)
         assert not bool(info.rejected)
 
 
