@@ -1,6 +1,8 @@
 """Damping for every layer by itself: the formula, and the steps it makes, against dense
 matrices."""
 
+import functools as ft
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,6 @@ import eqx_kfac as kfac
 from eqx_kfac._tag import flatten_tags
 
 from .plain import plain_kfac
-from .test_factorise import Net
 
 
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -23,16 +24,61 @@ MOST = 0.3
 ONE = jnp.array(1.0)  # A loss that does not matter.
 
 
+class Net(eqx.Module):
+    """Layers of equal shapes, one by itself and two stacked."""
+
+    first: eqx.nn.Linear
+    stacked: eqx.nn.Linear
+    last: eqx.nn.Linear
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0), 3)
+        make = lambda key: eqx.nn.Linear(5, 5, key=key)
+        self.first = make(keys[0])
+        self.stacked = eqx.filter_vmap(make)(jax.random.split(keys[1], 2))
+        self.last = eqx.nn.Linear(5, 2, use_bias=False, key=keys[2])
+
+    def __call__(self, x):
+        arrays, static = eqx.partition(self.stacked, eqx.is_array)
+        step = lambda x, a: (jnp.tanh(eqx.combine(a, static)(x)), None)
+        return self.last(jax.lax.scan(step, jnp.tanh(self.first(x)), arrays)[0])
+
+
 def loss_fn(model, x, y):
     return kfac.SquaredError(jax.vmap(model)(x), y)
 
 
+@ft.cache
 def make_model(block=kfac.Kronecker()):
-    return kfac.convert(kfac.revert(Net()), blocks=block)
+    return kfac.convert(Net(), blocks=block)
+
+
+_curvature = eqx.filter_jit(kfac.curvature(loss_fn, EXACT))
+
+
+@ft.cache
+def of_block(block):
+    """A model, and its curvature."""
+    return make_model(block), _curvature(make_model(block), X, Y)
 
 
 def curvature_of(model):
-    return eqx.filter_jit(kfac.curvature(loss_fn, EXACT))(model, X, Y)
+    return _curvature(model, X, Y)
+
+
+@eqx.filter_jit
+def applied(rule, damping, curvature, model, value=ONE):
+    """One program for all rules of which only arrays differ."""
+    return rule(jnp.asarray(damping), curvature, model, value)
+
+
+@eqx.filter_jit
+def stepped(optimizer, loss_fn, model, state, *args, **kwargs):
+    return optimizer.step(loss_fn, model, state, *args, **kwargs)
+
+
+def as_arrays(rule):
+    return jtu.tree_map(jnp.asarray, rule)
 
 
 def dense(model, curvature):
@@ -76,9 +122,8 @@ RULES = [  # What is the least: the part of all curvature, the change, or the mo
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda b: type(b).__name__)
 @pytest.mark.parametrize("rule", RULES, ids=["share", "change", "most"])
 def test_the_formula(block, rule):
-    model = make_model(block)
-    curvature = curvature_of(model)
-    got = jtu.tree_leaves(rule(jnp.array(MOST), curvature, model, ONE))
+    model, curvature = of_block(block)
+    got = jtu.tree_leaves(applied(as_arrays(rule), MOST, curvature, model))
     want = expected(rule, model, curvature)
     for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(g, w, rtol=1e-10)
@@ -88,21 +133,27 @@ def test_the_formula(block, rule):
     assert np.all(flat == MOST) == (rule is RULES[2])
 
 
+def penalised(model, x, y, l2):
+    return loss_fn(model, x, y) + kfac.L2(model, l2)
+
+
+@eqx.filter_jit
+def gradient(model, l2):
+    return eqx.filter_grad(lambda m: penalised(m, X, Y, l2).value)(model)
+
+
 @pytest.mark.parametrize("block", [kfac.Kronecker(), kfac.EKFAC(), kfac.Full()])
 @pytest.mark.parametrize("rule", RULES[:2], ids=["share", "change"])
 @pytest.mark.parametrize("l2", [0.0, 0.1])
 def test_a_step(block, rule, l2):
     """Of a damped inverse that is exact: a dense one, layer by layer."""
-    model = make_model(block)
-
-    def penalised(model, x, y):
-        return loss_fn(model, x, y) + kfac.L2(model, l2) if l2 else loss_fn(model, x, y)
-
-    rate = 0.1
-    optimizer = plain_kfac(rate, damping=rule, solver=kfac.Eigh(), fisher=EXACT)
+    model, rate = make_model(block), 0.1
+    optimizer = plain_kfac(
+        rate, damping=as_arrays(rule), solver=kfac.Eigh(), fisher=EXACT
+    )
     state = optimizer.init(model)
-    new, state, _ = eqx.filter_jit(optimizer.step)(penalised, model, state, X, Y)
-    grads = eqx.filter_grad(lambda m: penalised(m, X, Y).value)(model)
+    new, state, _ = stepped(optimizer, penalised, model, state, X, Y, jnp.array(l2))
+    grads = gradient(model, jnp.array(l2))
     layers = dense(model, state.curvature)
     gradients = dense(grads, state.curvature)
     after = dense(new, state.curvature)
@@ -130,35 +181,38 @@ def test_one_number_for_all_is_a_number(solver, period, packed):
     """Where only the most counts, the steps are those of a number."""
     choices = dict(fisher=EXACT, inverse_period=period, packed=packed, solver=solver)
     results = []
-    for damping in (RULES[2], MOST, kfac.LayerDamping(MOST)):
+    for damping in (as_arrays(RULES[2]), MOST, as_arrays(kfac.LayerDamping(MOST))):
         optimizer = plain_kfac(0.1, damping=damping, **choices)
         model = make_model()
         state = optimizer.init(model)
-        step = eqx.filter_jit(optimizer.step)
         for _ in range(7):
-            model, state, info = step(loss_fn, model, state, X, Y)
+            model, state, info = stepped(optimizer, loss_fn, model, state, X, Y)
         assert not info.rejected
         results.append(jtu.tree_leaves(eqx.filter(model, eqx.is_array)))
     close = lambda a, b: all(map(lambda p, q: np.allclose(p, q, rtol=1e-9), a, b))
     assert close(results[0], results[1]) and not close(results[0], results[2])
 
 
+def scaled(model, x, y):
+    return 1e-3 * loss_fn(model, x, y)
+
+
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
 def test_a_small_loss(power):
     """Of a regression that is nearly done, the Fisher is what it was, but not the
     damping."""
-    model = make_model()
-    rule = kfac.LayerDamping(MOST, share=1e3, change=1e3, power=power)
-    curvature = curvature_of(model)
+    model, curvature = of_block(kfac.Kronecker())
+    rule = as_arrays(kfac.LayerDamping(MOST, share=1e3, change=1e3, power=power))
     for value, part in ((1e-2, 1e-2**power), (-1e-2, 1e-2**power), (3.0, 1.0), (0, None)):
-        given = jtu.tree_leaves(rule(jnp.array(MOST), curvature, model, jnp.array(value)))
+        value = jnp.array(value, float)
+        given = jtu.tree_leaves(applied(rule, MOST, curvature, model, value))
         least = 1e-4 if power > 0 else 1.0
         part = least if part is None else part
         for damping in given:
             np.testing.assert_allclose(damping, MOST * part, rtol=1e-10)
-    scaled = lambda model, x, y: 1e-3 * loss_fn(model, x, y)
     optimizer = plain_kfac(0.1, damping=rule, fisher=EXACT)
-    _, state, info = optimizer.step(scaled, model, optimizer.init(model), X, Y)
+    state = optimizer.init(model)
+    _, state, info = stepped(optimizer, scaled, model, state, X, Y)
     assert info.loss < 0.1
     for damping in jtu.tree_leaves(state.layer_damping):
         np.testing.assert_allclose(damping, MOST * info.loss**power, rtol=1e-10)
@@ -187,9 +241,8 @@ def test_the_units_of_the_data(units):
         lambda m: m.layers[0].weight, model, replace_fn=lambda w: w / units
     )
     rule = kfac.LayerDamping(1.0, share=1e3)
-    of_curvature = eqx.filter_jit(kfac.curvature(loss_fn, EXACT))
     usual, other = (
-        rule(jnp.array(1.0), of_curvature(m, x, Y), m, ONE).layers
+        applied(rule, 1.0, _curvature(m, x, Y), m).layers
         for m, x in ((model, X), (small, units * X))
     )
     np.testing.assert_allclose(other[0], units**2 * usual[0], rtol=1e-9)
@@ -234,7 +287,7 @@ def test_layers_of_which_nothing_is_known():
     zeros = jtu.tree_map(jnp.zeros_like, model.layers[1])
     model = eqx.tree_at(lambda m: m.layers[1], model, zeros)
     curvature = curvature_of(model)
-    dampings = kfac.LayerDamping(MOST)(jnp.array(MOST), curvature, model, ONE)
+    dampings = applied(kfac.LayerDamping(MOST), MOST, curvature, model)
     assert dampings.layers[0] == MOST and dampings.layers[1] == MOST
     optimizer = kfac.KFAC(fisher=EXACT)
     state = optimizer.init(model)
@@ -248,12 +301,11 @@ def test_layers_of_which_nothing_is_known():
 
 def test_squares_that_overflow():
     """Curvature may be large where its square is not finite."""
-    model = make_model()
-    big = jnp.float32(1e12)
-    scaled = lambda f: jtu.tree_map(lambda a: big * a.astype(jnp.float32), f)
-    curvature = scaled(curvature_of(model))
-    rule = kfac.LayerDamping(MOST)
-    dampings = jtu.tree_leaves(rule(jnp.array(MOST), curvature, model, ONE))
+    model, curvature = of_block(kfac.Kronecker())
+    big = lambda a: jnp.asarray(1e12 * np.asarray(a), jnp.float32)
+    curvature = jtu.tree_map(big, curvature)
+    dampings = applied(kfac.LayerDamping(MOST), MOST, curvature, model)
+    dampings = jtu.tree_leaves(dampings)
     assert all(np.all(d == np.float32(MOST)) for d in dampings)
 
 
@@ -262,7 +314,7 @@ def test_the_most_may_be_changed():
     model = make_model()
     state = optimizer.init(model)
     state = eqx.tree_at(lambda s: s.damping, state, jnp.array(0.07))
-    _, state, info = optimizer.step(loss_fn, model, state, X, Y)
+    _, state, info = stepped(optimizer, loss_fn, model, state, X, Y)
     assert float(info.damping) == 0.07
     assert all(np.all(d == 0.07) for d in jtu.tree_leaves(state.layer_damping))
 

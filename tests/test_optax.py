@@ -188,16 +188,15 @@ def test_without_curvature(face):
     model = make_model()
     opt_state = optimizer.init(params_of(model))
     _, grads, curvature = value_grad_and_curvature(model, *make_data())
-    updates, after = optimizer.update(grads, opt_state, params_of(model), curvature=None)
+    update = eqx.filter_jit(optimizer.update)
+    updates, after = update(grads, opt_state, params_of(model), curvature=None)
     assert not any(np.any(u) for u in jtu.tree_leaves(updates))
     if face == "kfac":
         assert int(after.rejected) == int(after.faults.curvature) == 1
 
-    updates, opt_state = optimizer.update(
-        grads, opt_state, params_of(model), curvature=curvature
-    )
+    updates, opt_state = update(grads, opt_state, params_of(model), curvature=curvature)
     assert all(np.any(u) for u in jtu.tree_leaves(updates))
-    updates, after = optimizer.update(grads, opt_state, params_of(model), curvature=None)
+    updates, after = update(grads, opt_state, params_of(model), curvature=None)
     assert all(np.any(u) for u in jtu.tree_leaves(updates))
     find = lambda state: (
         optax.tree.get(state, "curvature"),
@@ -567,9 +566,10 @@ def test_apply_if_finite(standard_promotion):
     opt_state = optimizer.init(params)
     _, grads, curvature = value_grad_and_curvature(model, *make_data())
     bad = jtu.tree_map(lambda a: a * jnp.nan, (grads, curvature))
-    updates, opt_state = optimizer.update(bad[0], opt_state, params, curvature=bad[1])
+    update = eqx.filter_jit(optimizer.update)
+    updates, opt_state = update(bad[0], opt_state, params, curvature=bad[1])
     assert not any(np.any(u) for u in jtu.tree_leaves(updates))
-    updates, opt_state = optimizer.update(grads, opt_state, params, curvature=curvature)
+    updates, opt_state = update(grads, opt_state, params, curvature=curvature)
     plain = kfac.scale_by_kfac()
     expected, _ = plain.update(grads, plain.init(params), params, curvature=curvature)
     assert_same(updates, expected, rtol=1e-11)

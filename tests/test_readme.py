@@ -16,25 +16,20 @@ import eqx_kfac as kfac
 root = Path(__file__).parent.parent
 readme = root / "README.md"
 pages = sorted((root / "docs").rglob("*.md"))
+# Those of a row share an interpreter, but nothing else.
 with_python = [
-    "index.md",
-    "choosing.md",
-    "idea.md",
-    "api/curvature.md",
-    "api/extending.md",
-    "api/losses.md",
-    "api/operators.md",
-    "api/tools.md",
+    ["index.md", "choosing.md", "idea.md", "api/curvature.md", "api/losses.md"],
+    ["api/extending.md", "api/operators.md", "api/tools.md"],
 ]
 
-# One namespace, in order; line numbers are those of the page.
+# One namespace for a page, in order; line numbers are those of the page.
 run_blocks = """
 import json, sys
 
-page, blocks = json.load(sys.stdin)
-namespace = {"__name__": "__main__"}
-for line, source in blocks:
-    exec(compile("\\n" * line + source, page, "exec"), namespace)
+for page, blocks in json.load(sys.stdin):
+    namespace = {"__name__": "__main__"}
+    for line, source in blocks:
+        exec(compile("\\n" * line + source, page, "exec"), namespace)
 """
 
 
@@ -53,11 +48,11 @@ def plain_environment() -> dict[str, str]:
     return {**env, "XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
 
 
-def run_python(page: Path) -> str:
-    """Runs all Python of a page; what it prints."""
+def run_python(*pages: Path) -> str:
+    """Runs all Python of the pages; what it prints."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", run_blocks],
-        input=json.dumps([str(page), blocks(page, "python")]),
+        input=json.dumps([(str(page), blocks(page, "python")) for page in pages]),
         capture_output=True,
         text=True,
         cwd=root,
@@ -74,16 +69,14 @@ def test_readme_runs():
     assert "`.layers[1].weight`" in printed
 
 
-@pytest.mark.parametrize("name", with_python)
-def test_documentation_runs(name):
-    page = root / "docs" / name
-    assert blocks(page, "python")
-    run_python(page)
+@pytest.mark.parametrize("names", with_python, ids=lambda names: names[0])
+def test_documentation_runs(names):
+    run_python(*[root / "docs" / name for name in names])
 
 
 def test_no_other_page_has_python():
     found = {page for page in pages if blocks(page, "python")}
-    assert found == {root / "docs" / name for name in with_python}
+    assert found == {root / "docs" / name for names in with_python for name in names}
 
 
 def test_commands_come_first():

@@ -30,8 +30,8 @@ Y = jr.normal(jr.key(2), (N, K))
 STEPS = 3
 
 
-def mlp(block=kfac.Kronecker(), **kwargs):
-    net = eqx.nn.MLP(D, K, H, 2, jnp.tanh, key=jr.key(0), **kwargs)
+def mlp(block=kfac.Kronecker(), depth=1, **kwargs):
+    net = eqx.nn.MLP(D, K, H, depth, jnp.tanh, key=jr.key(0), **kwargs)
     return kfac.convert(net, blocks=block)
 
 
@@ -113,14 +113,7 @@ def check(whole, loss_fn, model, *args, tolerance=1e-12, **choices):
 #
 
 
-LOSSES = [
-    loss_fn,
-    weighted,
-    rematerialised,
-    jitted,
-    several_losses,
-    on_positions,
-]
+LOSSES = [loss_fn, weighted, rematerialised, jitted, several_losses]
 
 
 def test_examples_in_the_middle():
@@ -132,7 +125,11 @@ def test_examples_in_the_middle():
 
     x = jnp.stack([X, 2 * X])
     y = jnp.moveaxis(jnp.stack([Y, 2 * Y]), 0, 1)
-    check([True, False], loss_fn, mlp(), x, y)
+    check([True, False], loss_fn, mlp(depth=2), x, y)
+
+
+def test_positions():
+    check([True], on_positions, mlp(depth=2), X, Y)  # Deep enough for twice the rows.
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda fn: fn.__name__)
@@ -196,8 +193,7 @@ def test_choices(name):
 def test_frozen(frozen):
     model = mlp()
     spec = jax.tree.map(eqx.is_array, model)
-    at = lambda m: [getattr(layer, frozen) for layer in m.layers[:2]]
-    spec = eqx.tree_at(at, spec, [False, False])
+    spec = eqx.tree_at(lambda m: getattr(m.layers[0], frozen), spec, False)
     trained, rest = eqx.partition(model, spec)
 
     def partitioned(model, x, y):
@@ -290,7 +286,7 @@ def with_penalty(model, x, y):
 
 def masked(model, x, y):
     at = lambda m: m.layers[1].weight
-    return loss_fn(eqx.tree_at(at, model, at(model) * jnp.tri(H, dtype=float)), x, y)
+    return loss_fn(eqx.tree_at(at, model, at(model) * jnp.tri(K, H, dtype=float)), x, y)
 
 
 def flipped(model, x, y):
@@ -403,12 +399,12 @@ def test_no_product_of_an_inverse_and_a_gradient():
 
         return products(jax.make_jaxpr(step)(arrays).jaxpr, [])
 
-    gradient_shapes = {(H, D + 1), (H, H + 1), (K, H + 1)}
+    gradient_shapes = {(H, D + 1), (K, H + 1)}
 
     def of_gradients(found):
         return [s for s in found if gradient_shapes & set(s) and (N not in s[0] + s[1])]
 
-    assert len(of_gradients(always(False))) >= 6
+    assert len(of_gradients(always(False))) >= 4
     assert not of_gradients(always(True))
 
 

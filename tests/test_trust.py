@@ -44,11 +44,29 @@ def same(a, b):
     return all(np.allclose(p, q, rtol=1e-10, atol=1e-13) for p, q in pairs)
 
 
-def one_step(constraint, scale=1.0, **kwargs):
+@eqx.filter_jit
+def stepped(optimizer, loss_fn, model, state, **kwargs):
+    """One program for all optimizers of which only arrays differ."""
+    return optimizer.step(loss_fn, model, state, X, Y, **kwargs)
+
+
+def from_the_start(constraint):
+    """An optimizer, the model, and the state."""
     optimizer = plain_kfac(10.0, norm_constraint=constraint, fisher=EXACT)
-    model = make_model()
-    state = optimizer.init(model)
-    return optimizer.step(loss_of(scale), model, state, X, Y, **kwargs)
+    return optimizer, make_model(), optimizer.init(make_model())
+
+
+def one_step(region, **kwargs):
+    optimizer, *start = from_the_start(region)
+    return stepped(optimizer, loss_of(1.0), *start, **kwargs)
+
+
+@eqx.filter_jit
+def scaled_step(optimizer, model, state, scale):
+    def loss_fn(model, x, y):
+        return scale * kfac.SquaredError(jax.vmap(model)(x), y)
+
+    return optimizer.step(loss_fn, model, state, X, Y)[0]
 
 
 @pytest.mark.parametrize("scale", [0.01, 1e3])
@@ -59,10 +77,17 @@ def test_a_trust_region_is_a_norm_constraint(scale, share, terms):
     size = 1e-3
     constraint = min(size, share * loss) * min(1, N / terms)
     assert (constraint < size) == ((scale < 1 and share < 1) or terms > N)
-    model, _, _ = one_step(kfac.TrustRegion(size, share, terms, jnp.inf), scale)
-    want, _, _ = one_step(constraint, scale)
-    other, _, _ = one_step(2 * constraint, scale)
-    assert same(model, want) and not same(model, other)
+    region = kfac.TrustRegion(size, share, terms, jnp.inf)
+    optimizer, *start = from_the_start(jtu.tree_map(jnp.asarray, region))
+    got = scaled_step(optimizer, *start, jnp.array(scale))
+    optimizer, model, state = from_the_start(1.0)
+
+    def constrained(number):
+        own = eqx.tree_at(lambda s: s.norm_constraint, state, jnp.array(number))
+        return scaled_step(optimizer, model, own, jnp.array(scale))
+
+    assert same(got, constrained(constraint))
+    assert not same(got, constrained(2 * constraint))
 
 
 def test_terms_of_micro_batches_and_of_several_losses():
@@ -80,7 +105,7 @@ def test_terms_of_micro_batches_and_of_several_losses():
     for constraint in (region, kfac.TrustRegion(1e-3 * N / 100, terms=1)):
         optimizer = plain_kfac(10.0, norm_constraint=constraint, fisher=EXACT)
         state = optimizer.init(model)
-        results.append(optimizer.step(several, model, state, X, Y)[0])
+        results.append(stepped(optimizer, several, model, state)[0])
     assert same(*results)
 
 
@@ -112,7 +137,7 @@ def test_the_size_may_be_changed():
     larger = eqx.tree_at(lambda s: s.norm_constraint, state, jnp.array(4e-3))
     updates = []
     for own in (state, larger):
-        new, _, _ = optimizer.step(loss_of(1.0), model, own, X, Y)
+        new, _, _ = stepped(optimizer, loss_of(1.0), model, own)
         updates.append(jtu.tree_map(jnp.subtract, leaves(new), leaves(model)))
     assert same(jtu.tree_map(lambda u: 2 * u, updates[0]), updates[1])
 
@@ -159,9 +184,8 @@ def test_a_velocity_that_leads_uphill_is_slowed_down(cosine):
     choices = dict(fisher=EXACT, solver=kfac.Eigh(), norm_constraint=region)
     optimizer = plain_kfac(0.1, damping=0.1, **choices)
     model = kfac.Linear(D, K, key=KEYS[2])
-    step = eqx.filter_jit(optimizer.step)
-    start = optimizer.init(model)
-    _, state, _ = step(loss_of(1.0), model, start, X, Y)
+    step = ft.partial(stepped, optimizer, loss_of(1.0), model)
+    _, state, _ = step(optimizer.init(model))
     operator = kfac.BlockDiagonalOperator(state.curvature, model)
 
     def product(a, b):
@@ -178,28 +202,23 @@ def test_a_velocity_that_leads_uphill_is_slowed_down(cosine):
     velocity = jtu.tree_map(lambda u, a: cosine * u + sine * a, uphill, aside)
     extent = product(velocity, velocity)
     moving = state._replace(velocity=velocity, extent=extent)
-    new, after, _ = step(loss_of(1.0), model, moving, X, Y)
+    _, after, _ = step(moving)
     kept = min(1.0, 2 - 2 * cosine)
     want = jtu.tree_map(lambda v, u: 0.9 * kept * v - u, velocity, uphill)
     assert same(after.velocity, want)
     np.testing.assert_allclose(after.extent, product(want, want), rtol=1e-9)
     # A length that is too short to be true, for the curvature has changed since.
     shorter = moving._replace(extent=1e-6 * extent)
-    _, after, _ = step(loss_of(1.0), model, shorter, X, Y)
+    _, after, _ = step(shorter)
     if cosine > 0:
         assert same(after.velocity, state.velocity)
     if cosine == -1:  # There, the inequality of Cauchy and Schwarz is an equation.
         np.testing.assert_allclose(after.extent, product(want, want), rtol=1e-9)
     free = plain_kfac(0.1, damping=0.1, **choices | dict(norm_constraint=1e-3))
-    _, after, _ = free.step(
-        loss_of(1.0),
-        model,
-        free.init(model)._replace(
-            velocity=velocity, curvature=state.curvature, weight=state.weight
-        ),
-        X,
-        Y,
+    start = free.init(model)._replace(
+        velocity=velocity, curvature=state.curvature, weight=state.weight
     )
+    _, after, _ = stepped(free, loss_of(1.0), model, start)
     want = jtu.tree_map(lambda v, u: 0.9 * v - u, velocity, uphill)
     assert same(after.velocity, want)  # Without a trust region, all of it is.
 
@@ -209,12 +228,11 @@ def test_the_velocity_of_a_step_uphill_is_forgotten():
     optimizer = plain_kfac(0.1, norm_constraint=region, fisher=EXACT, max_increase=0.0)
     model = make_model()
     state = optimizer.init(model)
-    _, state, _ = optimizer.step(loss_of(1.0), model, state, X, Y)
+    _, state, _ = stepped(optimizer, loss_of(1.0), model, state)
     assert state.extent > 0
     away = jtu.tree_map(lambda v: 1e4 * v, state.velocity)
-    _, state, info = optimizer.step(
-        loss_of(1.0), model, state._replace(velocity=away), X, Y
-    )
+    moving = state._replace(velocity=away)
+    _, state, info = stepped(optimizer, loss_of(1.0), model, moving)
     assert info.faults.increase and state.extent == 0
 
 
@@ -224,7 +242,7 @@ def test_a_window_averages_the_last_part():
     state = optimizer.init(model)
     mean, weight = None, 0.0
     for t in range(12):
-        model, state, _ = optimizer.step(loss_of(1.0), model, state, X, Y)
+        model, state, _ = stepped(optimizer, loss_of(1.0), model, state)
         decay = 0.5 * t / (1 + 0.5 * t)
         weight = decay * weight + 1
         arrays = leaves(model)
@@ -297,7 +315,7 @@ def test_rows_are_used_where_they_can_be():
     for by_rows in (True, False):
         optimizer = (kfac.KFAC if by_rows else AsMatrices)(fisher=EXACT)
         state = optimizer.init(model)
-        new, _, info = optimizer.step(loss_of(1.0), model, state, X, Y)
+        new, _, info = stepped(optimizer, loss_of(1.0), model, state)
         assert info.through_rows is None or bool(info.through_rows)
         assert (info.through_rows is None) == (not by_rows)
         results.append(new)
@@ -305,7 +323,7 @@ def test_rows_are_used_where_they_can_be():
     optimizer = kfac.KFAC(fisher=EXACT)
     state = optimizer.init(model)
     assert optimizer._by_rows
-    new, _, info = optimizer.step(loss_of(1.0), model, state, X, Y, micro_batches=2)
+    new, _, info = stepped(optimizer, loss_of(1.0), model, state, micro_batches=2)
     assert info.through_rows is None and same(new, results[0])
 
 
@@ -313,11 +331,11 @@ def test_update_is_the_same_step():
     optimizer = kfac.KFAC(10.0, fisher=EXACT, norm_constraint=kfac.TrustRegion(terms=1))
     model = make_model()
     state = optimizer.init(model)
-    want, _, _ = optimizer.step(loss_of(1e-2), model, state, X, Y)
-    estimate = kfac.value_grad_and_curvature(loss_of(1e-2), EXACT)
+    want, _, _ = stepped(optimizer, loss_of(1e-2), model, state)
+    estimate = eqx.filter_jit(kfac.value_grad_and_curvature(loss_of(1e-2), EXACT))
     value, grads, curvature = estimate(model, X, Y)
     given = dict(curvature=curvature, value=value)
-    updates, new = optimizer.update(grads, state, model, **given)
+    updates, new = eqx.filter_jit(optimizer.update)(grads, state, model, **given)
     assert same(eqx.apply_updates(model, updates), want)
     assert same(kfac.averaged(model, new), want)
     with pytest.raises(ValueError, match="needs the `value`"):
