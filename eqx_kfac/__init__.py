@@ -56,6 +56,7 @@ from ._operator import (
     Packed as Packed,
     SeriesOperator as SeriesOperator,
     SpectralOperator as SpectralOperator,
+    Split as Split,
     unpacked as unpacked,
 )
 from ._optimizer import (

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int, PyTree, Shaped
 
 from ._custom_types import Like
 
@@ -68,13 +68,18 @@ def split_as(a: Array, axes: int, like: Like, like_axes: int) -> Array:
     return jax.sharding.reshard(a, NamedSharding(sharding.mesh, spec))
 
 
-def gathered(a: Array, axes: int) -> Array:
-    """`a`, split over the devices of an explicit mesh along its first `axes` only."""
+def split_along(a: Array, axes: int) -> NamedSharding | None:
+    """How `a` is split over the devices of an explicit mesh along its first `axes`."""
     sharding = explicit_sharding(jax.typeof(a))
     if sharding is None:
-        return a
-    spec = PartitionSpec(*sharding.spec[:axes])
-    return jax.sharding.reshard(a, NamedSharding(sharding.mesh, spec))
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:axes]))
+
+
+def gathered(a: Array, axes: int) -> Array:
+    """`a`, split over the devices of an explicit mesh along its first `axes` only."""
+    sharding = split_along(a, axes)
+    return a if sharding is None else jax.sharding.reshard(a, sharding)
 
 
 def zeros_beside(
@@ -83,10 +88,9 @@ def zeros_beside(
     """Zeros that are sharded like `leaf` along their first `stack` axes, and replicated
     along the others; within `shard_map` they vary as `leaf` does."""
     zeros = jnp.zeros(shape, dtype)
-    sharding = explicit_sharding(jax.typeof(leaf)) if stack > 0 else None
+    sharding = split_along(leaf, stack)
     if sharding is not None:
-        spec = PartitionSpec(*sharding.spec[:stack])
-        zeros = jax.sharding.reshard(zeros, NamedSharding(sharding.mesh, spec))
+        zeros = jax.sharding.reshard(zeros, sharding)
     return cast_varying(zeros, varying_axes(leaf))
 
 
@@ -106,28 +110,44 @@ def zeros_as_from(fn: Callable, *args: Any) -> PyTree:
     """Zeros of the shapes, types and shardings of what `fn(*args)` returns; in one
     program, for outside of `jit` every other shape would be one to compile."""
     structs, treedef = jtu.tree_flatten(eqx.filter_eval_shape(fn, *args))
-    return treedef.unflatten(_zeros(tuple(structs)))
+    mesh = _concrete_mesh(args)
+    if mesh is None:
+        return treedef.unflatten(_zeros(tuple(structs)))
+    zeros = _zeros(tuple(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in structs))
+
+    def place(zeros, struct):
+        sharding = explicit_sharding(struct)
+        spec = PartitionSpec() if sharding is None else sharding.spec
+        return jax.device_put(zeros, NamedSharding(mesh, spec))
+
+    return treedef.unflatten(map(place, zeros, structs))
 
 
 _zeros = jax.jit(zeros_of, static_argnums=0)
 
 
+def _concrete_mesh(tree: PyTree) -> Mesh | None:
+    """The mesh of several devices where arrays are that are no tracers."""
+    meshes = map(mesh_of, jtu.tree_leaves(tree))
+    return next((m for m in meshes if isinstance(m, Mesh) and m.size > 1), None)
+
+
 def beside(tree: PyTree, like: PyTree) -> PyTree:
     """`tree`, with arrays that are on one device only put on all of the mesh where arrays
     of `like` are. (While tracing, the compiler does that.)"""
-    meshes = {m for m in map(_mesh, jtu.tree_leaves(like)) if m is not None}
-    mesh = next((m for m in meshes if isinstance(m, Mesh)), None)
-    if mesh is None or mesh.size == 1:
+    mesh = _concrete_mesh(like)
+    if mesh is None:
         return tree
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def place(a):
-        return a if _mesh(a) == mesh else jax.device_put(a, everywhere)
+        return a if mesh_of(a) == mesh else jax.device_put(a, everywhere)
 
     return jtu.tree_map(place, tree)
 
 
-def _mesh(a: Any) -> Mesh | AbstractMesh | None:
+def mesh_of(a: Any) -> Mesh | AbstractMesh | None:
+    """The mesh on which an array is, if on any. While tracing, there are no devices."""
     if not eqx.is_array(a):
         return None
     sharding = jax.typeof(a).sharding if isinstance(a, Tracer) else a.sharding
@@ -136,13 +156,31 @@ def _mesh(a: Any) -> Mesh | AbstractMesh | None:
 
 def zeros_split_as(a: Array, dtype: DTypeLike | None = None) -> Array:
     """Zeros of the same shape, and split over devices alike."""
-    zeros, mesh = jnp.zeros_like(a, dtype=dtype), _mesh(a)
+    zeros, mesh = jnp.zeros_like(a, dtype=dtype), mesh_of(a)
     if isinstance(mesh, AbstractMesh) and mesh.size > 1 and not mesh.manual_axes:
         # How an array is split by `jit` only the compiler knows, and it makes the same of
         # what is computed from it.
         number = jnp.where(jnp.isfinite(a), a, 0).astype(zeros.dtype)
         zeros = jnp.abs(zeros * number)
     return zeros
+
+
+def split_rows(
+    a: Shaped[Array, "... rows columns"], over: tuple[str, ...], mesh: AbstractMesh
+) -> Shaped[Array, "... rows columns"]:
+    """`a`, its rows split over some axes of a mesh, if they can be divided; with all axes
+    before as they are."""
+    explicit, stack = explicit_sharding(jax.typeof(a)), a.ndim - 2
+    first = (None,) * stack if explicit is None else explicit.spec[:stack]
+    number = math.prod(mesh.shape[axis] for axis in over)
+    rows = over if over and a.shape[-2] % number == 0 else None
+    spec = PartitionSpec(*first, rows, None)
+    if not isinstance(a, Tracer):
+        own = mesh_of(a)
+        return a if own is None else jax.device_put(a, NamedSharding(own, spec))
+    if explicit is not None:
+        return jax.sharding.reshard(a, NamedSharding(mesh, spec))
+    return jax.lax.with_sharding_constraint(a, NamedSharding(mesh, spec))
 
 
 def over_stack(fn: Callable, axes: int) -> Callable:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Inexact, PyTree, Shaped
 
 from ._custom_types import Key, Like
-from ._devices import explicit_sharding
+from ._devices import explicit_sharding, split_along
 
 
 def accumulator(*dtypes: Any) -> Any:
@@ -28,6 +28,8 @@ def moment(
     r"""$\sum_\text{rows} a b^\top$, in one contraction over all axes but the first
     `stack` ones, accumulated in at least float32; `like` is the result's type."""
     sharding = explicit_sharding(like)
+    if sharding is None:  # Made outside of the context of an explicit mesh.
+        sharding = split_along(a, stack)
 
     def contract(a, b):
         batch, rows = tuple(range(stack)), tuple(range(stack, a.ndim - 1))

@@ -392,3 +392,87 @@ def test_of_a_model_that_is_not_finite_it_is_zero():
     model = eqx.tree_at(lambda m: m.layers[0].weight, model, replace_fn=lambda w: w / 0)
     state = eqx.filter_jit(OPTIMIZERS["default"].init)(model)
     assert not any(np.any(leaf) for leaf in jtu.tree_leaves(state.velocity))
+
+
+#
+# A state of which each device has a part
+#
+
+
+WIDE = [40, 72, 72, 8]
+WIDE_X, WIDE_Y = jr.normal(jr.key(3), (32, 40)), jr.randint(jr.key(4), (32,), 0, 8)
+
+
+def three_steps(optimizer, mesh, over, step=None):
+    """(The first one factorises, the third does not.)"""
+    model, args = Deep(WIDE), (WIDE_X, WIDE_Y)
+    if mesh is not None:
+        model, args = put(model, mesh, P()), put(args, mesh, P(mesh.axis_names[0]))
+    state = optimizer.init(model)
+    state = kfac.packed(state, over=over) if over else state
+    step = eqx.filter_jit(optimizer.step) if step is None else step
+    for i in range(3):
+        model, state, _ = step(loss_fn, model, state, *args, key=jr.key(i))
+    return model, state
+
+
+def bytes_here(tree):
+    """On the first device."""
+    return sum(a.addressable_shards[0].data.nbytes for a in jtu.tree_leaves(tree))
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+@pytest.mark.parametrize("solver", [kfac.Cholesky(), kfac.NewtonSchulz(1e-14)])
+def test_split_states(kind, solver):
+    optimizer = plain_kfac(0.1, solver=solver, fisher=EXACT, inverse_period=2)
+    want, whole = three_steps(optimizer, None, ())
+    mesh = make_mesh(4, kind)
+    with context(mesh):
+        got, state = three_steps(optimizer, mesh, "batch")
+    assert distance(got, want) <= 1e-9
+    split = (state.curvature, state.inverse)
+    total = bytes_here((whole.curvature, whole.inverse))
+    # Half of it, a quarter of that, and some padding.
+    assert total / 8 < bytes_here(split) <= 1.3 * total / 8
+    unpacked = kfac.unpacked(state)
+    assert distance(unpacked.curvature, whole.curvature) <= 1e-9
+    assert distance(unpacked.inverse, whole.inverse) <= 1e-9
+    repacked = kfac.packed(state)
+    assert bytes_here((repacked.curvature, repacked.inverse)) > 3 * bytes_here(split)
+
+
+def test_split_states_have_the_same_shapes_on_any_number_of_devices():
+    """So that a checkpoint of one restores into the other."""
+    optimizer, shapes = OPTIMIZERS["default"], []
+    for devices in (2, 6, 8):
+        mesh = make_mesh(devices)
+        state = optimizer.init(put(Deep(WIDE), mesh, P()))
+        state = kfac.packed(state, over=mesh.axis_names)
+        shapes.append([leaf.shape for leaf in jtu.tree_leaves(state)])
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+def test_split_states_of_optax():
+    mesh = make_mesh(4)
+    optimizer = kfac.scale_by_kfac(0.1)
+    estimate = eqx.filter_jit(kfac.value_grad_and_curvature(loss_fn, fisher=EXACT))
+    update, results = eqx.filter_jit(optimizer.update), []
+    for over in ((), ("batch",)):
+        model, args = put(Deep(WIDE), mesh, P()), put((WIDE_X, WIDE_Y), mesh, P("batch"))
+        state = kfac.packed(optimizer.init(model), over=over)
+        for _ in range(2):
+            _, grads, curvature = estimate(model, *args)
+            updates, state = update(grads, state, model, curvature=curvature)
+        results.append((updates, bytes_here((state.curvature, state.inverse))))
+    (want, all_of_it), (got, part) = results
+    assert distance(got, want) <= 1e-9
+    assert part < all_of_it / 3
+
+
+def test_split_states_need_a_mesh():
+    optimizer = OPTIMIZERS["default"]
+    with pytest.raises(ValueError, match="Put the model on a mesh with the axis 'batch'"):
+        kfac.packed(optimizer.init(Deep(WIDE)), over="batch")
+    mesh = make_mesh(2)
+    with pytest.raises(ValueError, match=r"on a mesh with the axes \('batch',\)"):
+        kfac.packed(optimizer.init(put(Deep(WIDE), mesh, P())), over="data")

@@ -1,8 +1,12 @@
 """The examples run, and leave behind what they say."""
 
+import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+import time
 
 from tests.test_readme import plain_environment, root
 
@@ -132,3 +136,51 @@ def test_transformer(tmp_path):
         assert 0 < float(test) < 1.72
         assert 0 <= float(right) <= 1
         assert len(times) == 3 and all(float(time) >= 0 for time in times)
+
+
+def distributed(out, devices, processes=1, *arguments):
+    """Starts all processes of a run; doubles, for the steps are to be compared."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    options = dict(out=out, devices=devices, processes=processes, coordinator=address)
+    named = [f"--{name}={value}" for name, value in options.items()]
+    script = [sys.executable, str(root / "examples" / "distributed.py")]
+    common = [*script, "--toy", "--steps=200", "--every=20", *named, *arguments]
+    return [
+        subprocess.Popen(
+            [*common, f"--process={i}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=plain_environment() | {"JAX_ENABLE_X64": "1"},
+        )
+        for i in range(processes)
+    ]
+
+
+def losses_of(runs):
+    printed, *_ = [run.communicate()[0] for run in runs]
+    assert all(run.returncode == 0 for run in runs)
+    rows = re.findall(rf"^ +(\d+) +({NUMBER}|nan)$", printed, re.MULTILINE)
+    return {int(step): float(loss) for step, loss in rows}
+
+
+def test_distributed_goes_on_after_a_kill(tmp_path):
+    """On another number of devices and of processes: to rounding, as if on one device
+    from the beginning."""
+    runs = distributed(tmp_path / "killed", 2, 2)
+    kept = tmp_path / "killed" / "checkpoints" / "20"
+    while not kept.exists():  # It gets its name when all of it is written.
+        assert all(run.poll() is None for run in runs)
+        time.sleep(0.05)
+    for run in reversed(runs):
+        os.kill(run.pid, signal.SIGKILL)
+        run.communicate()
+    whole = losses_of(distributed(tmp_path / "whole", 1))
+    resumed = losses_of(distributed(tmp_path / "killed", 4, 1, "--resume"))
+    assert list(whole) == list(resumed) == [1, *range(20, 201, 20)]
+    for step, loss in whole.items():
+        assert abs(resumed[step] / loss - 1) <= 1e-9
+    assert whole[200] < 0.9 * whole[1]
+    assert (tmp_path / "whole/distributed.png").read_bytes().startswith(b"\x89PNG")

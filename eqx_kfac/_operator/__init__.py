@@ -14,6 +14,8 @@ from ._packed import (
     pack as pack,
     Packed as Packed,
     packed_like as packed_like,
+    Split as Split,
+    split_still as split_still,
     unpacked as unpacked,
     vanishes as vanishes,
 )

@@ -1,12 +1,16 @@
 """Symmetric matrices in half of the memory."""
 
+import dataclasses
+import math
 from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.sharding import AbstractMesh
 from jaxtyping import Array, Bool, PyTree, Shaped
 
+from .._devices import split_rows
 from ._factor import diagonal
 
 
@@ -68,8 +72,43 @@ def pack(matrix: Shaped[Array, "*stack n n"]) -> Packed:
     return Packed(jnp.concatenate([triangles, matrix[..., :rows, rows:]], axis=-1))
 
 
+class Split(eqx.Module):
+    """[`eqx_kfac.Packed`][] matrices, of which every device along the axes `over` of a
+    mesh has some rows only; of small ones, all. Rows are padded with zeros to a number
+    that does not depend on the devices: a checkpoint restores onto any number of them.
+    """
+
+    rectangle: Shaped[Array, "*stack padded columns"]
+    rows: int = eqx.field(static=True)
+    over: tuple[str, ...] = eqx.field(static=True)
+    # (What comes out of a `lax.cond` may not know its own.)
+    mesh: AbstractMesh = eqx.field(static=True, repr=False)
+
+    @classmethod
+    def of(cls, packed: Packed, over: tuple[str, ...], mesh: AbstractMesh) -> "Split":
+        """Splits what all devices of `mesh` have."""
+        rows = packed.rectangle.shape[-2]
+        block = 2 ** int(math.log2(min(max(rows // 4, 1), 512)))
+        # In full up to here: a compiler would split what comes before, too.
+        whole = split_rows(packed.rectangle, (), mesh)
+        padded = _pad(whole, -rows % block, 0, 0)
+        return cls(split_rows(padded, over, mesh), rows, over, mesh)
+
+    def packed(self) -> Packed:
+        """The same, in full on every device."""
+        return Packed(split_rows(self.rectangle, (), self.mesh)[..., : self.rows, :])
+
+    def diagonal(self) -> Shaped[Array, "*stack n"]:
+        """Their diagonals."""
+        return self.packed().diagonal()
+
+    def matrix(self) -> Shaped[Array, "*stack n n"]:
+        """The matrices."""
+        return self.packed().matrix()
+
+
 def is_packed(node: PyTree) -> bool:
-    return isinstance(node, Packed)
+    return isinstance(node, Packed | Split)
 
 
 def vanishes(factor: Any) -> Bool[Array, ""]:
@@ -100,11 +139,27 @@ def unpacked(tree: PyTree) -> PyTree:
     return jtu.tree_map(leaf, tree, is_leaf=is_packed)
 
 
+def split_still(tree: PyTree) -> PyTree:
+    """Any tree, with split matrices where they belong: of what a program returns, the
+    compiler would decide."""
+
+    def leaf(node):
+        if not isinstance(node, Split):
+            return node
+        return dataclasses.replace(
+            node, rectangle=split_rows(node.rectangle, node.over, node.mesh)
+        )
+
+    return jtu.tree_map(leaf, tree, is_leaf=is_packed)
+
+
 def packed_like(tree: PyTree, like: PyTree) -> PyTree:
     """`tree`, packed where `like` is."""
 
     def leaf(like, node):
-        return pack(node) if is_packed(like) else node
+        if isinstance(like, Split):
+            return Split.of(pack(node), like.over, like.mesh)
+        return pack(node) if isinstance(like, Packed) else node
 
     return jtu.tree_map(leaf, like, unpacked(tree), is_leaf=is_packed)
 

@@ -1,20 +1,21 @@
 """The factors in an optimizer's state and their factorisation: before the first step,
 whenever it is due, and with symmetric matrices in half of the memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, PyTree
 
 from .._block import AbstractFactors
 from .._curvature import has_bases, init_curvature, refreshed
 from .._custom_types import Model
-from .._devices import zeros_as_from
+from .._devices import mesh_of, zeros_as_from
 from .._inverse import factorise, refactorise
-from .._operator import is_packed, pack
+from .._operator import is_packed, pack, Packed, Split, unpacked
 from .._solver import AbstractDampedSolver
 from ._schedule import Due
 from ._state import check_state, KFACState, ScaleByKFACState
@@ -70,7 +71,7 @@ class Factorising:
         return when_in_turn(self.turns, self.due, self.finite, compute, *trees)
 
 
-def packed(state: Any) -> Any:
+def packed(state: Any, over: str | Sequence[str] = ()) -> Any:
     """The state of an optimizer in about half of the memory: of every symmetric matrix
     (factors, explicit inverses) one triangle. The optimizer goes on with it as it is, in
     the same steps, and keeps it packed.
@@ -78,12 +79,15 @@ def packed(state: Any) -> Any:
     **Arguments:**
 
     - `state`: that of [`eqx_kfac.KFAC`][], or of an optax optimizer.
+    - `over`: an axis of the mesh on which the state is, or several: each device along
+        them keeps a part of every matrix only. At every step, they are gathered.
 
-    **Returns:** the state, with [`eqx_kfac.Packed`][] in the place of matrices; see
-    [`eqx_kfac.unpacked`][] for the inverse, for instance to look at them.
+    **Returns:** the state, with [`eqx_kfac.Packed`][] in the place of matrices, or
+    [`eqx_kfac.Split`][]; see [`eqx_kfac.unpacked`][] for the inverse, for instance to
+    look at them.
 
     **Raises:** `ValueError` for part of a state: only the whole tells which matrices are
-    symmetric.
+    symmetric; and if the state is not on a mesh with such axes.
 
     !!! Example
 
@@ -98,18 +102,39 @@ def packed(state: Any) -> Any:
             "`kfac.packed` takes the whole state of an optimizer, as `optimizer.init` or "
             f"`optimizer.step` returns it, but got {type(state).__name__}."
         )
-    return jtu.tree_map(_packed, state, is_leaf=_is_state)
+    over = (over,) if isinstance(over, str) else tuple(over)
+    mesh = _mesh_with(over, state)
+
+    def split(node):
+        return Split.of(node, over, mesh) if isinstance(node, Packed) else node
+
+    def leaf(node):
+        node = _packed(node) if _is_state(node) else node
+        return jtu.tree_map(split, node, is_leaf=is_packed) if over else node
+
+    return jtu.tree_map(leaf, unpacked(state), is_leaf=_is_state)
+
+
+def _mesh_with(axes: tuple[str, ...], state: Any) -> Any:
+    """The mesh on which a state is."""
+    meshes = [m for m in map(mesh_of, jtu.tree_leaves(state)) if m is not None]
+    mesh = next((m for m in meshes if m.size > 1), None)
+    names = () if mesh is None else mesh.axis_names
+    missing = [axis for axis in axes if axis not in names]
+    if missing:
+        raise ValueError(
+            f"`kfac.packed(state, over={axes})`: the state is on a mesh with the axes "
+            f"{names}. Put the model on a mesh with the axis {missing[0]!r}, before "
+            "`optimizer.init(model)`."
+        )
+    return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
 
 
 def check_belongs(state: Any, init: Callable, model: Model) -> None:
     """Raises unless it is a state as `init(model)` makes them, packed or not."""
-
-    def expected(model):
-        whole = init(model)
-        return packed(whole) if any(map(is_packed, leaves)) else whole
-
-    leaves = jtu.tree_leaves(state, is_leaf=is_packed)
-    check_state(state, eqx.filter_eval_shape(expected, model))
+    is_any = any(map(is_packed, jtu.tree_leaves(state, is_leaf=is_packed)))
+    whole = eqx.filter_eval_shape(unpacked, state) if is_any else state
+    check_state(whole, eqx.filter_eval_shape(init, model))
 
 
 def _packed(node: PyTree) -> Any:

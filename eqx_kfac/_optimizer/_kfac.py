@@ -14,6 +14,7 @@ from .._custom_types import Key, Model, Numeric
 from .._devices import beside, cast_varying, varying_axes, zeros_split_as
 from .._fisher import AbstractFisher, MonteCarlo
 from .._inverse import for_each
+from .._operator import split_still
 from .._solver import AbstractDampedSolver
 from .._tag import check_covered, partition_tagged
 from ._after import after, decayed
@@ -380,8 +381,8 @@ class KFAC(eqx.Module):
         updates = jtu.tree_map(lambda u: jnp.where(info.rejected, 0, u), updates)
         state = after(model, state, proposal, updates, fallback, info, self._rules)
         state = state._replace(
-            curvature=curvature,
-            inverse=inverse,
+            curvature=split_still(curvature),
+            inverse=split_still(inverse),
             layer_damping=each,
             weight=averaged.weight,
         )

@@ -13,6 +13,7 @@ from .._curvature import include
 from .._custom_types import Model, Numeric
 from .._devices import beside
 from .._inverse import precondition
+from .._operator import split_still
 from .._solver import AbstractDampedSolver, Cholesky
 from .._tag import check_covered, is_trainable, map_tags, partition_tagged
 from ._choices import check_choices, check_without_loss
@@ -126,6 +127,7 @@ class _ScaleByKFAC:
         ready = fine & (weight > 0)
         natural = jtu.tree_map(lambda n: jnp.where(ready, n, 0), natural)
         others, fallback = update_fallback(updates, state.fallback, params, self.fallback)
+        averaged, inverse = split_still((averaged, inverse))
         state = ScaleByKFACState(state.step + 1, averaged, inverse, weight, fallback)
         return eqx.combine(natural, others), state
 
