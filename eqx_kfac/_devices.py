@@ -127,9 +127,9 @@ _zeros = jax.jit(zeros_of, static_argnums=0)
 
 
 def _concrete_mesh(tree: PyTree) -> Mesh | None:
-    """The mesh of several devices where arrays are that are no tracers."""
+    """The mesh where arrays are that are no tracers."""
     meshes = map(mesh_of, jtu.tree_leaves(tree))
-    return next((m for m in meshes if isinstance(m, Mesh) and m.size > 1), None)
+    return next((m for m in meshes if isinstance(m, Mesh)), None)
 
 
 def beside(tree: PyTree, like: PyTree) -> PyTree:

@@ -19,7 +19,7 @@ pages = sorted((root / "docs").rglob("*.md"))
 # Those of a row share an interpreter, but nothing else.
 with_python = [
     ["index.md", "choosing.md", "idea.md", "api/curvature.md", "api/losses.md"],
-    ["api/extending.md", "api/operators.md", "api/tools.md"],
+    ["devices.md", "api/extending.md", "api/operators.md", "api/tools.md"],
 ]
 
 # One namespace for a page, in order; line numbers are those of the page.

@@ -118,7 +118,7 @@ def packed(state: Any, over: str | Sequence[str] = ()) -> Any:
 def _mesh_with(axes: tuple[str, ...], state: Any) -> Any:
     """The mesh on which a state is."""
     meshes = [m for m in map(mesh_of, jtu.tree_leaves(state)) if m is not None]
-    mesh = next((m for m in meshes if m.size > 1), None)
+    mesh = next((m for m in meshes if not m.empty), None)
     names = () if mesh is None else mesh.axis_names
     missing = [axis for axis in axes if axis not in names]
     if missing:
