@@ -115,7 +115,14 @@ MUTANTS = [
     M("_program/_uses.py", "use._replace(number=np.asarray(next(numbers))) if known else use", "use._replace(number=1 + 0 * np.asarray(next(numbers))) if known else use", "capture"),
     # Inverses and preconditioning.
     M("_inverse/_factorise.py", "jnp.asarray(damping, factors.l2.dtype) + factors.l2\n\n\ndef for_each", "jnp.asarray(damping, factors.l2.dtype)\n\n\ndef for_each", "factorise optimizer"),
-    M("_inverse/_factorise.py", "begin = int(end) - math.prod(shape)", "begin = 0", "factorise"),
+    M("_jobs.py", "part = slice(int(end) - math.prod(job.shape), int(end))", "part = slice(math.prod(job.shape))", "factorise"),
+    M("_jobs.py", "me * n + jnp.arange", "n + jnp.arange", "distributed"),
+    M("_jobs.py", "new = batch.some(batch.number - rest[i] + own)", "new = batch.some(own)", "distributed"),
+    M("_jobs.py", "least = min(free, key=lambda d: totals[d])", "least = free[0]", "distributed"),
+    M("_devices.py", "axes = [a for a in mesh.manual_axes if a not in varying and _is_tracked(a)]", "axes = list(mesh.manual_axes)", "distributed sharding"),
+    M("_tag/_tag.py", "return self.form.replace(new, tuple(placed))", "return new", "distributed"),
+    M("_operator/_packed.py", "padded = _pad(whole, -rows % block, 0, 0)", "padded = whole", "distributed"),
+    M("_optimizer/_kfac.py", "inverse=split_still(inverse)", "inverse=inverse", "distributed"),
     M("_inverse/_precondition.py", "each = matrix, factors, state, damping_of(factors, damping)", "each = matrix, factors, state, damping", "optimizer block_diagonal"),
     M("_inverse/_through_rows.py", "ones = None if bias is None else jnp.ones_like(x[:, :1])", "ones = None if bias is None else 2 * jnp.ones_like(x[:, :1])", "through_rows"),
     # The optimizer.

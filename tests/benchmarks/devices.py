@@ -137,8 +137,10 @@ def on_paper(tokens: int = 8192, layers: int = 24, d: int = 2048) -> None:
     print(f"{parameters:.3g} parameters, {factors:.3g} numbers in the factors; FLOP of a "
           f"step: gradient {gradient:.2g}, preconditioning {preconditioned:.2g}, "
           f"statistics (every 10 steps) {statistics:.2g}")  # fmt: skip
-    print("| devices | PFLOP/step: AdamW | all decompose all | dealt out | GB sent: AdamW "
-          "| in full | split | GB of state: AdamW | in full | split |")  # fmt: skip
+    print(
+        "| devices | PFLOP/step: AdamW | all decompose all | dealt out "
+        "| GB sent: AdamW | in full | split | GB of state: AdamW | in full | split |"
+    )
     print("|" + "---:|" * 10)
     for devices in (8, 64, 512):
         share = (devices - 1) / devices  # Of a ring: what each device sends.
