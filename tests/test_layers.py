@@ -208,10 +208,12 @@ def test_convert_and_revert(name):
 @each_case
 def test_same_outputs(name):
     theirs, state = make(name)
-    y = run(name, theirs, state)
-    np.testing.assert_array_equal(run(name, kfac.convert(theirs), state), y)
-    np.testing.assert_array_equal(run(name, *make(name, kfac)), y)
-    collecting = run(name, fill_tags(kfac.convert(theirs)), state)
+    converted, mine = kfac.convert(theirs), make(name, kfac)
+    layers = (theirs, state), (converted, state), mine, (fill_tags(converted), state)
+    outputs = eqx.filter_jit(lambda layers: [run(name, *layer) for layer in layers])
+    y, of_converted, of_mine, collecting = outputs(layers)
+    np.testing.assert_array_equal(of_converted, y)
+    np.testing.assert_array_equal(of_mine, y)
     assert collecting.dtype == y.dtype
     np.testing.assert_allclose(collecting, y, rtol=1e-15, atol=1e-15)
 
