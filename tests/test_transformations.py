@@ -814,10 +814,10 @@ def test_ensemble_mean_prediction():
     model = make_ensemble(2)
     mean = lambda m, x: jnp.mean(shared_inputs(m, x), axis=0)
     value, grads, curvature, _ = results(cross_entropy(mean), model, x, y, WEIGHTS)
+    alone = cross_entropy(lambda m, given: (jax.vmap(m)(given[0]) + given[1]) / 2)
     for i in range(2):
         other = jax.vmap(make_mlp(1 - i))(x)
-        alone = lambda m, x: (jax.vmap(m)(x) + other) / 2
-        want = results(cross_entropy(alone), make_mlp(i), x, y, WEIGHTS)
+        want = results(alone, make_mlp(i), (x, other), y, WEIGHTS)
         assert_same((value, member(grads, i), member(curvature, i)), want[:3])
 
 
