@@ -101,16 +101,20 @@ trains = {
 def curvature(case, block, weights=None, train="all"):
     """The factors of every layer, with the layers."""
     trained, frozen = eqx.partition(case.make(block), trains[train])
-
-    def loss_fn(trained, x):
-        logits = case.run(eqx.combine(trained, frozen), x)
-        return kfac.SoftmaxCrossEntropy(logits, weights=weights)
-
-    found = eqx.filter_jit(kfac.curvature(loss_fn, kfac.Exact()))(trained, case.x)
+    found = _curvature(case.run, trained, frozen, case.x, weights)
     is_factors = lambda node: isinstance(node, AbstractFactors)
     factors = jtu.tree_leaves(found, is_leaf=is_factors)
     layers = [(tag, layer) for _, tag, layer in tagged_layers(trained)]
     return list(zip(layers, [f for f in factors if is_factors(f)], strict=True))
+
+
+@eqx.filter_jit
+def _curvature(run, trained, frozen, x, weights):
+    def loss_fn(trained, x):
+        logits = run(eqx.combine(trained, frozen), x)
+        return kfac.SoftmaxCrossEntropy(logits, weights=weights)
+
+    return kfac.curvature(loss_fn, kfac.Exact())(trained, x)
 
 
 def gradients(case, weights=None, train="all"):
@@ -118,8 +122,23 @@ def gradients(case, weights=None, train="all"):
     the losses at single examples, whose second moment over N is the exact block."""
     model = case.make(None)
     trained, frozen = eqx.partition(model, trains[train])
-    probabilities = np.asarray(jax.nn.softmax(case.run(model, case.x)))
+    probabilities, jacobians = _jacobians(case.run, trained, frozen, case.x)
     w = np.ones(N) if weights is None else np.asarray(weights)
+    found = []
+    for J in map(np.asarray, jacobians):  # [N, k, stack, d_out, d_in]
+        roots = [
+            np.sqrt(w[n]) * (np.eye(len(p)) - np.outer(p, np.ones(len(p)))) * np.sqrt(p)
+            for n, p in enumerate(np.asarray(probabilities))
+        ]
+        rows = np.einsum("nksoi,nkc->ncsoi", J, np.stack(roots))
+        found.append(rows.reshape(-1, *rows.shape[2:]))
+    return found, w.sum()
+
+
+@eqx.filter_jit
+def _jacobians(run, trained, frozen, x):
+    """The probabilities of the classes; and how the outputs of each example change with
+    the canonical matrices of every layer."""
     found = []
     for i, (_, tag, layer) in enumerate(tagged_layers(trained)):
 
@@ -127,20 +146,12 @@ def gradients(case, weights=None, train="all"):
             new = tag.form.from_matrix(matrix, layer)
             where = lambda tree: tagged_layers(tree)[i][2]
             model = eqx.combine(eqx.tree_at(where, trained, new), frozen)
-            return case.run(model, x[None])[0]
+            return run(model, x[None])[0]
 
         matrix = tag.form.to_matrix(layer)
-        J = np.asarray(
-            jax.jit(jax.vmap(jax.jacobian(outputs), (None, 0)))(matrix, case.x)
-        )
-        J = J.reshape(*J.shape[:2], -1, *matrix.shape[-2:])  # [N, k, stack, d_out, d_in]
-        roots = [
-            np.sqrt(w[n]) * (np.eye(len(p)) - np.outer(p, np.ones(len(p)))) * np.sqrt(p)
-            for n, p in enumerate(probabilities)
-        ]
-        rows = np.einsum("nksoi,nkc->ncsoi", J, np.stack(roots))
-        found.append(rows.reshape(-1, *rows.shape[2:]))
-    return found, w.sum()
+        J = jax.vmap(jax.jacobian(outputs), (None, 0))(matrix, x)
+        found.append(J.reshape(*J.shape[:2], -1, *matrix.shape[-2:]))
+    return jax.nn.softmax(run(eqx.combine(trained, frozen), x)), found
 
 
 @ft.cache
@@ -292,13 +303,19 @@ def loss_fn(model, x):
     return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), targets)
 
 
-def run_steps(block, solver, number, **options):
+@ft.cache
+def stepper(solver):
     optimizer = plain_kfac(
-        0.1, 0.9, 0.1, fisher=kfac.Exact(), solver=solver, inverse_period=2, **options
+        0.1, 0.9, 0.1, fisher=kfac.Exact(), solver=solver, inverse_period=2
     )
+    return optimizer, eqx.filter_jit(ft.partial(optimizer.step, loss_fn))
+
+
+@ft.cache
+def run_steps(block, solver, number):
+    optimizer, step = stepper(solver)
     model = _mlp(block)
     state = optimizer.init(model)
-    step = eqx.filter_jit(ft.partial(optimizer.step, loss_fn))
     history = []
     for i in range(number):
         model, state, info = step(model, state, vectors * (1 + i))
@@ -313,6 +330,12 @@ def matrices(tree):
     ]
 
 
+@eqx.filter_jit
+@eqx.filter_grad
+def _gradient(model, x):
+    return loss_fn(model, x).value
+
+
 def trajectory(number, kind):
     """The same steps, densely. `kind`: EKFAC, Full, Diagonal or Identity."""
     model, velocity, averaged, weight = _mlp(None), [0.0, 0.0], None, 0.0
@@ -325,7 +348,7 @@ def trajectory(number, kind):
             (np.asarray(f.output_factor), np.asarray(f.input_factor))
             for _, f in curvature(case, kfac.Kronecker())
         ]
-        grads = matrices(eqx.filter_grad(lambda m, x=case.x: loss_fn(m, x).value)(model))
+        grads = matrices(_gradient(model, case.x))
         weight = 0.95 * weight + 1
         if kind == "EKFAC" and bases is not None:
             F = [Q @ np.diag(np.diag(Q.T @ f @ Q)) @ Q.T for Q, f in zip(bases, F)]
@@ -442,7 +465,7 @@ def test_micro_batches():
 def test_iterative_solvers_in_steps(block, solver, exact, near):
     """The loss falls, and warm starts change next to nothing."""
     block = getattr(kfac, block)()
-    (*_, (want, _)) = run_steps(block, exact, 4)
+    (*_, (want, _)) = run_steps(block, exact, 5)[:4]
     (*_, (found, _)) = run_steps(block, solver, 4)
     assert loss_fn(found, vectors).value < loss_fn(_mlp(None), vectors).value
     for a, b in zip(matrices(found), matrices(want), strict=True):
@@ -459,10 +482,11 @@ def test_optax():
     )
     params = eqx.filter(model, eqx.is_inexact_array)
     state = optimizer.init(params)
-    fn = kfac.value_grad_and_curvature(loss_fn, kfac.Exact())
+    fn = eqx.filter_jit(kfac.value_grad_and_curvature(loss_fn, kfac.Exact()))
     _, grads, found = fn(model, vectors)
-    once, state = optimizer.update(grads, state, params, curvature=found)
-    twice, state = optimizer.update(grads, state, params, curvature=found)
+    update = eqx.filter_jit(optimizer.update)
+    once, state = update(grads, state, params, curvature=found)
+    twice, state = update(grads, state, params, curvature=found)
     for a, b in zip(matrices(once), matrices(twice), strict=True):
         assert error(a, b) < 1e-10
     # The optimizer's first step has no basis to begin with; this curvature has one.
@@ -507,9 +531,10 @@ def test_newton_schulz(condition, dtype):
 def test_subspace_iteration_converges():
     M = spd(1e4)
     vectors = jnp.linalg.qr(jr.normal(jr.key(0), M.shape))[0]
+    eigenbasis = eqx.filter_jit(kfac.SubspaceIteration().eigenbasis)
     errors = []
     for _ in range(40):
-        values, vectors = kfac.SubspaceIteration().eigenbasis(M, vectors)
+        values, vectors = eigenbasis(M, vectors)
         assert abs(jnp.sum(values) - jnp.trace(M)) < 1e-12
         errors.append(error(vectors * values[None] @ vectors.T, M))
     assert errors[-1] < 1e-6 < 1e-1 < errors[0]
@@ -545,8 +570,11 @@ def test_gradients_of_an_example_are_summed_over_its_positions(block, positions)
         pooled = jnp.sum(jax.vmap(jax.vmap(layer))(x), axis=1)
         return kfac.SquaredError(pooled, jnp.zeros_like(pooled))
 
-    got = kfac.curvature(loss_fn, kfac.Exact())(layer, x)
-    operator = kfac.BlockDiagonalOperator(got, layer)
-    exact = kfac.GaussNewton(loss_fn, layer, x).as_matrix()
-    diagonals = [np.sort(np.diag(m)) for m in (operator.as_matrix(), exact)]
+    @eqx.filter_jit
+    def both(layer, x):
+        got = kfac.curvature(loss_fn, kfac.Exact())(layer, x)
+        operator = kfac.BlockDiagonalOperator(got, layer)
+        return operator.as_matrix(), kfac.GaussNewton(loss_fn, layer, x).as_matrix()
+
+    diagonals = [np.sort(np.diag(m)) for m in both(layer, x)]
     np.testing.assert_allclose(*diagonals, rtol=1e-10)

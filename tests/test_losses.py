@@ -284,6 +284,7 @@ def absent_cases():
             yield pytest.param(make_loss, size, targets, value, id=f"{name} {value}")
 
 
+@eqx.filter_jit
 def everything(make_loss, z, targets, weights):
     """What is asked of a loss, times the weights where that is for its user to do."""
 

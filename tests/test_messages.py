@@ -207,10 +207,12 @@ def test_arguments_that_are_right():
     for right in (key, jr.PRNGKey(0), np.asarray(jr.PRNGKey(0)), jr.key(0, impl="rbg")):
         traced(softmax, state(), x, y, key=right)
     traced(softmax, eqx.tree_at(lambda s: s.damping, state(), jnp.float32(0.1)), x, y)
-    exact.update(grads, state(), model, curvature=factors(), value=1.0)
+    update = ft.partial(exact.update, curvature=factors(), value=1.0)
+    eqx.filter_eval_shape(update, grads, state(), model)
     trained, frozen = frozen_bias(model)
     loss_fn = lambda trained: softmax(eqx.combine(trained, frozen), x, y)
-    trained, _, _ = exact.step(loss_fn, trained, exact.init(trained))
+    begun = exact.init(trained)
+    trained, _, _ = eqx.filter_eval_shape(exact.step, loss_fn, trained, begun)
     assert trained.layers[0].bias is None
 
 
@@ -231,7 +233,8 @@ def test_numbers_of_numpy(number):
     scheduled = kfac.KFAC(lambda _: number, 0.5, number).init(model)
     assert eqx.tree_equal(scheduled, like)
     penalised = lambda *args: softmax(*args) * number + kfac.L2(model, number)
-    _, state, info = optimizer.step(penalised, model, optimizer.init(model), x, y)
+    step = eqx.filter_jit(ft.partial(optimizer.step, penalised))
+    _, state, info = step(model, optimizer.init(model), x, y)
     assert not info.rejected and state.damping == float(number)
     rule = kfac.LevenbergMarquardt(number, number, maximum=np.float32(1))
     assert rule == kfac.LevenbergMarquardt(float(number), float(number), maximum=1.0)
@@ -247,7 +250,8 @@ def test_counts_of_numpy(count):
     assert kfac.MonteCarlo(count) == kfac.MonteCarlo(2)
     assert kfac.Exact(count) == kfac.Exact(2)
     assert kfac.QuadraticModel(count) == kfac.QuadraticModel(2)
-    _, _, info = exact.step(softmax, model, state(), x, y, micro_batches=count)
+    step = eqx.filter_jit(ft.partial(exact.step, softmax, micro_batches=count))
+    _, _, info = step(model, state(), x, y)
     assert not info.rejected
     with raises(ValueError, "`inverse_period` must be at least 1"):
         kfac.KFAC(0.1, inverse_period=np.int64(0))
@@ -545,7 +549,8 @@ def test_batch_norm_without_its_axis():
     for wrong in (None, "devices"):
         with raises(ValueError, "kfac.BatchNorm", "axis_name='batch'", "[0]"):
             kfac.curvature(loss_fn, kfac.Exact())(pair, norm_state, wrong)
-    kfac.curvature(loss_fn, kfac.Exact())(pair, norm_state, "batch")
+    collect = kfac.curvature(loss_fn, kfac.Exact())
+    eqx.filter_eval_shape(collect, pair, norm_state, "batch")
 
 
 #
@@ -680,10 +685,11 @@ def test_such_parameters_may_be_frozen():
         logits = jax.vmap(model["layer"])(x) + jnp.abs(z).astype(x.dtype)
         return kfac.SoftmaxCrossEntropy(logits, y)
 
-    _, _, info = exact.step(loss_fn, trained, exact.init(trained))
+    step = eqx.filter_jit(exact.step)
+    _, _, info = step(loss_fn, trained, exact.init(trained))
     assert not info.rejected
     model = {"layer": OwnWithoutBias()}
-    assert not exact.step(vmapped, model, exact.init(model), x, y)[2].rejected
+    assert not step(vmapped, model, exact.init(model), x, y)[2].rejected
 
 
 class Labelled(eqx.Module):

@@ -1,6 +1,8 @@
 """What is seen in a loss function before it runs: parameters that pass by their tag,
 examples whose gradients would be added up, slots that are noticed."""
 
+import functools as ft
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -36,8 +38,13 @@ def base(model, x, y):
     return kfac.SquaredError(jax.vmap(model)(x), y)
 
 
-def curvature(loss_fn, model, *args, fisher=EXACT):
-    return kfac.curvature(loss_fn, fisher=fisher)(model, *args)
+def curvature(loss_fn, model, *args):
+    return collector(loss_fn)(model, *args)
+
+
+@ft.cache
+def collector(loss_fn):
+    return eqx.filter_jit(kfac.curvature(loss_fn, fisher=EXACT))
 
 
 def same(a, b, tolerance=1e-12):
@@ -115,6 +122,7 @@ def tied_model():
     return Tied(kfac.Embedding(3, 4, key=KEYS[3]))
 
 
+traced = eqx.filter_eval_shape
 BESIDE = [
     (weight_alone, mlp, ".layers[0]"),
     (weight_too, mlp, ".layers[1]"),
@@ -132,14 +140,14 @@ CHANGED = [
 
 @pytest.mark.parametrize("loss_fn, make, path", BESIDE)
 def test_parameters_beside_their_tag(loss_fn, make, path):
+    model, optimizer = make(), plain_kfac(0.1)
+    state = optimizer.init(model)
     for take in (
-        lambda m: curvature(loss_fn, m, X, Y),
-        lambda m: plain_kfac(0.1).step(
-            loss_fn, m, plain_kfac(0.1).init(m), X, Y, key=KEYS[8]
-        ),
+        lambda: curvature(loss_fn, model, X, Y),
+        lambda: traced(optimizer.step, loss_fn, model, state, X, Y, key=KEYS[8]),
     ):
         with pytest.raises(ValueError) as error:
-            take(make())
+            take()
         assert path in str(error.value) and "blocks=" in str(error.value)
 
 
@@ -172,9 +180,9 @@ def test_layers_that_are_not_called():
     first = lambda m, x, y: base(m[0], x, y)
     optimizer = plain_kfac(0.1, fisher=EXACT)
     with pytest.raises(ValueError, match=r"\[1\].layers\[0\].* never calls it"):
-        optimizer.step(first, two, optimizer.init(two), X, Y)
+        traced(optimizer.step, first, two, optimizer.init(two), X, Y)
     frozen = (mlp(), None)
-    optimizer.step(first, frozen, optimizer.init(frozen), X, Y)
+    traced(optimizer.step, first, frozen, optimizer.init(frozen), X, Y)
     unused = curvature(first, two, X, Y)[1]  # It has none: that is right.
     assert not any(np.any(np.asarray(a)) for a in jtu.tree_leaves(unused))
 
@@ -263,7 +271,7 @@ UNNOTICING = [
 @pytest.mark.parametrize("loss_fn", NOTICING)
 def test_losses_that_notice_slots_are_refused(loss_fn):
     with pytest.raises((ValueError, TypeError), match="kfac.revert"):
-        kfac.value_grad_and_curvature(loss_fn, EXACT)(mlp(), X, Y)
+        traced(kfac.value_grad_and_curvature(loss_fn, EXACT), mlp(), X, Y)
 
 
 @pytest.mark.parametrize("loss_fn", UNNOTICING)
@@ -312,25 +320,44 @@ BLOCKS = [
 ]
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_unrolled_from_a_constant_state(block):
+@ft.cache
+def each_by_itself(loss_fn):
+    """The losses of several models, of which none sees the others: one program."""
+    return lambda models, *args: sum((loss_fn(m, *args) for m in models), 0)
+
+
+def added(models, x, y):
+    """Of squared error no model sees the others."""
+    return base(lambda v: sum(m(v) for m in models), x, y)
+
+
+def of_all_blocks(unrolled):
+    return [recurrent(block, unrolled) for block in BLOCKS]
+
+
+@ft.cache
+def curvature_of_all_blocks(unrolled):
+    return curvature(added, of_all_blocks(unrolled), TOKENS, Y)
+
+
+@pytest.mark.parametrize("index", range(len(BLOCKS)))
+def test_unrolled_from_a_constant_state(index):
     """As in a scan, in which every step acts on every example."""
-    unrolled = curvature(base, recurrent(block, True), TOKENS, Y)
-    assert same(unrolled, curvature(base, recurrent(block, False), TOKENS, Y))
+    unrolled, scan = curvature_of_all_blocks(True), curvature_of_all_blocks(False)
+    assert same(unrolled[index], scan[index])
 
 
 @pytest.mark.parametrize("unrolled", [False, True])
 def test_full_and_diagonal_are_exact_over_several_uses(unrolled):
-    full = kfac.verify(base, recurrent(kfac.Full(), unrolled), TOKENS, Y)
-    assert full.exact
-    diagonal = kfac.verify(base, recurrent(kfac.Diagonal(), unrolled), TOKENS, Y)
-    for check in diagonal.layers:
+    models = of_all_blocks(unrolled)
+    checks = kfac.verify(added, models, TOKENS, Y).layers
+    kronecker, full, diagonal, *others = [checks[i : i + 3] for i in range(0, 18, 3)]
+    assert all(check.verdict.startswith("exact") for check in full)
+    for check in diagonal:
         assert check.diagonal_error < 1e-12 and check.error > 0.1
-    for block in (kfac.Identity(), kfac.TNT(), kfac.EKFAC()):
-        report = kfac.verify(base, recurrent(block, unrolled), TOKENS, Y)
-        assert all(abs(check.ratio - 1) < 1e-12 for check in report.layers)
-    kronecker = kfac.verify(base, recurrent(kfac.Kronecker(), unrolled), TOKENS, Y)
-    assert abs(kronecker.layers[0].ratio - 1) > 0.01  # It takes uses for independent.
+    for check in sum(others, ()):  # Identity, TNT, EKFAC.
+        assert abs(check.ratio - 1) < 1e-12
+    assert abs(kronecker[0].ratio - 1) > 0.01  # It takes uses for independent.
 
 
 class Normalised(eqx.Module):
@@ -355,8 +382,9 @@ def test_a_norm_that_is_called_twice():
 def test_steps_of_a_layer_that_is_used_several_times():
     optimizer = plain_kfac(0.1, fisher=EXACT)
     model = recurrent(kfac.Full(), True)
-    whole = optimizer.step(base, model, optimizer.init(model), TOKENS, Y)
-    parts = optimizer.step(base, model, optimizer.init(model), TOKENS, Y, micro_batches=3)
+    step = eqx.filter_jit(ft.partial(optimizer.step, base))
+    whole = step(model, optimizer.init(model), TOKENS, Y)
+    parts = step(model, optimizer.init(model), TOKENS, Y, micro_batches=3)
     assert same(whole[1].curvature, parts[1].curvature)
     assert same(leaves(whole[0]), leaves(parts[0]), 1e-10)
 
@@ -444,6 +472,9 @@ def conditional(predicate):
     return over(fn)
 
 
+plainly = over(sequence)
+
+
 def mapped(m, xs, y, w=None):
     return kfac.SquaredError(jax.lax.map(lambda v: sequence(m, v), xs), y, w)
 
@@ -468,16 +499,22 @@ PROGRAMS = {
 def test_which_axis_is_the_batch(name, weighted, tokens):
     xs = jax.random.normal(KEYS[5], (N, tokens, D))
     args = xs, Y, (WEIGHTS if weighted else None)
-    told_apart = [kfac.Kronecker(kfac.Reduce()), kfac.Full(), kfac.Diagonal()]
-    for block in (kfac.Kronecker(), *told_apart):
-        take = lambda loss_fn: curvature(loss_fn, linear(block), *args)
-        if name == "cond" or not (weighted or block in told_apart):
-            assert same(take(PROGRAMS[name]), take(over(sequence)))
-            continue
+    fine, told_apart = [kfac.Kronecker()], [kfac.Kronecker(kfac.Reduce())]
+    told_apart += [kfac.Full(), kfac.Diagonal()]
+    if name == "cond":
+        fine, told_apart = fine + told_apart, []
+    elif weighted:
+        fine, told_apart = [], fine + told_apart
+    take = lambda fn, blocks: curvature(
+        each_by_itself(fn), [linear(block) for block in blocks], *args
+    )
+    if fine:
+        assert same(take(PROGRAMS[name], fine), take(plainly, fine))
+    for block in told_apart:
         with pytest.raises(ValueError, match="which axis of .* counts the examples"):
-            take(PROGRAMS[name])
+            take(PROGRAMS[name], [block])
     unweighted = linear(kfac.Kronecker(weighted=False))
-    curvature(PROGRAMS[name], unweighted, *args)  # As the message says.
+    traced(collector(PROGRAMS[name]), unweighted, *args)  # As the message says.
 
 
 def indexed(layers, v):
@@ -520,7 +557,7 @@ def test_one_example_vectorised():
         curvature(loss_fn, linear(kfac.Full()), TOKENS[:1], Y[:1])
     assert same(
         curvature(loss_fn, linear(), TOKENS[:1], Y[:1]),
-        curvature(over(sequence), linear(), TOKENS[:1], Y[:1]),
+        curvature(plainly, linear(), TOKENS[:1], Y[:1]),
     )
 
 

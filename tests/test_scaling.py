@@ -102,10 +102,10 @@ def check_different(a, b):
 def test_repeated_batch(fisher, loss_fn, sharing, getkey):
     model, (x, y) = Net(getkey(), sharing), batch(getkey, loss_fn)
     once = collect(loss_fn, fisher, model, x, y)
-    thrice = collect(
-        loss_fn, fisher, model, jnp.concatenate([x] * 3), jnp.concatenate([y] * 3)
+    twice = collect(
+        loss_fn, fisher, model, jnp.concatenate([x] * 2), jnp.concatenate([y] * 2)
     )
-    check_same(thrice, once)
+    check_same(twice, once)
     check_different(collect(loss_fn, fisher, model, 2 * x, y), once)
 
 
@@ -185,7 +185,7 @@ def test_garbage_in_masked_rows(getkey):
     )
 
 
-COUNTS = np.array([2, 1, 0, 3, 1, 2])
+COUNTS = np.array([2, 1, 0, 3, 4, 2])  # Of a sum (12) for which all is compiled.
 
 
 @FISHERS
@@ -495,16 +495,16 @@ def test_l2_is_damping(solver, getkey):
         params = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
         return examples(model, x, y) + 0.05 * sum(jnp.sum(p**2) for p in params)
 
-    def stepped(loss_fn, damping, solver):
+    def stepped(loss_fn, damping):
         optimizer = plain_kfac(0.1, 0.0, damping, fisher=kfac.Exact(), solver=solver)
         step = eqx.filter_jit(optimizer.step)
         model_, _, info = step(loss_fn, model, optimizer.init(model), x, y)
         assert not info.rejected
         return model_
 
-    for solver in (kfac.Eigh(), kfac.Cholesky()):
-        check_same(stepped(l2, 0.2, solver), stepped(penalty, 0.3, solver))
-    check_different([stepped(l2, 0.2, kfac.Eigh())], [stepped(penalty, 0.2, kfac.Eigh())])
+    found = stepped(l2, 0.2)
+    check_same(found, stepped(penalty, 0.3))
+    check_different([found], [stepped(penalty, 0.2)])
 
 
 #

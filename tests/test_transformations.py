@@ -31,6 +31,12 @@ WEIGHTS = jnp.array([1.0, 2.0, 0.0, 0.5, 0.0, 3.0])
 
 def results(loss_fn, model, *args, **kwargs):
     """The loss, its gradient, and the factors of two Fisher estimates."""
+    return runner(loss_fn)(model, args, kwargs)
+
+
+@ft.cache
+def runner(loss_fn):
+    """(One function for every loss function: most of the references are of one.)"""
 
     @eqx.filter_jit
     def run(model, args, kwargs):
@@ -38,7 +44,7 @@ def results(loss_fn, model, *args, **kwargs):
         empirical = kfac.curvature(loss_fn, fisher=kfac.Empirical())
         return *exact(model, *args, **kwargs), empirical(model, *args, **kwargs)
 
-    return run(model, args, kwargs)
+    return run
 
 
 def arrays(tree):
@@ -90,6 +96,7 @@ def scale_factors(curvature, inputs, outputs):
     return jtu.tree_map(scale, curvature, is_leaf=is_factors)
 
 
+@ft.cache
 def make_mlp(seed=0, activation=jnp.tanh, depth=1):
     mlp = eqx.nn.MLP(D_IN, D_OUT, HIDDEN, depth, activation, key=jr.key(seed))
     return kfac.convert(mlp)
@@ -105,6 +112,7 @@ def data(*leading, seed=1):
     return x, jr.randint(keys[1], leading, 0, D_OUT)
 
 
+@ft.cache
 def cross_entropy(forward):
     def loss_fn(model, x, y, weights=None):
         return kfac.SoftmaxCrossEntropy(forward(model, x), y, weights)
@@ -806,10 +814,10 @@ def test_ensemble_mean_prediction():
     model = make_ensemble(2)
     mean = lambda m, x: jnp.mean(shared_inputs(m, x), axis=0)
     value, grads, curvature, _ = results(cross_entropy(mean), model, x, y, WEIGHTS)
+    alone = cross_entropy(lambda m, given: (jax.vmap(m)(given[0]) + given[1]) / 2)
     for i in range(2):
         other = jax.vmap(make_mlp(1 - i))(x)
-        alone = lambda m, x: (jax.vmap(m)(x) + other) / 2
-        want = results(cross_entropy(alone), make_mlp(i), x, y, WEIGHTS)
+        want = results(alone, make_mlp(i), (x, other), y, WEIGHTS)
         assert_same((value, member(grads, i), member(curvature, i)), want[:3])
 
 
@@ -857,10 +865,15 @@ def test_step_under_filter_vmap(solver):
 
     @eqx.filter_jit
     def train(model, x, y, key):
-        state = optimizer.init(model)
-        for k in jr.split(key, 3):
-            model, state, info = optimizer.step(plain_loss, model, state, x, y, key=k)
-        return model, state, info
+        arrays, static = eqx.partition((model, optimizer.init(model)), eqx.is_array)
+
+        def body(arrays, key):
+            model, state = eqx.combine(arrays, static)
+            *new, info = optimizer.step(plain_loss, model, state, x, y, key=key)
+            return _only_arrays(tuple(new)), _only_arrays(info)
+
+        (model, state), infos = lax.scan(body, arrays, jr.split(key, 3))
+        return model, state, infos
 
     keys = jr.split(jr.key(0), 3)
     got = eqx.filter_vmap(train)(make_ensemble(3), x, y, keys)
