@@ -187,8 +187,8 @@ def _own_hand(
             batch, begin, end = batches[i], bisect_left(way, i), bisect_right(way, i)
             own, zeros = mine[begin:end], batch.zeros(rest[i])
             new = batch.some(batch.number - rest[i] + own)
-            put = lambda zeros, new: zeros.at[own].set(new)
-            return jtu.tree_map(put, cast_varying(zeros, varying_axes(me)), new)
+            zeros = cast_varying(zeros, varying_axes((me, batch.args)))
+            return jtu.tree_map(lambda zeros, new: zeros.at[own].set(new), zeros, new)
 
         return [results(i) for i in range(len(batches))]
 

@@ -469,9 +469,8 @@ def test_sharded_batch():
 def attempt(*args, micro_batches=1, loss_fn=loss_without_keys, **choices):
     optimizer = plain_kfac(**({"learning_rate": 0.1, "fisher": kfac.Exact()} | choices))
     model = make_model()
-    state = optimizer.init(model)
     step = lambda *args: optimizer.step(
-        loss_fn, model, state, *args, micro_batches=micro_batches
+        loss_fn, model, optimizer.init(model), *args, micro_batches=micro_batches
     )
     eqx.filter_eval_shape(step, *args)
 

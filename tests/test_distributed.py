@@ -254,6 +254,29 @@ def test_split_weights(name):
             assert weight.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
 
 
+def test_members_in_shard_map():
+    """Devices along one axis have members of their own, and share along the other one."""
+    mesh = jax.make_mesh((2, 3), ("members", "batch"), devices=jax.devices()[:6])
+    make = lambda key: kfac.Linear(6, 3, key=key)
+    members = eqx.filter_vmap(make)(jr.split(jr.key(8)))
+    params, static = eqx.partition(members, eqx.is_array)
+    optimizer = OPTIMIZERS["eigh"]
+
+    def two_steps(params, x, y):
+        model = eqx.combine(jtu.tree_map(lambda a: a[0], params), static)
+        state = optimizer.init(model)
+        for _ in range(2):
+            model, state, _ = optimizer.step(loss_fn, model, state, x, y)
+        return jtu.tree_map(lambda a: a[None], eqx.filter(model, eqx.is_array))
+
+    specs = dict(in_specs=(P("members"), P("batch"), P("batch")), out_specs=P("members"))
+    got = jax.jit(jax.shard_map(two_steps, mesh=mesh, **specs))(params, X, Y)
+    for i in range(2):
+        own = lambda tree, i=i: jtu.tree_map(lambda a: a[i : i + 1], tree)
+        want = jax.jit(two_steps)(own(params), X, Y)
+        assert distance(own(got), want) <= 1e-9
+
+
 #
 # What a device does
 #

@@ -1,5 +1,6 @@
 """Which factors are decomposed together, which one by one, and when."""
 
+import functools as ft
 import re
 
 import equinox as eqx
@@ -82,10 +83,11 @@ def test_as_if_each_were_alone(problem, solver):
 
         for _ in range(factors.l2.ndim):
             init = jax.vmap(init, (0, None if cold is None else 0))
-        return eqx.filter_jit(init)(factors, cold)
+        return init(factors, cold)
 
+    each = eqx.filter_jit(ft.partial(map_tags, alone))
     for got, previous in ((cold, map_tags(lambda *_: None, model)), (warm, cold)):
-        want = map_tags(alone, model, curvature, previous)
+        want = each(model, curvature, previous)
         for a, b in zip(jtu.tree_leaves(got), jtu.tree_leaves(want), strict=True):
             np.testing.assert_allclose(jnp.abs(a), jnp.abs(b), rtol=1e-10, atol=1e-12)
 
@@ -109,7 +111,7 @@ def test_inverse_of_every_platform(size):
     x = jax.random.normal(jax.random.key(0), (2 * size, size))
     matrix = x.T @ x / size + 0.1 * jnp.eye(size)
     want = np.linalg.inv(matrix)
-    for fn in (inverse, _inverse_whole):
+    for fn in (jax.jit(inverse), jax.jit(_inverse_whole)):
         np.testing.assert_allclose(fn(matrix), want, rtol=1e-9, atol=1e-11)
         assert np.max(np.abs(fn(matrix + 1e-3) - want)) > 1e-5
 
@@ -176,11 +178,12 @@ def test_reverse_mode_through_decompositions():
     def plain(factors):
         return jnp.linalg.slogdet(jnp.kron(*factors) + 0.1 * jnp.eye(16))[1]
 
-    got, want = jax.grad(logdet)(factors), jax.grad(plain)(factors)
+    got, want = jax.jit(lambda f: (jax.grad(logdet)(f), jax.grad(plain)(f)))(factors)
     sym = lambda a: a + jnp.swapaxes(a, 1, 2)
     np.testing.assert_allclose(sym(got), sym(want), rtol=1e-9)
     several = jnp.stack([factors, 2 * factors])
-    np.testing.assert_allclose(jax.vmap(jax.grad(logdet))(several)[0], got, rtol=1e-9)
+    together = jax.jit(jax.vmap(jax.grad(logdet)))(several)
+    np.testing.assert_allclose(together[0], got, rtol=1e-9)
 
 
 def by_member(old, new, same, model=None):

@@ -446,7 +446,7 @@ def test_partly_frozen_is_exact(getkey):
         model = eqx.combine(static, trainable)
         return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), targets)
 
-    tree = kfac.curvature(loss_fn, kfac.Exact())(trainable, static)
+    tree = eqx.filter_jit(kfac.curvature(loss_fn, kfac.Exact()))(trainable, static)
     args = (ft.partial(batched, x=x), model, linears, reference.softmax, targets)
     first, _ = reference.ggn(*args)
     _, last = reference.ggn(*args, train=("weight",))

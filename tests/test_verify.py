@@ -392,7 +392,7 @@ def test_accumulated_is_whole(loss_fn, fisher, block):
     data = X, CLASSES, WEIGHTS
     accumulator = kfac.Accumulator(loss_fn, fisher)
     add = eqx.filter_jit(accumulator.add)
-    total = accumulator.init(model, *data)
+    total = eqx.filter_jit(accumulator.init)(model, *data)
     pieces = [slice(0, 1), slice(1, 4), slice(4, 5)]
     for piece in pieces:
         total = add(total, model, *(a[piece] for a in data))
@@ -420,5 +420,5 @@ def test_accumulated_in_a_scan():
         total, _ = jax.lax.scan(step, total, (x, y, jr.split(jr.key(0), 40)))
         return accumulator.finish(total, model)
 
-    want = kfac.curvature(softmax, kfac.Exact())(model, X, CLASSES)
+    want = eqx.filter_jit(kfac.curvature(softmax, kfac.Exact()))(model, X, CLASSES)
     assert norm_error(run(model), want) < 0.15

@@ -136,9 +136,10 @@ def check_given(choices: Mapping[str, Any], model: Model, value: Any) -> None:
     ]
     for name, chosen, argument, given in needs:
         if chosen is not None and given is None:
+            instead = "0.03" if name == "damping" else "None"
             raise ValueError(
                 f"`{name}={chosen}` needs the `{argument}`, which `update` did not get. "
-                f"Pass it, or construct the optimizer with `{name}=None`."
+                f"Pass it, or construct the optimizer with `{name}={instead}`."
             )
 
 
