@@ -256,7 +256,8 @@ def test_split_weights(name):
 
 def test_members_in_shard_map():
     """Devices along one axis have members of their own, and share along the other one."""
-    mesh = jax.make_mesh((2, 3), ("members", "batch"), devices=jax.devices()[:6])
+    kinds, some = (AUTO, AUTO), jax.devices()[:6]
+    mesh = jax.make_mesh((2, 3), ("members", "batch"), kinds, devices=some)
     make = lambda key: kfac.Linear(6, 3, key=key)
     members = eqx.filter_vmap(make)(jr.split(jr.key(8)))
     params, static = eqx.partition(members, eqx.is_array)

@@ -262,6 +262,7 @@ UNNOTICING = [
     penalised(lambda m: sum(jnp.sum(p**2) for p in leaves(m))),
     penalised(lambda m: jnp.sqrt(sum(jnp.vdot(p, p) for p in leaves(m)))),
     penalised(lambda m: sum(jnp.sum(jnp.abs(p)) for p in leaves(m))),
+    penalised(lambda m: sum(jnp.sum(0.5 * p) for p in leaves(m))),
     penalised(
         lambda m: jnp.std(jax.flatten_util.ravel_pytree(leaves(kfac.revert(m)))[0])
     ),

@@ -134,7 +134,8 @@ def check_belongs(state: Any, init: Callable, model: Model) -> None:
     """Raises unless it is a state as `init(model)` makes them, packed or not."""
     is_any = any(map(is_packed, jtu.tree_leaves(state, is_leaf=is_packed)))
     whole = eqx.filter_eval_shape(unpacked, state) if is_any else state
-    check_state(whole, eqx.filter_eval_shape(init, model))
+    expected = eqx.filter_eval_shape(lambda model: unpacked(init(model)), model)
+    check_state(whole, expected)
 
 
 def _packed(node: PyTree) -> Any:
