@@ -182,15 +182,19 @@ def _own_hand(
     for row, hand in zip(jobs, hands, strict=True):
         row[: len(hand)] = [j for _, j in hand]
 
-    def go(way, mine):
-        def results(i):
-            batch, begin, end = batches[i], bisect_left(way, i), bisect_right(way, i)
-            own, zeros = mine[begin:end], batch.zeros(rest[i])
-            new = batch.some(batch.number - rest[i] + own)
-            zeros = cast_varying(zeros, varying_axes((me, batch.args)))
-            return jtu.tree_map(lambda zeros, new: zeros.at[own].set(new), zeros, new)
+    nothing = [
+        cast_varying(batch.zeros(n), varying_axes((me, batch.args)))
+        for batch, n in zip(batches, rest, strict=True)
+    ]
 
-        return [results(i) for i in range(len(batches))]
+    def go(way, mine):
+        results = list(nothing)
+        for i in set(way):
+            batch, own = batches[i], mine[bisect_left(way, i) : bisect_right(way, i)]
+            new = batch.some(batch.number - rest[i] + own)
+            put = lambda zeros, new, own=own: zeros.at[own].set(new)
+            results[i] = jtu.tree_map(put, results[i], new)
+        return results
 
     way = jnp.asarray([ways.index(kind) for kind in kinds], np.int32)[me]
     return jax.lax.switch(way, [ft.partial(go, w) for w in ways], jnp.asarray(jobs)[me])

@@ -3,7 +3,6 @@ model is."""
 
 import contextlib
 import functools as ft
-import re
 
 import equinox as eqx
 import jax
@@ -12,12 +11,12 @@ import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import eqx_kfac as kfac
 from eqx_kfac._jobs import dealt
 
+from .benchmarks.devices import decompositions, transfers
 from .plain import plain_kfac
 
 
@@ -283,20 +282,6 @@ def test_members_in_shard_map():
 #
 
 
-def decompositions(jaxpr):
-    """How many matrices one device at most decomposes in a program."""
-
-    def number(eqn):
-        if eqn.primitive.name in ("cholesky", "eigh"):
-            return int(np.prod(eqn.invars[0].aval.shape[:-2]))
-        inner = [decompositions(j) for j in jaxprs_in_params(eqn.params)]
-        if eqn.primitive.name == "cond":
-            return max(inner)
-        return sum(inner) * eqn.params.get("length", 1)
-
-    return sum(map(number, jaxpr.eqns))
-
-
 def decompositions_in_a_step(mesh, name, model):
     x, y = X, Y
     if mesh is not None:
@@ -310,7 +295,8 @@ def decompositions_in_a_step(mesh, name, model):
         return eqx.filter((model, rest), eqx.is_array)
 
     traced = jax.jit(step).trace(params, optimizer.init(model), x, y)
-    return decompositions(traced.jaxpr.jaxpr)
+    number, _ = decompositions(traced.jaxpr.jaxpr)
+    return number
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
@@ -347,11 +333,7 @@ def test_what_is_gathered():
     optimizer = OPTIMIZERS["default"]
     state = optimizer.init(model)
     lowered = step_of("default").lower(loss_fn, model, state, *args, key=jr.key(0))
-    text = lowered.compile().compiled.as_text()
-    found = re.findall(r"= (.*) (?:all-reduce|all-gather|all-to-all)\(", text)
-    shapes = [re.findall(r"f\d\d\[([\d,]*)\]", several) for several in found]
-    lengths = lambda shape: [int(n) for n in shape.split(",") if n]
-    sizes = [[int(np.prod(lengths(s))) for s in several] for several in shapes]
+    sizes = transfers(lowered.compile().compiled.as_text())
     inverses = sum(leaf.size for leaf in jtu.tree_leaves(state.inverse))
     assert sum(sum(several) == inverses for several in sizes) == 1
     parameters = sum(leaf.size for leaf in leaves(model))

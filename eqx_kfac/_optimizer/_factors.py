@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, PyTree
 
 from .._block import AbstractFactors
@@ -102,26 +102,25 @@ def packed(state: Any, over: str | Sequence[str] = ()) -> Any:
             "`kfac.packed` takes the whole state of an optimizer, as `optimizer.init` or "
             f"`optimizer.step` returns it, but got {type(state).__name__}."
         )
+    state = jtu.tree_map(_packed, unpacked(state), is_leaf=_is_state)
     over = (over,) if isinstance(over, str) else tuple(over)
+    if not over:
+        return state
     mesh = _mesh_with(over, state)
 
     def split(node):
         return Split.of(node, over, mesh) if isinstance(node, Packed) else node
 
-    def leaf(node):
-        node = _packed(node) if _is_state(node) else node
-        return jtu.tree_map(split, node, is_leaf=is_packed) if over else node
-
-    return jtu.tree_map(leaf, unpacked(state), is_leaf=_is_state)
+    return jtu.tree_map(split, state, is_leaf=is_packed)
 
 
-def _mesh_with(axes: tuple[str, ...], state: Any) -> Any:
+def _mesh_with(axes: tuple[str, ...], state: Any) -> AbstractMesh:
     """The mesh on which a state is."""
     meshes = [m for m in map(mesh_of, jtu.tree_leaves(state)) if m is not None]
     mesh = next((m for m in meshes if not m.empty), None)
     names = () if mesh is None else mesh.axis_names
     missing = [axis for axis in axes if axis not in names]
-    if missing:
+    if mesh is None or missing:
         raise ValueError(
             f"`kfac.packed(state, over={axes})`: the state is on a mesh with the axes "
             f"{names}. Put the model on a mesh with the axis {missing[0]!r}, before "

@@ -53,26 +53,27 @@ def decompositions(jaxpr: Any) -> tuple[int, float]:
     """How many matrices a device decomposes at most, and the sum of their sides cubed."""
 
     def of(eqn):
-        if eqn.primitive.name == "cholesky":
+        if eqn.primitive.name in ("cholesky", "eigh"):
             *batch, side, _ = eqn.invars[0].aval.shape
             number = int(np.prod(batch))
             return number, float(number * side**3)
         inner = [decompositions(j) for j in jaxprs_in_params(eqn.params)]
         if eqn.primitive.name == "cond":
             return max(n for n, _ in inner), max(w for _, w in inner)
-        return sum(n for n, _ in inner), sum(w for _, w in inner)
+        times = eqn.params.get("length", 1)
+        return times * sum(n for n, _ in inner), times * sum(w for _, w in inner)
 
     found = [of(eqn) for eqn in jaxpr.eqns]
     return sum(n for n, _ in found), sum(w for _, w in found)
 
 
-def transfers(text: str) -> tuple[int, float]:
-    """How many collective operations there are in a program, and how many bytes come out
-    of them."""
+def transfers(text: str) -> list[list[int]]:
+    """Of every collective operation in a program, how many numbers come out, array by
+    array."""
     found = re.findall(r"= (.*) (?:all-reduce|all-gather|all-to-all)\(", text)
-    size = lambda shape: 4 * np.prod([int(n) for n in shape.split(",") if n] or [1])
-    shapes = [shape for kinds in found for shape in re.findall(r"f32\[([\d,]*)\]", kinds)]
-    return len(found), float(sum(map(size, shapes)))
+    shapes = [re.findall(r"f\d\d\[([\d,]*)\]", several) for several in found]
+    lengths = lambda shape: [int(n) for n in shape.split(",") if n]
+    return [[int(np.prod(lengths(shape))) for shape in several] for several in shapes]
 
 
 def row(devices: int, split: bool) -> list[Any]:
@@ -104,7 +105,8 @@ def row(devices: int, split: bool) -> list[Any]:
     traced = jax.jit(step).trace(params, state, x, y, jr.key(0))
     number, work = decompositions(traced.jaxpr.jaxpr)
     compiled = traced.lower().compile()
-    operations, sent = transfers(compiled.as_text())
+    sizes = transfers(compiled.as_text())
+    operations, sent = len(sizes), 4.0 * sum(map(sum, sizes))
     here = sum(
         leaf.addressable_shards[0].data.nbytes
         for leaf in jtu.tree_leaves((state.curvature, state.inverse))
