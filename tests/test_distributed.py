@@ -475,6 +475,20 @@ def test_split_states_of_optax():
     assert part < all_of_it / 3
 
 
+def test_products_with_split_inverses_are_dealt_out():
+    """Each device multiplies with some of them: those of eight equal layers, one."""
+    mesh, optimizer = make_mesh(8), kfac.scale_by_kfac(0.1)
+    update = eqx.filter_jit(optimizer.update)
+    model = put(Deep([64] * 9), mesh, P())
+    flops = []
+    for over in ((), ("batch",)):
+        state = kfac.packed(optimizer.init(model), over=over)
+        lowered = update.lower(model, state, model, curvature=None)
+        flops.append(lowered.compile().compiled.cost_analysis()["flops"])
+    products = 8 * 2 * 2 * 64**2 * 65
+    assert flops[0] - flops[1] >= products * 7 / 8
+
+
 def test_split_states_need_a_mesh():
     optimizer = OPTIMIZERS["default"]
     with pytest.raises(ValueError, match="Put the model on a mesh with the axis 'batch'"):

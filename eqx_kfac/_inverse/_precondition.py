@@ -4,10 +4,11 @@ shaped like the model."""
 from typing import Any
 
 from .._custom_types import Model
-from .._devices import over_stack
-from .._operator import unpacked
+from .._devices import Devices, over_stack
+from .._jobs import done, Job
+from .._operator import has_split, unpacked
 from .._solver import AbstractDampedSolver
-from .._tag import map_tags, Tag, update_layers
+from .._tag import flatten_tags, Tag, update_layers
 from ._factorise import damping_of, for_each
 
 
@@ -29,9 +30,10 @@ def solutions(
     solver: AbstractDampedSolver,
     damping: Any,
 ) -> Model:
-    r"""The canonical matrix of $\hat F^{-1} \nabla h$ for every layer with factors."""
+    r"""The canonical matrix of $\hat F^{-1} \nabla h$ for every layer with factors. If
+    the state is split over devices, each of them does a part of the layers."""
 
-    def layer_solution(tag, layer, factors, state, damping):
+    def job(tag, layer, factors, state, damping):
         if factors is None:
             return None
 
@@ -45,11 +47,17 @@ def solutions(
             return solution.reshape(-1).reshape(matrix.shape)
 
         matrix = tag.to_matrix(layer).astype(factors.l2.dtype)
-        each = matrix, factors, state, damping_of(factors, damping)
-        return over_stack(solve, factors.l2.ndim)(*each)
+        args = matrix, *unpacked((factors, state)), damping_of(factors, damping)
+        return Job(tag.block, solve, args, factors.l2.ndim)
 
     each = curvature, inverse, for_each(damping, grads, curvature)
-    return map_tags(layer_solution, grads, *each)
+    found, treedef = flatten_tags(job, grads, *each)
+    jobs = [job for _, job in found if job is not None]
+    if has_split((curvature, inverse)):
+        new = iter(done(jobs, Devices.of(curvature, grads)))
+    else:
+        new = (over_stack(job.fn, job.stack)(*job.args) for job in jobs)
+    return treedef.unflatten([None if job is None else next(new) for _, job in found])
 
 
 def with_matrices(tree: Model, matrices: Model) -> Model:

@@ -10,6 +10,7 @@ from ._factor import (
 )
 from ._kronecker import KroneckerOperator as KroneckerOperator
 from ._packed import (
+    has_split as has_split,
     is_packed as is_packed,
     pack as pack,
     Packed as Packed,

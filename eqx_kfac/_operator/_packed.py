@@ -111,6 +111,12 @@ def is_packed(node: PyTree) -> bool:
     return isinstance(node, Packed | Split)
 
 
+def has_split(tree: PyTree) -> bool:
+    """Whether devices have different parts of any matrix."""
+    nodes = jtu.tree_leaves(tree, is_leaf=is_packed)
+    return any(isinstance(node, Split) for node in nodes)
+
+
 def vanishes(factor: Any) -> Bool[Array, ""]:
     """Whether a positive semidefinite matrix (or diagonal, or `Packed`) is zero."""
     entries = factor.diagonal() if is_packed(factor) else diagonal(factor)

@@ -80,7 +80,8 @@ def packed(state: Any, over: str | Sequence[str] = ()) -> Any:
 
     - `state`: that of [`eqx_kfac.KFAC`][], or of an optax optimizer.
     - `over`: an axis of the mesh on which the state is, or several: each device along
-        them keeps a part of every matrix only. At every step, they are gathered.
+        them keeps a part of every matrix only. At every step they are gathered, and the
+        products with them are dealt out.
 
     **Returns:** the state, with [`eqx_kfac.Packed`][] in the place of matrices, or
     [`eqx_kfac.Split`][]; see [`eqx_kfac.unpacked`][] for the inverse, for instance to

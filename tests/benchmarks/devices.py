@@ -140,7 +140,7 @@ def on_paper(tokens: int = 8192, layers: int = 24, d: int = 2048) -> None:
           f"step: gradient {gradient:.2g}, preconditioning {preconditioned:.2g}, "
           f"statistics (every 10 steps) {statistics:.2g}")  # fmt: skip
     print(
-        "| devices | PFLOP/step: AdamW | all decompose all | dealt out "
+        "| devices | PFLOP/step: AdamW | in full | split "
         "| GB sent: AdamW | in full | split | GB of state: AdamW | in full | split |"
     )
     print("|" + "---:|" * 10)
@@ -148,10 +148,13 @@ def on_paper(tokens: int = 8192, layers: int = 24, d: int = 2048) -> None:
         share = (devices - 1) / devices  # Of a ring: what each device sends.
         adam_sent = 2 * share * 4 * parameters
         regular = adam_sent + 2 * share * 4 * factors / 10 + 2 * share * 4 * factors / 50
-        gathered = share * 4 * factors / 2
+        # Solutions are gathered, of those that are no multiple of the devices by a sum.
+        kinds = [(4 * layers, d * d), (layers, 4 * d * d), (layers, 4 * d * d)]
+        solutions = sum((k + k % devices) * numbers for k, numbers in kinds)
+        gathered = share * 4 * (factors / 2 + solutions)
         states = 8 * parameters, 8 * factors, 4.5 * factors / devices
-        flops = gradient + preconditioned + statistics
-        cells = [gradient, flops + inverses, flops + inverses / devices]
+        shared = gradient + statistics + inverses / devices
+        cells = gradient, shared + preconditioned, shared + preconditioned / devices
         cells = [f"{c / 1e15:.4f}" for c in cells]
         sent = adam_sent, regular, regular + gathered
         cells += [f"{n / 1e9:.3g}" for n in (*sent, *states)]
