@@ -304,8 +304,9 @@ def loss_fn(model: Model, program: Program, x: Any, y: Any, weights: Any) -> Any
         return out
 
     if program.mistake == "derivative":
-        plain, one = one, None
-        one = lambda h: jax.jvp(plain, (h,), (jnp.ones_like(h),))[1]
+        plain = one
+        slope = jax.grad(lambda h: jnp.sum(plain(h)))
+        one = lambda h: plain(h) + jnp.sum(slope(h))
     match program.batch:
         case "vmap":
             outputs = jax.vmap(one)(x)

@@ -70,9 +70,10 @@ def weight_too(m, x, y):
     return kfac.SquaredError(jax.vmap(out)(x), y)
 
 
-def forward_derivative(m, x, y):
-    along = lambda v: jax.jvp(m, (v,), (jnp.ones(D),))[1]
-    return kfac.SquaredError(jax.vmap(along)(x), y)
+def forward_over_reverse(m, x, y):
+    slope = jax.grad(lambda v: m(v)[0])
+    curved = lambda v: jax.jvp(slope, (v,), (jnp.ones(D),))[1][:K]
+    return kfac.SquaredError(jax.vmap(curved)(x), y)
 
 
 def reverse_derivative(m, x, y):
@@ -126,7 +127,7 @@ traced = eqx.filter_eval_shape
 BESIDE = [
     (weight_alone, mlp, ".layers[0]"),
     (weight_too, mlp, ".layers[1]"),
-    (forward_derivative, mlp, ".layers[0]"),
+    (forward_over_reverse, mlp, ".layers[0]"),
     (reverse_derivative, mlp, ".layers[0]"),
     (decoder_by_vjp, mlp, ".layers[0]"),
     (tied, tied_model, ".embedding"),

@@ -84,6 +84,8 @@ class AbstractBlock(eqx.Module):
     # Whether it is made of squares of single examples' gradients. If these use the layer
     # more than once, its slots hold the gradients themselves: see `together`.
     squares_examples: ClassVar[bool] = False
+    # Whether it knows that rows of derivatives are without the bias (`rows.derivative`).
+    derivatives: ClassVar[bool] = False
     # Whether the statistics are taken in a basis that the factors have.
     has_basis: ClassVar[bool] = False
 

@@ -62,6 +62,7 @@ class EKFAC(AbstractBlock):
     mixes_positions = True
     two_sided = True
     squares_examples = True
+    derivatives = True
     has_basis = True
 
     def __init__(

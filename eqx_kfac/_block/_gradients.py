@@ -29,7 +29,8 @@ class Columns(NamedTuple):
     def inputs(self, rows: Rows) -> Float[Array, "*rows d_in"]:
         r"""$\bar x$, of the columns that there are."""
         dtype = accumulator(rows.g.dtype)
-        ones = jnp.ones_like(rows.g[..., :1], dtype)
+        constant = 0 if rows.derivative else 1
+        ones = jnp.full_like(rows.g[..., :1], constant, dtype)
         if self.weight is None:
             return ones
         x = rows.x.vectors().astype(dtype)
@@ -58,6 +59,7 @@ class AbstractGradientBlock(AbstractBlock):
     weighted: bool = eqx.field(static=True, default=False, init=False, repr=False)
     mixes_positions: bool = eqx.field(static=True, default=True, init=False, repr=False)
     squares_examples = True
+    derivatives = True
 
     def __init__(self, batch_axes: int = 1):
         """**Arguments:**

@@ -8,22 +8,22 @@ from jaxtyping import Array, Bool, Float, PyTree
 from .._checks import check_flag, check_instance
 from .._custom_types import Layer, Like, Weights
 from .._devices import zeros_of
-from .._misc import trailing
+from .._misc import accumulator, trailing
 from .._operator import diagonal, KroneckerOperator, vanishes
-from ..form import AbstractForm, Rows, Vectors
+from ..form import AbstractForm, AbstractInputs, Rows, Vectors
 from ._base import AbstractBlock, AbstractFactors, sizes_and_zeros, Statistics
 from ._sharing import AbstractSharing, Expand
 
 
 class InputMoments(NamedTuple):
     r"""$\sum w$, $\sum w x$ and $\sum w x x^\top$ over a layer's rows. The bias column
-    $\bar x = [x; 1]$ costs no copy: its moments are the first two. The last one is over
-    the rows of a layer that uses the transposed weight."""
+    $\bar x = [x; 1]$ costs no copy: its moments are `first` and `ones`. The last one is
+    over the rows of a layer that uses the transposed weight."""
 
     rows: Any = None
+    ones: Any = None  # $\sum w$ again, without rows that have no bias in them.
     first: Any = None
     second: Any = None
-    bias: Any = None  # Zero if there is one and the factor is diagonal.
     transposed: Any = None
 
 
@@ -73,6 +73,7 @@ class Kronecker(AbstractBlock):
     """
 
     two_sided = True
+    derivatives = True
 
     sharing: AbstractSharing
     weighted: bool = eqx.field(static=True)
@@ -130,9 +131,9 @@ class Kronecker(AbstractBlock):
         square_out = (d_out,) if self.diagonal_output else (d_out, d_out)
         moments = InputMoments(
             rows=zeros(),
+            ones=zeros() if d_in > 0 and bias else None,
             first=zeros(d_in) if d_in > 0 and bias and not diagonal else None,
             second=zeros(*square_in) if d_in > 0 else None,
-            bias=zeros() if bias and diagonal else None,
             transposed=zeros(*square_out) if self.tied else None,
         )
         outputs = OutputMoments(
@@ -142,28 +143,27 @@ class Kronecker(AbstractBlock):
         return Statistics(inputs=moments, outputs=outputs)
 
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
-        x, g, weights, stack, swapped, _ = self.sharing(rows)
-        like = slots.inputs
+        x, g, weights, stack, swapped, derivative, _ = self.sharing(rows)
+        like, zero = slots.inputs, zeros_of(slots)
+        if derivative and like.second is None:  # Of a bias alone: zero.
+            return zero
+        if derivative:
+            weights, g = _without_zeros(x, g, weights)
         number = _number(g, weights, stack, like.rows)
         if swapped:
             transposed = x.second(weights, stack, like.transposed)
-            inputs = eqx.tree_at(
-                lambda m: (m.rows, m.transposed), zeros_of(like), (number, transposed)
-            )
+            inputs = zero.inputs._replace(rows=number, transposed=transposed)
             transposed = Vectors(g).second(None, stack, slots.outputs.transposed)
-            outputs = OutputMoments(zeros_of(slots.outputs.second), transposed)
-            return Statistics(inputs, outputs)
-        first = second = None
-        if like.first is not None:
-            first = x.first(weights, stack, like.first)
+            return Statistics(inputs, zero.outputs._replace(transposed=transposed))
+        inputs = zero.inputs._replace(rows=number)
         if like.second is not None:
-            second = x.second(weights, stack, like.second)
-        outputs = Vectors(g).second(None, stack, slots.outputs.second)
-        empty, none = zeros_of((like.bias, like.transposed))
-        return Statistics(
-            InputMoments(number, first, second, empty, none),
-            OutputMoments(outputs, zeros_of(slots.outputs.transposed)),
-        )
+            inputs = inputs._replace(second=x.second(weights, stack, like.second))
+        if like.first is not None and not derivative:
+            inputs = inputs._replace(first=x.first(weights, stack, like.first))
+        if like.ones is not None and not derivative:
+            inputs = inputs._replace(ones=number)
+        second = Vectors(g).second(None, stack, slots.outputs.second)
+        return Statistics(inputs, zero.outputs._replace(second=second))
 
     def factors(
         self, statistics: Statistics, count: Array, l2: Array
@@ -187,6 +187,16 @@ class Kronecker(AbstractBlock):
         return KroneckerOperator(factors.output_factor, factors.input_factor)
 
 
+def _without_zeros(x: AbstractInputs, g: Array, weights: Weights) -> tuple[Array, Array]:
+    """Weights and gradients of derivatives: where nothing moves, there is no row. (How a
+    derivative is written decides whether JAX knows that by itself.)"""
+    moves = jnp.any(x.vectors() != 0, axis=-1)
+    g = jnp.where(moves[..., None], g, 0)
+    if weights is not None:
+        return jnp.where(moves, trailing(weights, moves), 0), g
+    return moves.astype(accumulator(g.dtype)), g
+
+
 def _number(g: Array, weights: Weights, stack: int, like: Like) -> Float[Array, "*stack"]:
     """The number of rows, or the sum of their weights."""
     if weights is None:
@@ -204,12 +214,12 @@ def _homogeneous(moments: InputMoments) -> Float[Array, "..."]:
     r"""$\sum \bar x \bar x^\top$ of the coordinates that are there: $x$, 1, or both."""
     if moments.second is None:
         return moments.rows[..., None, None]
-    if moments.bias is not None:
-        return jnp.concatenate([moments.second, moments.rows[..., None]], axis=-1)
-    if moments.first is None:
+    if moments.ones is None:
         return moments.second
+    if moments.first is None:  # Diagonal.
+        return jnp.concatenate([moments.second, moments.ones[..., None]], axis=-1)
     # Padding may be fused with what comes next, unlike blocks written side by side.
-    last = jnp.concatenate([moments.first, moments.rows[..., None]], axis=-1)
+    last = jnp.concatenate([moments.first, moments.ones[..., None]], axis=-1)
     stack, size = last.ndim - 1, last.shape[-1]
     second = jnp.pad(moments.second, [(0, 0)] * stack + [(0, 1), (0, 1)])
     is_last = (jnp.arange(size) == size - 1).reshape(*[1] * stack, size)

@@ -157,10 +157,12 @@ def _captured(place: Place, use: Use, x: Any, g: Array, several: bool) -> Captur
 
 def _checked(used: Used) -> Use | None:
     """The one use of a layer, or `None` if there is none."""
-    path, _, (number, _, devices) = used
-    if used.once is not None:
+    path, _, (number, kinds, devices) = used
+    if used.once is not None and not used.once.derivative:
         return used.once
-    if devices:
+    if any(use.derivative for use in kinds):
+        how = "is used in a derivative of the model in its inputs, which is another row"
+    elif devices:
         how = "is used by several devices, in a `shard_map`"
     elif number is None:
         how = "is used or not depending on data (a `cond`, or an index that is computed)"

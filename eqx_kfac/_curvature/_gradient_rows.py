@@ -76,7 +76,9 @@ def row_slots(
 def _use_with_few_rows(used: Used) -> Use | None:
     """The use of a layer that is made for this, if rows are less work."""
     place, use = used.place, used.once
-    if use is None or not (isinstance(place.form, Dense) and place.block.two_sided):
+    if use is None or use.derivative:
+        return None
+    if not (isinstance(place.form, Dense) and place.block.two_sided):
         return None
     rows = math.prod(use.x.shape[use.stack : use.axes])
     d_out, d_in = place.sizes.d_out, place.sizes.d_in + place.sizes.bias

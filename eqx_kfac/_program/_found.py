@@ -19,6 +19,7 @@ from .._tag import (
     statistic_p,
     Tag,
     tag_p,
+    unseen_p,
     update_layers,
     with_tags,
 )
@@ -30,7 +31,7 @@ from ._uses import part_of
 DATA, STATISTIC = 1, 2  # Sources. The others are layers,
 
 
-LAYERS = 2  # whose bits come behind so many.
+LAYERS = 2  # which have two bits each, behind so many.
 
 
 class Call(NamedTuple):
@@ -217,6 +218,10 @@ def _visit(eqn: JaxprEqn, values: list[Value], around: Around) -> Any:
     if eqn.primitive is statistic_p:
         (value,) = values
         return [value._replace(sources=value.sources | STATISTIC)], []
+    if eqn.primitive is unseen_p:
+        (value,) = values
+        unseen = unseen_of(eqn.params["number"])
+        return [value._replace(sources=value.sources | unseen)], []
     if eqn.primitive is not tag_p:
         return None
     params = eqn.params
@@ -244,7 +249,12 @@ def _visit(eqn: JaxprEqn, values: list[Value], around: Around) -> Any:
 
 def source_of(number: int) -> int:
     """The bit of the parameters that a tag covers."""
-    return 1 << (LAYERS + number)
+    return 1 << (LAYERS + 2 * number)
+
+
+def unseen_of(number: int) -> int:
+    """The bit of derivatives that the tag does not see."""
+    return source_of(number) << 1
 
 
 def _sources(model: Model, numbers: Model) -> list[int]:

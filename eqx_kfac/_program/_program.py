@@ -18,10 +18,11 @@ from .._tag import (
     check_tagged,
     Note,
     row_weights,
+    Tag,
     with_tags,
 )
 from ._flow import all_sources, Expressions
-from ._found import Call, Found, places_of, source_of, STATISTIC, traced
+from ._found import Call, Found, places_of, source_of, STATISTIC, traced, unseen_of
 
 
 class Program(NamedTuple):
@@ -114,6 +115,14 @@ def _check_uses(found: Found, trains: bool) -> None:
     for number, (path, tag, _) in enumerate(found.places):
         calls = found.of(number)
         untagged = outputs & source_of(number)
+        if outputs & unseen_of(number):
+            raise ValueError(
+                f"The losses are trained through a derivative of the layer `{path}` in "
+                f"its input, of which no curvature would be collected: {_unseen(tag)}. "
+                "Stop what is not trained through (`jax.lax.stop_gradient`); or leave "
+                f"the layer untagged, `kfac.convert(model, blocks={{{path!r}: None}})`, "
+                "with a `fallback`."
+            )
         if not calls and untagged:
             raise ValueError(
                 f"The layer `{path}` is trained, but the loss function never calls it: "
@@ -133,12 +142,30 @@ def _check_uses(found: Found, trains: bool) -> None:
                 f"Parameters of the layer `{path}` reach the losses by another way than "
                 "through the layer's tag, and no curvature would be collected of that: "
                 f"{names(tag.form.names)} are used outside of the layer, or a "
-                "derivative of the layer with respect to its input is. Call the layer "
-                "instead; tie weights with `eqx.nn.Shared`; take derivatives that are "
-                "not trained through (`jax.lax.stop_gradient`) of `kfac.revert(model)`; "
-                "or leave the layer untagged, "
+                "derivative of the layer in its parameters is. Call the layer instead; "
+                "tie weights with `eqx.nn.Shared`; or leave the layer untagged, "
                 f"`kfac.convert(model, blocks={{{path!r}: None}})`, with a `fallback`."
             )
+
+
+def _unseen(tag: Tag) -> str:
+    """Why a tag does not see a derivative, and what to do."""
+    form, block = type(tag.form).__name__, type(tag.block).__name__
+    if not tag.form.linear:
+        return (
+            f"its form, `{form}`, does not say that the layer is linear in its input "
+            "(`linear = True`), up to a bias"
+        )
+    if not tag.block.derivatives:
+        return (
+            f"its block, `{block}`, does not say that it knows of rows without a bias "
+            "(`derivatives = True`); `kfac.Kronecker()` does"
+        )
+    return (
+        "it is taken in reverse mode (`jax.grad`, `jax.vjp`, `jax.jacrev`, "
+        "`jax.hessian`). Take it forward: `jax.jvp`, `jax.jacfwd`, `jax.linearize`, "
+        "`jax.experimental.jet`"
+    )
 
 
 def _check_shared(found: Found, before: Found) -> None:

@@ -2,7 +2,12 @@ from ._partition import (
     check_covered as check_covered,
     partition_tagged as partition_tagged,
 )
-from ._primitive import Note as Note, statistic_p as statistic_p, tag_p as tag_p
+from ._primitive import (
+    Note as Note,
+    statistic_p as statistic_p,
+    tag_p as tag_p,
+    unseen_p as unseen_p,
+)
 from ._rows import Raw as Raw, Use as Use, use_p as use_p
 from ._tag import is_trainable as is_trainable, Tag as Tag
 from ._tagged import (

@@ -10,11 +10,13 @@ This folder, and `_program/`, which reads jaxprs, are the only ones that touch J
 extension points.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -47,18 +49,26 @@ class Note(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What the operands `y, x, *shared, *slots` of a tag are. `shared` arrays belong to
-    the layer and not to an example; like the slots, they are mapped over stacks only."""
+    """What the operands `y, x, *beside, *shared, *slots` of a tag are. `shared` arrays
+    belong to the layer and not to an example; like the slots, they are mapped over stacks
+    only. Of a layer's derivative in its inputs, the output itself is `beside`: a
+    derivative that is the same for all examples belongs to each of them nevertheless."""
 
     form: AbstractForm
     block: AbstractBlock
     swapped: bool
     slots: Any  # treedef of the slots
     shared: Any  # and of weights and basis
+    derivative: bool = False
+
+    @property
+    def own(self) -> int:
+        """How many operands belong to examples."""
+        return 2 + self.derivative
 
     def split(self, operands):
-        k = 2 + self.shared.num_leaves
-        return operands[0], operands[1], operands[2:k], operands[k:]
+        k = self.own + self.shared.num_leaves
+        return operands[0], operands[1], operands[self.own : k], operands[k:]
 
     def note(self, operands) -> Note | None:
         """That of a tag with these operands, or abstract values of them."""
@@ -74,6 +84,9 @@ tag_linear_p = Primitive("kfac_tag_linear")
 
 
 statistic_p = Primitive("kfac_statistic")  # Marks what came from a transpose.
+
+
+unseen_p = Primitive("kfac_unseen")
 
 
 def _value(y, *_, **__):
@@ -98,7 +111,7 @@ def _batch(primitive, operands, dims, *, layout, stack, examples):
     then examples. Only a mapped slot means a stack: separate layers, separate statistics;
     otherwise the new axis is an example axis, outside the earlier ones."""
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
-    stacked = any(d is not None for d in dims[2:])
+    stacked = any(d is not None for d in dims[layout.own :])
     axis = 0 if stacked else stack
 
     def place(x, d):
@@ -107,7 +120,7 @@ def _batch(primitive, operands, dims, *, layout, stack, examples):
         shape = x.shape[:axis] + (size,) + x.shape[axis:]
         return jnp.broadcast_to(jnp.expand_dims(x, axis), shape)
 
-    num_placed = len(operands) if stacked else 2
+    num_placed = len(operands) if stacked else layout.own
     placed = list(map(place, operands[:num_placed], dims[:num_placed]))
     out = primitive.bind(
         *placed,
@@ -119,24 +132,61 @@ def _batch(primitive, operands, dims, *, layout, stack, examples):
     return out, axis
 
 
-def _linear_tangent(y_dot, operands, slot_dots, layout, **params):
-    if all(type(s) is ad.Zero for s in slot_dots):
-        return y_dot
-    _, x, shared, _ = layout.split(operands)
-    y_dot, *slot_dots = map(ad.instantiate_zeros, (y_dot, *slot_dots))
-    return tag_linear_p.bind(y_dot, x, *shared, *slot_dots, layout=layout, **params)
-
-
 def _jvp(primitive, primals, tangents, *, layout, **params):
     """Neither tag depends on anything but its first operand, and linearly on that."""
     out = primitive.bind(*primals, layout=layout, **params)
-    y_dot, _, _, slot_dots = layout.split(tangents)
-    return out, _linear_tangent(y_dot, primals, slot_dots, layout, **params)
+    y_dot, x_dot, _, slot_dots = layout.split(tangents)
+    if not all(type(s) is ad.Zero for s in slot_dots):
+        y_dot, *slot_dots = map(ad.instantiate_zeros, (y_dot, *slot_dots))
+        between = primals[1 : len(primals) - len(slot_dots)]
+        y_dot = tag_linear_p.bind(y_dot, *between, *slot_dots, layout=layout, **params)
+    elif primitive is tag_p:
+        y_dot = _derivative(y_dot, x_dot, primals, layout, **params)
+    return out, y_dot
+
+
+def _derivative(y_dot, x_dot, primals, layout, **params):
+    r"""Of $z = W x + b$ along $\dot x$: $\dot z = W \dot x$ is one more row of the same
+    weight."""
+    if type(x_dot) is ad.Zero:
+        return y_dot
+    # A layer that is tagged at a zero has more derivatives than this one.
+    y_dot = ad.instantiate_zeros(y_dot)
+    if not (layout.form.linear and layout.block.derivatives):
+        return _unseen(y_dot, layout.note(primals))
+    _, _, shared, slots = layout.split(primals)
+    operands = y_dot, x_dot, primals[0], *shared, *slots
+    return tag_p.bind(*operands, layout=layout._replace(derivative=True), **params)
+
+
+def _taylor(primals, series, *, layout, **params):
+    """As `_jvp`, for the Taylor coefficients of `jax.experimental.jet`."""
+    out = tag_p.bind(*primals, layout=layout, **params)
+    coefficients = []
+    for k, (y, x) in enumerate(zip(*series[:2], strict=True), 1):
+        factorial = math.factorial(k)
+        derivatives = y * factorial, x * factorial
+        y = _derivative(*derivatives, primals, layout, **params)
+        coefficients.append(y / factorial)
+    return out, coefficients
+
+
+def _transpose_derivative(ct, *operands, layout, **_):
+    """Of a derivative in reverse mode, in which weights act transposed."""
+    if type(ct) is not ad.Zero:
+        ct = _unseen(ct, layout.note(operands))
+    return [ct, *[None] * (len(operands) - 1)]
+
+
+def _unseen(a, note):
+    """A derivative of a layer that its tag does not see: a program that is trained
+    through it is refused, when it is looked at."""
+    return a if note is None else unseen_p.bind(a, number=note.number)
 
 
 def _transpose(ct, *operands, layout, stack, examples):
     _, x, shared, slots = layout.split(operands)
-    nothing = [None] * (1 + len(shared))
+    nothing = [None] * (layout.own - 1 + len(shared))
     if type(ct) is ad.Zero:
         return [ct, *nothing, *[None] * len(slots)]
     avals = [s.aval if ad.is_undefined_primal(s) else jax.typeof(s) for s in slots]
@@ -147,7 +197,9 @@ def _transpose(ct, *operands, layout, stack, examples):
         weights, basis, *_ = jtu.tree_unflatten(layout.shared, shared)
         weights = row_weights(weights, x, stack, axes)
         rows = layout.block.rows(layout.form, x, ct, weights, stack, axes)
-        rows = rows._replace(swapped=layout.swapped, basis=basis)
+        rows = rows._replace(
+            swapped=layout.swapped, derivative=layout.derivative, basis=basis
+        )
         return jtu.tree_leaves(layout.block.statistics(rows, like))
 
     stats = statistics(x, ct, *shared)
@@ -176,7 +228,7 @@ def _no_derivative(primals, tangents):
     )
 
 
-for _p in (tag_p, tag_linear_p, statistic_p):
+for _p in (tag_p, tag_linear_p, statistic_p, unseen_p):
     _p.def_impl(_value)
     _p.def_abstract_eval(_value)
     mlir.register_lowering(_p, mlir.lower_fun(_value, multiple_results=False))
@@ -190,7 +242,19 @@ for _p in (tag_p, tag_linear_p):
 ad.primitive_transposes[tag_linear_p] = _transpose
 
 
+ad.primitive_transposes[tag_p] = _transpose_derivative
+
+
+jet.jet_rules[tag_p] = _taylor
+
+
 batching.defvectorized(statistic_p)
+
+
+batching.defvectorized(unseen_p)
+
+
+ad.deflinear2(unseen_p, lambda ct, *_, **__: [ct])
 
 
 ad.primitive_jvps[statistic_p] = _no_derivative

@@ -32,6 +32,7 @@ class RawRows(NamedTuple):
     stack: int
     axes: int
     swapped: bool = False
+    derivative: bool = False
     basis: Any = None
 
 
@@ -42,6 +43,7 @@ class Use(NamedTuple):
     g: jax.ShapeDtypeStruct
     stack: int
     axes: int
+    derivative: bool
 
 
 class Raw(AbstractBlock):
@@ -49,6 +51,7 @@ class Raw(AbstractBlock):
 
     weighted = False
     mixes_positions = False
+    derivatives = True
 
     def __init__(self):
         pass
@@ -96,6 +99,7 @@ class Sight(AbstractBlock):
 
     weighted = False
     mixes_positions = False
+    derivatives = True
 
     def __init__(self):
         pass
@@ -133,7 +137,8 @@ use_p = Primitive("kfac_use")
 def _use(rows: RawRows, dtype: DTypeLike) -> Array:
     probe = jnp.sum(rows.g, axis=tuple(range(rows.stack, rows.g.ndim))).astype(dtype)
     x, g = map(_struct, (rows.x, rows.g))
-    return use_p.bind(probe, aval=None, use=Use(x, g, rows.stack, rows.axes))
+    use = Use(x, g, rows.stack, rows.axes, rows.derivative)
+    return use_p.bind(probe, aval=None, use=use)
 
 
 def _struct(a: Array) -> jax.ShapeDtypeStruct:

@@ -208,7 +208,9 @@ class Tag(eqx.Module):
         leaves = zip(self.form.parameters(layer), marks, strict=True)
         trained = tuple(None if mark is None else leaf for leaf, mark in leaves)
         part = self.form.only(layer, trained)
-        column = self(self.form.to_matrix(part)[..., 0], example.reshape(-1)[0])
+        # The example only counts: parameters have no derivative in it.
+        one = jax.lax.stop_gradient(example.reshape(-1)[0])
+        column = self(self.form.to_matrix(part)[..., 0], one)
         part = self.form.from_matrix(column[..., None], part)
         return self.form.replace(layer, self.form.parameters(part))
 

@@ -1,6 +1,6 @@
 import abc
 import operator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ class Rows(NamedTuple):
     weights: Float[Array, "..."] | None
     stack: int
     swapped: bool = False  # A use of the transposed weight.
+    derivative: bool = False  # Of the layer in its inputs: without the bias.
     basis: Any = None  # What the block wants the statistics in.
 
 
@@ -51,6 +52,9 @@ class AbstractForm(eqx.Module):
     the bias if there is one; or as several such maps side by side. A form has no arrays:
     it is static data on the layer's [`eqx_kfac.Tag`][], compared and hashed by value.
     """
+
+    # Whether `inputs` is linear in `x`, so that a derivative in `x` is a row as well.
+    linear: ClassVar[bool] = False
 
     @property
     def groups(self) -> int:

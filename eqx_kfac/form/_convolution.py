@@ -31,6 +31,7 @@ class Convolution(AbstractForm):
     (for a transposed convolution), then `padding` zeros around it.
     """
 
+    linear = True
     stride: tuple[int, ...] = eqx.field(static=True)
     dilation: tuple[int, ...] = eqx.field(static=True)
     channel_groups: int = eqx.field(static=True)

@@ -16,6 +16,8 @@ class Dense(AbstractForm):
     Scalar inputs and outputs (shape `()`) count as vectors of length one.
     """
 
+    linear = True
+
     @property
     def names(self) -> tuple[str, ...]:
         return "weight", "bias"

@@ -26,6 +26,7 @@ class Einsum(AbstractForm):
         block-diagonal, `Einsum("oi,ti->to")` acts on a whole sequence.
     """
 
+    linear = True
     subscripts: str = eqx.field(static=True)
     weight: str = eqx.field(static=True)
     bias: str | None = eqx.field(static=True)

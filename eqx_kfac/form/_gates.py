@@ -30,6 +30,7 @@ class Gates(AbstractForm):
     in which several maps are kept together. The tag's `x` is $[x_1; x_2; \dots]$.
     """
 
+    linear = True
     weights: tuple[Part, ...] = eqx.field(static=True)
     bias: Part = eqx.field(static=True)
 

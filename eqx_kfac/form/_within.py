@@ -20,6 +20,10 @@ class Within(AbstractForm):
         return (f"{self.name}.weight",)
 
     @property
+    def linear(self) -> bool:  # pyright: ignore
+        return self.form.linear
+
+    @property
     def groups(self) -> int:
         return self.form.groups
 

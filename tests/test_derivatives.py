@@ -1,0 +1,498 @@
+"""Derivatives of a model in its inputs, in forward mode: further rows of its weights."""
+
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+from jax.experimental import jet
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import eqx_kfac as kfac
+
+
+N, D, H, K = 6, 3, 5, 2
+KEYS = jr.split(jr.key(11), 6)
+X = jr.normal(KEYS[0], (N, D))
+V = jnp.array([0.5, -1.0, 2.0])
+EXACT = kfac.Exact()
+
+
+def mlp(block=kfac.Kronecker(), activation=jnp.tanh, **kwargs):
+    model = eqx.nn.MLP(D, K, H, 2, activation, key=KEYS[2], **kwargs)
+    return kfac.convert(model, block)
+
+
+def over(outputs, examples=jax.vmap):
+    """The loss function whose outputs are those of single examples."""
+
+    def loss_fn(model, x, weights=None):
+        z = examples(ft.partial(outputs, model))(x)
+        return kfac.SquaredError(z, jnp.ones_like(z), weights)
+
+    return loss_fn
+
+
+@eqx.filter_jit
+def curvature(loss_fn, model, *args):
+    return kfac.curvature(loss_fn, fisher=EXACT)(model, *args)
+
+
+def assert_same(got, want, tolerance=1e-12):
+    got, want = (jtu.tree_leaves(eqx.filter(t, eqx.is_array)) for t in (got, want))
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=0, atol=tolerance)
+
+
+def differ(got, want):
+    got, want = (jtu.tree_leaves(eqx.filter(t, eqx.is_array)) for t in (got, want))
+    norm = np.linalg.norm
+    return max(norm(g - w) / (norm(w) or 1) for g, w in zip(got, want, strict=True))
+
+
+#
+# The oracle: a network of `tanh` and all of its derivatives, written out, with a probe at
+# everything that a weight is multiplied with.
+#
+
+
+def written_out(model, x, tangents, probes):
+    """The outputs of the last layer and the inputs of every one, by name: "", the value;
+    `tangents` (names and vectors), first derivatives; and "ab", that of "a" along "b"."""
+    h = {"": x, **tangents}
+    seen = []
+    for i, layer in enumerate(model.layers):
+        z = {name: layer.weight @ h[name] for name in h}
+        z = {name: a + probes[i].get(name, 0) for name, a in z.items()}
+        z[""] = z[""] + layer.bias
+        seen.append(h)
+        t = jnp.tanh(z[""])
+        d1, d2 = 1 - t**2, -2 * t * (1 - t**2)
+        h = {name: d1 * a for name, a in z.items()} | {"": t}
+        for a, b in PAIRS & {(a, b) for a in tangents for b in tangents}:
+            h[a + b] = h.get(a + b, 0) + d2 * z[a] * z[b]
+    return z, seen
+
+
+# Of a `jvp` of a `jvp`, there are two first derivatives, though they are the same.
+PAIRS = {("v", "w"), ("v", "v"), *((f"v{i}", f"w{i}") for i in range(D))}
+
+
+def oracle(model, tangents, outputs):
+    """The factors of all layers, where `outputs` of the last layer have the loss."""
+    sums = [[0.0, 0.0, 0] for _ in model.layers]
+    for x in X:
+        _, seen = written_out(model, x, tangents, [{}] * len(model.layers))
+        zeros = [
+            {name: jnp.zeros_like(layer.bias) for name in h}
+            for layer, h in zip(model.layers, seen, strict=True)
+        ]
+        run = lambda probes, x=x: outputs(written_out(model, x, tangents, probes)[0])
+        for own, h, jacobians in zip(sums, seen, jax.jacobian(run)(zeros), strict=True):
+            for name, jacobian in jacobians.items():
+                g, row = jacobian.reshape(-1, jacobian.shape[-1]), h[name]
+                if np.any(g):
+                    row = jnp.append(row, float(name == ""))
+                    own[0] += jnp.outer(row, row)
+                    own[1] += g.T @ g
+                    own[2] += 1
+    return [(a / number, g / N) for a, g, number in sums]
+
+
+def check(loss_fn, want, *args, model=None):
+    model = mlp() if model is None else model
+    got = curvature(loss_fn, model, *(args or (X,)))
+    got = [(layer.input_factor, layer.output_factor) for layer in got.layers]
+    assert_same(got, want)
+
+
+#
+# First derivatives, in all ways to write them
+#
+
+
+def slope(m, x, v=V):
+    return jax.jvp(m, (x,), (v,))[1]
+
+
+def both(m, x):
+    return jnp.concatenate(jax.jvp(m, (x,), (V,)))
+
+
+def linearised(m, x):
+    y, push = jax.linearize(m, x)
+    return jnp.concatenate([y, push(V)])
+
+
+def in_a_loop(m, x):
+    """One layer after the other, tangents by hand."""
+    v = V
+    for i, layer in enumerate(m.layers):
+        fn = (lambda x, layer=layer: jnp.tanh(layer(x))) if i < 2 else layer
+        x, v = jax.jvp(fn, (x,), (v,))
+    return jnp.concatenate([x, v])
+
+
+@jax.custom_jvp
+def own_tanh(x):
+    return jnp.tanh(x)
+
+
+own_tanh.defjvp(
+    lambda x, v: (own_tanh(*x), (1 - own_tanh(*x) ** 2) * v[0]), symbolic_zeros=False
+)
+
+
+def of_the_batch(m, x, weights=None):
+    y, dot = jax.jvp(jax.vmap(m), (x,), (jnp.broadcast_to(V, x.shape),))
+    z = jnp.concatenate([y, dot], axis=-1)
+    return kfac.SquaredError(z, jnp.ones_like(z), weights)
+
+
+def mapped_over_directions(m, x, weights=None):
+    """The directions outside of the examples."""
+    one = lambda v: jax.jvp(jax.vmap(m), (x,), (jnp.broadcast_to(v, x.shape),))
+    y, dot = jax.vmap(one)(V[None])
+    z = jnp.concatenate([y[0], dot[0]], axis=-1)
+    return kfac.SquaredError(z, jnp.ones_like(z), weights)
+
+
+FIRST = {
+    "jvp": over(both),
+    "linearize": over(linearised),
+    "layer by layer": over(in_a_loop),
+    "jit": over(lambda m, x: jax.jit(lambda x: both(m, x))(x)),
+    "checkpoint": over(lambda m, x: both(lambda x: eqx.filter_checkpoint(m)(x), x)),
+    "checkpointed": over(lambda m, x: jax.checkpoint(lambda x: both(m, x))(x)),
+    "of the batch": of_the_batch,
+    "map": over(both, lambda fn: ft.partial(jax.lax.map, fn)),
+    "loop": over(both, lambda fn: lambda x: jnp.stack([fn(one) for one in x])),
+    "over directions": mapped_over_directions,
+}
+
+
+@ft.cache
+def first_order():
+    joined = lambda z: jnp.concatenate([z[""], z["v"]])
+    return oracle(mlp(), {"v": V}, joined)
+
+
+@pytest.mark.parametrize("way", FIRST)
+def test_first_derivatives(way):
+    check(FIRST[way], first_order())
+
+
+def test_activations_with_a_derivative_of_their_own():
+    check(over(both), first_order(), model=mlp(activation=own_tanh))
+
+
+def test_a_derivative_alone():
+    """The value of the last layer, nothing looks at: it is no row."""
+    check(over(slope), oracle(mlp(), {"v": V}, lambda z: z["v"]))
+
+
+def test_a_jacobian():
+    tangents = {f"v{i}": v for i, v in enumerate(jnp.eye(D))}
+    want = oracle(mlp(), tangents, lambda z: jnp.stack([z[v] for v in tangents]))
+    check(over(lambda m, x: jax.jacfwd(m)(x).T.reshape(-1)), want)
+
+
+#
+# Second ones
+#
+
+
+def curved(m, x, v=V):
+    return jax.jvp(lambda x: slope(m, x, v), (x,), (v,))[1]
+
+
+def laplacian(m, x):
+    return jnp.sum(jax.vmap(lambda v: curved(m, x, v))(jnp.eye(D)), axis=0)
+
+
+def by_taylor(m, x):
+    """Taylor mode knows no symbolic zeros: the first layer has a row of them."""
+    _, (_, second) = jet.jet(m, (x,), ((V, jnp.zeros_like(V)),))
+    return second
+
+
+def test_second_derivatives():
+    tangents = {"v": V, "w": V}
+    check(over(curved), oracle(mlp(), tangents, lambda z: z["vw"]))
+
+
+def test_taylor_mode():
+    want = oracle(mlp(), {"v": V}, lambda z: z["vv"])
+    check(over(by_taylor), want)
+    twice = oracle(mlp(), {"v": V, "w": V}, lambda z: z["vw"])
+    assert differ(want, twice) > 0.1  # Two rows in the place of their sum.
+    np.testing.assert_allclose(by_taylor(mlp(), X[0]), curved(mlp(), X[0]))
+
+
+def test_a_laplacian():
+    names = [(f"v{i}", f"w{i}") for i in range(D)]
+    tangents = {n: v for both, v in zip(names, jnp.eye(D), strict=True) for n in both}
+    check(
+        over(laplacian),
+        oracle(mlp(), tangents, lambda z: sum(z[a + b] for a, b in names)),
+    )
+
+
+#
+# Where it is exact
+#
+
+
+def gauss_newton(loss_fn, model):
+    """Of every layer, the dense block: its canonical matrix, row by row."""
+    plain = kfac.revert(model)
+    params, static = eqx.partition(plain, eqx.is_inexact_array)
+
+    def outputs(params):
+        return loss_fn(eqx.combine(params, static), X).outputs.reshape(-1)
+
+    jacobians = jax.jacobian(outputs)(params)
+    found = []
+    for layer in jacobians.layers:
+        bias = [] if layer.bias is None else [layer.bias[..., None]]
+        matrix = jnp.concatenate([layer.weight, *bias], axis=-1)
+        flat = matrix.reshape(matrix.shape[0], -1)
+        found.append(flat.T @ flat / N)
+    return found
+
+
+def blocks(loss_fn, model):
+    found = curvature(loss_fn, model, X)
+    layers = zip(model.layers, found.layers, strict=True)
+    return [layer.tag.block.operator(f).as_matrix() for layer, f in layers]
+
+
+@pytest.mark.parametrize("outputs", [both, slope, laplacian, by_taylor])
+def test_full_blocks_are_exact(outputs):
+    model = mlp(kfac.Full())
+    assert_same(blocks(over(outputs), model), gauss_newton(over(outputs), model))
+
+
+@pytest.mark.parametrize("outputs", [both, slope])
+def test_deep_linear_networks(outputs):
+    model = mlp(activation=lambda x: x)
+    got, want = blocks(over(outputs), model), gauss_newton(over(outputs), model)
+    assert_same(got, want)
+    curved = mlp()
+    got, want = blocks(over(outputs), curved), gauss_newton(over(outputs), curved)
+    assert_same(got[-1], want[-1])  # The last layer is.
+    assert differ(got[:-1], want[:-1]) > 0.05
+
+
+#
+# Of other layers
+#
+
+
+class Net(eqx.Module):
+    """A sequence of three tokens, through one layer after the other."""
+
+    layers: list
+
+    def __call__(self, x):
+        h = jnp.tile(jnp.concatenate([x, x**2])[:4], (3, 1)) * jnp.arange(1.0, 4)[:, None]
+        for layer in self.layers:
+            h = layer(h) if isinstance(layer, (Recurrent, Heads)) else jax.vmap(layer)(h)
+            h = jnp.tanh(h)
+        return jnp.mean(h, axis=0)[:K]
+
+
+class Recurrent(eqx.Module):
+    cell: eqx.Module
+
+    def __call__(self, h):
+        body = lambda carry, x: (self.cell(x, carry),) * 2
+        return jax.lax.scan(body, jnp.zeros(4), h)[1]
+
+
+class Heads(eqx.Module):
+    attention: eqx.Module
+
+    def __call__(self, h):
+        return self.attention(h, h, h)
+
+
+class Convolved(eqx.Module):
+    conv: eqx.Module
+
+    def __call__(self, h):
+        return self.conv(h[None])[0] if self.conv.weight.ndim == 3 else h
+
+
+LAYERS = {
+    "linear": lambda k: eqx.nn.Linear(4, 4, key=k),
+    "no bias": lambda k: eqx.nn.Linear(4, 4, use_bias=False, key=k),
+    "norm": lambda k: eqx.nn.LayerNorm(4),
+    "prelu": lambda k: eqx.nn.PReLU(0.3),
+    "conv": lambda k: Convolved(eqx.nn.Conv1d(1, 1, 3, padding=1, key=k)),
+    "reflect": lambda k: Convolved(
+        eqx.nn.Conv1d(1, 1, 3, padding=1, padding_mode="REFLECT", key=k)
+    ),
+    "gru": lambda k: Recurrent(eqx.nn.GRUCell(4, 4, key=k)),
+    "attention": lambda k: Heads(eqx.nn.MultiheadAttention(2, 4, key=k)),
+    "weight norm": lambda k: eqx.nn.WeightNorm(eqx.nn.Linear(4, 4, key=k)),
+}
+
+
+def net(name, block):
+    make = LAYERS[name]
+    layers = [eqx.nn.Linear(4, 4, key=KEYS[3]), make(KEYS[4]), LAYERS["linear"](KEYS[5])]
+    return kfac.convert(Net(layers), block)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_is_seen(name):
+    """In full, its block is the dense one; and all uses pass through tags."""
+    report = kfac.verify(over(both), net(name, kfac.Full()), X)
+    for found in report.layers:
+        assert np.all(found.unseen <= 1e-12)
+        exact = name not in ("norm", "weight norm") or "[1]" not in found.path
+        assert np.all(found.error <= 1e-10) == exact
+    expanded = kfac.verify(over(both), net(name, kfac.Kronecker()), X)
+    for found in expanded.layers:
+        assert np.all(found.unseen <= 1e-12)
+    assert max(np.max(found.error) for found in expanded.layers) > 1e-3
+
+
+BLOCKS = [kfac.EKFAC(), kfac.TNT(), kfac.Diagonal(), kfac.Identity()]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: type(block).__name__)
+def test_traces_are_exact(block):
+    """Of blocks that square the gradients of examples: values and derivatives add up
+    before."""
+    loss_fn, model = over(both), mlp(block)
+    if block.has_basis:
+        report = kfac.verify(loss_fn, model, X)
+        kronecker = kfac.verify(loss_fn, mlp(), X)
+        pairs = zip(report.layers, kronecker.layers, strict=True)
+        assert all(a.error < b.error for a, b in list(pairs)[:2])
+        return
+    for got, want in zip(blocks(loss_fn, model), gauss_newton(loss_fn, model)):
+        np.testing.assert_allclose(jnp.trace(got), jnp.trace(want), rtol=1e-12)
+
+
+def test_a_bias_alone_has_no_derivative():
+    """And weights alone have no ones."""
+    model = mlp()
+    for frozen in ("weight", "bias"):
+        where = lambda m, frozen=frozen: getattr(m.layers[1], frozen)
+        trained = eqx.tree_at(where, model, None)
+        rest = where(model)
+
+        def loss_fn(m, x, where=where, rest=rest):
+            return over(both)(eqx.tree_at(where, m, rest, is_leaf=_is_none), x)
+
+        whole = curvature(over(both), model, X).layers[1]
+        got = curvature(loss_fn, trained, X).layers[1]
+        if frozen == "bias":
+            assert_same(got.input_factor, whole.input_factor[:-1, :-1])
+            assert_same(got.output_factor, whole.output_factor)
+        else:
+            exact = gauss_newton(over(both), model)[1].reshape(H, H + 1, H, H + 1)
+            assert_same(got.output_factor, exact[:, -1, :, -1])
+            assert_same(got.input_factor, np.ones((1, 1)))
+
+
+def _is_none(node):
+    return node is None
+
+
+#
+# Together with all else
+#
+
+
+def test_weights_of_examples():
+    weights = jnp.array([1, 0, 2, 0, 1, 0])
+    repeated = jnp.concatenate([X[:1], X[2:3], X[2:3], X[4:5]])
+    want = curvature(over(both), mlp(), repeated)
+    assert_same(curvature(over(both), mlp(), X, weights), want)
+    assert differ(curvature(over(both), mlp(), X), want) > 0.1
+
+
+def test_micro_batches():
+    optimizer = kfac.KFAC(0.1, fisher=EXACT)
+    step = eqx.filter_jit(ft.partial(optimizer.step, over(both)))
+    state, key = optimizer.init(mlp()), KEYS[0]
+    steps = [step(mlp(), state, X, key=key, micro_batches=n)[0] for n in (1, 3)]
+    assert_same(*steps)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_devices(inside):
+    mesh = jax.make_mesh((2,), ("batch",), devices=jax.devices()[:2])
+    take = lambda m, x: kfac.curvature(over(both), fisher=EXACT)(m, x)
+    x = jax.device_put(X, NamedSharding(mesh, P("batch")))
+    with jax.set_mesh(mesh):
+        if inside:
+            params, static = eqx.partition(mlp(), eqx.is_array)
+            whole = take
+            local = lambda p, x: whole(eqx.combine(p, static), x)
+            specs = P(), P("batch")
+            take = lambda m, x: jax.shard_map(local, in_specs=specs, out_specs=P())(
+                params, x
+            )
+        got = eqx.filter_jit(take)(mlp(), x)
+    assert_same(got, curvature(over(both), mlp(), X))
+
+
+def test_an_optimizer_trains_through_them():
+    optimizer, model = kfac.KFAC(), mlp()
+    state, step = optimizer.init(model), eqx.filter_jit(optimizer.step)
+    losses = []
+    for i in range(20):
+        model, state, info = step(over(both), model, state, X, key=jr.key(i))
+        losses.append(info.loss)
+
+    assert losses[-1] < 0.2 * losses[0]
+
+
+#
+# What is refused
+#
+
+
+class Squared(kfac.form.Dense):
+    """A layer of features that are not linear in its input, whose author has not said
+    that they are."""
+
+    linear = False
+
+
+def refuses(loss_fn, model, *words):
+    with pytest.raises(ValueError) as error:
+        kfac.curvature(loss_fn, fisher=EXACT)(model, X)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("reverse", [jax.jacrev, jax.hessian])
+def test_reverse_mode_is_refused(reverse):
+    outputs = lambda m, x: reverse(lambda x: m(x)[0])(x).reshape(-1)
+    refuses(over(outputs), mlp(), ".layers[0]", "jax.jvp")
+
+
+def test_forms_and_blocks_that_do_not_know_of_derivatives_are_refused():
+    layer = mlp().layers[1]
+    other = eqx.tree_at(
+        lambda m: m.layers[1].tag, mlp(), kfac.Tag(Squared(), layer.tag.block)
+    )
+    refuses(over(both), other, ".layers[1]", "linear")
+    assert_same(curvature(over(lambda m, x: m(x)), other, X),
+                curvature(over(lambda m, x: m(x)), mlp(), X))  # fmt: skip
+
+
+def test_rows_of_derivatives_are_not_captured():
+    """Also of a layer that only they pass through."""
+    for outputs in (both, slope):
+        with pytest.raises(ValueError, match="derivative"):
+            kfac.capture(over(outputs))(mlp(), X)
