@@ -19,6 +19,7 @@ from ._block import (
     Series as Series,
     SeriesFactors as SeriesFactors,
     Statistics as Statistics,
+    TensorNormal as TensorNormal,
     TNT as TNT,
 )
 from ._curvature import (

@@ -17,5 +17,6 @@ from ._sharing import (
     AbstractSharing as AbstractSharing,
     Expand as Expand,
     Reduce as Reduce,
+    TensorNormal as TensorNormal,
 )
 from ._tnt import TNT as TNT

@@ -8,9 +8,9 @@ from jaxtyping import Array, Bool, Float, PyTree
 from .._checks import check_flag, check_instance
 from .._custom_types import Layer, Like, Weights
 from .._devices import zeros_of
-from .._misc import accumulator, trailing
+from .._misc import trailing
 from .._operator import diagonal, KroneckerOperator, vanishes
-from ..form import AbstractForm, AbstractInputs, Rows, Vectors
+from ..form import AbstractForm, Rows, Vectors
 from ._base import AbstractBlock, AbstractFactors, sizes_and_zeros, Statistics
 from ._sharing import AbstractSharing, Expand
 
@@ -29,10 +29,11 @@ class InputMoments(NamedTuple):
 
 class OutputMoments(NamedTuple):
     r"""$\sum g g^\top$ over a layer's rows, and over those of a layer that uses the
-    transposed weight."""
+    transposed weight; and moments of the inputs, if these depend on gradients."""
 
     second: Any = None
     transposed: Any = None
+    inputs: InputMoments = InputMoments()
 
 
 class KroneckerFactors(AbstractFactors):
@@ -64,7 +65,8 @@ class Kronecker(AbstractBlock):
 
     with $R$ the rows that pass through the layer, $N$ the loss terms, and $g$ the
     gradient at $z$ of the *sum* of the losses. [`eqx_kfac.Expand`][] and
-    [`eqx_kfac.Reduce`][] say what a row is when a weight is shared over positions.
+    [`eqx_kfac.Reduce`][] say what a row is when a weight is shared over positions,
+    [`eqx_kfac.TensorNormal`][] how much each of them counts.
 
     ??? cite "Reference"
 
@@ -92,7 +94,8 @@ class Kronecker(AbstractBlock):
     ):
         """**Arguments:**
 
-        - `sharing`: [`eqx_kfac.Expand`][] or [`eqx_kfac.Reduce`][].
+        - `sharing`: [`eqx_kfac.Expand`][], [`eqx_kfac.Reduce`][] or
+            [`eqx_kfac.TensorNormal`][].
         - `weighted`: whether the weights of the loss terms are weights of the layer's
             inputs too. False for a layer whose inputs are not examples.
         - `tied`: whether another layer uses the transposed weight, and adds to the
@@ -109,7 +112,7 @@ class Kronecker(AbstractBlock):
         check_flag("diagonal_input", diagonal_input)
         check_flag("diagonal_output", diagonal_output)
         self.sharing = sharing
-        self.weighted = weighted
+        self.weighted = weighted and not sharing.balanced  # Gradients have them.
         self.tied = tied
         self.diagonal_input = diagonal_input
         self.diagonal_output = diagonal_output
@@ -140,41 +143,68 @@ class Kronecker(AbstractBlock):
             second=zeros(*square_out),
             transposed=zeros(*square_in) if self.tied else None,
         )
-        return Statistics(inputs=moments, outputs=outputs)
+        return self._placed(moments, outputs)
 
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
-        x, g, weights, stack, swapped, derivative, _ = self.sharing(rows)
-        like, zero = slots.inputs, zeros_of(slots)
-        if derivative and like.second is None:  # Of a bias alone: zero.
-            return zero
-        if derivative:
-            weights, g = _without_zeros(x, g, weights)
-        number = _number(g, weights, stack, like.rows)
-        if swapped:
-            transposed = x.second(weights, stack, like.transposed)
-            inputs = zero.inputs._replace(rows=number, transposed=transposed)
-            transposed = Vectors(g).second(None, stack, slots.outputs.transposed)
-            return Statistics(inputs, zero.outputs._replace(transposed=transposed))
-        inputs = zero.inputs._replace(rows=number)
+        rows = self.sharing(rows)
+        x, g, stack = rows.x, rows.g, rows.stack
+        zero, like = map(self._moments, (zeros_of(slots), slots))
+        if rows.derivative and like.second is None:  # Of a bias alone: zero.
+            return zeros_of(slots)
+        number, of_inputs, of_outputs = self._weights(rows, like)
+        outputs, like_outputs = zeros_of(slots).outputs, slots.outputs
+        inputs = zero._replace(rows=_total(number, g, stack, like.rows))
+        if rows.swapped:
+            transposed = x.second(of_inputs, stack, like.transposed)
+            inputs = inputs._replace(transposed=transposed)
+            transposed = Vectors(g).second(of_outputs, stack, like_outputs.transposed)
+            return self._placed(inputs, outputs._replace(transposed=transposed))
         if like.second is not None:
-            inputs = inputs._replace(second=x.second(weights, stack, like.second))
-        if like.first is not None and not derivative:
-            inputs = inputs._replace(first=x.first(weights, stack, like.first))
-        if like.ones is not None and not derivative:
-            inputs = inputs._replace(ones=number)
-        second = Vectors(g).second(None, stack, slots.outputs.second)
-        return Statistics(inputs, zero.outputs._replace(second=second))
+            inputs = inputs._replace(second=x.second(of_inputs, stack, like.second))
+        if like.first is not None and not rows.derivative:
+            inputs = inputs._replace(first=x.first(of_inputs, stack, like.first))
+        if like.ones is not None and not rows.derivative:
+            inputs = inputs._replace(ones=_total(of_inputs, g, stack, like.ones))
+        second = Vectors(g).second(of_outputs, stack, like_outputs.second)
+        return self._placed(inputs, outputs._replace(second=second))
+
+    def _placed(self, inputs: InputMoments, outputs: OutputMoments) -> Statistics:
+        if self.sharing.balanced:
+            return Statistics(InputMoments(), outputs._replace(inputs=inputs))
+        return Statistics(inputs, outputs)
+
+    def _moments(self, statistics: Statistics) -> InputMoments:
+        """Those of the inputs, wherever they are."""
+        balanced = self.sharing.balanced
+        return statistics.outputs.inputs if balanced else statistics.inputs
+
+    def _weights(self, rows: Rows, like: InputMoments) -> tuple[Weights, ...]:
+        """How rows count; and by how much in the moments of their inputs, and of their
+        gradients."""
+        if self.sharing.balanced:
+            g = rows.g.astype(like.rows.dtype)
+            sizes_in, sizes_out = _sizes(rows, like), jnp.sum(g**2, axis=-1)
+            return sizes_in * sizes_out, sizes_out, sizes_in
+        weights = rows.weights
+        if not rows.derivative:
+            return weights, weights, None
+        # Where nothing moves, there is no row. (How a derivative is written decides
+        # whether JAX knows that by itself.)
+        moves = jnp.any(rows.x.vectors() != 0, axis=-1).astype(like.rows.dtype)
+        weights = moves if weights is None else moves * trailing(weights, moves)
+        return weights, weights, moves
 
     def factors(
         self, statistics: Statistics, count: Array, l2: Array
     ) -> KroneckerFactors:
         # A layer that nothing passed through has no curvature, rather than 0/0.
-        rows = statistics.inputs.rows
+        inputs = self._moments(statistics)
+        rows = inputs.rows
         scale = jnp.where(rows == 0, 0, 1 / jnp.where(rows == 0, 1, rows))
-        second, outputs = _homogeneous(statistics.inputs), statistics.outputs.second
+        second, outputs = _homogeneous(inputs), statistics.outputs.second
         if self.tied:
             second = second + statistics.outputs.transposed
-            outputs = outputs + statistics.inputs.transposed
+            outputs = outputs + inputs.transposed
         scale = trailing(scale, second)
         output_factor = outputs / count.astype(outputs.dtype)
         return KroneckerFactors(
@@ -187,18 +217,17 @@ class Kronecker(AbstractBlock):
         return KroneckerOperator(factors.output_factor, factors.input_factor)
 
 
-def _without_zeros(x: AbstractInputs, g: Array, weights: Weights) -> tuple[Array, Array]:
-    """Weights and gradients of derivatives: where nothing moves, there is no row. (How a
-    derivative is written decides whether JAX knows that by itself.)"""
-    moves = jnp.any(x.vectors() != 0, axis=-1)
-    g = jnp.where(moves[..., None], g, 0)
-    if weights is not None:
-        return jnp.where(moves, trailing(weights, moves), 0), g
-    return moves.astype(accumulator(g.dtype)), g
+def _sizes(rows: Rows, like: InputMoments) -> Float[Array, "*rows"]:
+    r"""$\lVert \bar x \rVert^2$, of the coordinates that are trained."""
+    ones = jnp.ones_like(rows.g[..., 0], like.rows.dtype)
+    if like.second is None:
+        return ones
+    sizes = rows.x.sizes().astype(ones.dtype)
+    return sizes if like.ones is None or rows.derivative or rows.swapped else sizes + ones
 
 
-def _number(g: Array, weights: Weights, stack: int, like: Like) -> Float[Array, "*stack"]:
-    """The number of rows, or the sum of their weights."""
+def _total(weights: Weights, g: Array, stack: int, like: Like) -> Float[Array, "*stack"]:
+    """The sum of the weights of all rows, or their number."""
     if weights is None:
         # As a function of the data: under `vmap`, the backward pass of a `custom_vjp`
         # runs for single examples, and what is constant would not be added up.

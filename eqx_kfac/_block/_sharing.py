@@ -13,6 +13,8 @@ class AbstractSharing(eqx.Module):
     layer's weight: every axis that a layer is mapped over, but the outermost."""
 
     mixes_positions: ClassVar[bool]
+    # Whether the rows of either side count by how large the other one is.
+    balanced: ClassVar[bool] = False
 
     @abc.abstractmethod
     def __call__(self, rows: Rows) -> Rows:
@@ -35,6 +37,38 @@ class Expand(AbstractSharing):
     """
 
     mixes_positions = False
+
+    def __call__(self, rows: Rows) -> Rows:
+        return rows
+
+
+class TensorNormal(AbstractSharing):
+    r"""Every (example, position) pair is a row of its own, and either side of it counts
+    by the size of the other: the covariance of a tensor normal distribution of single
+    rows' gradients $g \bar x^\top$,
+
+    $$A = \frac{\sum \lVert g \rVert^2 \, \bar x \bar x^\top}{\sum \lVert g \rVert^2
+    \lVert \bar x \rVert^2}, \qquad G = \frac1N \sum \lVert \bar x \rVert^2 \, g g^\top$$
+
+    So a row without influence on the loss is as if it were not there, and every row may
+    have units of its own: where a weight is used for things of different kinds (values
+    and derivatives, several losses of which some count more), and where [`Expand`]
+    [eqx_kfac.Expand] would take the mean of all inputs, whatever they matter. If no
+    example has several rows, the trace is that of the exact block.
+
+    As `Expand`, exact for deep linear networks with squared error, and so of any sum of
+    such losses. With several cotangents ([`eqx_kfac.Exact`][]), $A$ is computed for each
+    of them. [`eqx_kfac.TNT`][] does the same with gradients that are added up over the
+    rows of every example.
+
+    ??? cite "Reference"
+
+        Y. Ren and D. Goldfarb, *Tensor Normal Training for Deep Learning Models*,
+        NeurIPS 2021, for rows instead of examples.
+    """
+
+    mixes_positions = False
+    balanced = True
 
     def __call__(self, rows: Rows) -> Rows:
         return rows

@@ -37,6 +37,11 @@ class AbstractInputs(eqx.Module):
     def vectors(self) -> Inexact[Array, "*rows d_in"]:
         """All rows, written out."""
 
+    def sizes(self) -> Inexact[Array, "*rows"]:
+        r"""$\lVert x \rVert^2$ of every row."""
+        x = self.vectors()
+        return jnp.sum(x.astype(accumulator(x.dtype)) ** 2, axis=-1)
+
     def mean(self, weights: Weights, axes: int) -> "AbstractInputs":
         """The mean over all axes of the rows but the first `axes`: over the positions of
         every example. Positions of zero weight are left out, as if they were not
@@ -115,6 +120,9 @@ class OneHot(AbstractInputs):
             return Vectors(self.vectors()).second(weights, stack, like)
         return self.first(weights, stack, like)
 
+    def sizes(self) -> Inexact[Array, "*rows"]:
+        return jnp.ones_like(self.index, float)
+
     def vectors(self) -> Inexact[Array, "*rows d_in"]:
         return jax.nn.one_hot(self.index, self.size, dtype=jnp.result_type(float))
 
@@ -150,6 +158,13 @@ class Window(eqx.Module):
             x = jnp.stack(sums, axis=lead + i)
         return x
 
+    def sums_at(self, x: Array) -> Inexact[Array, "..."]:
+        """The sum of what the kernel sees, at every place: `[..., *positions]`."""
+        lead = x.ndim - len(self.kernel)
+        for i in range(len(self.kernel)):
+            x = sum(self._seen(x, lead + i, i))
+        return x
+
     def _seen(self, x: Array, axis: int, i: int) -> Iterator[Array]:
         """For every entry along axis `i` of the kernel, its part of `axis` of `x`."""
         k, s, d = self.kernel[i], self.stride[i], self.dilation[i]
@@ -172,6 +187,8 @@ class Patches(AbstractInputs):
     def first(
         self, weights: Weights, stack: int, like: Like
     ) -> Inexact[Array, "*stack d_in"]:
+        if weights is not None and weights.ndim > self.lead:  # Of positions.
+            return Vectors(self.vectors()).first(weights, stack, like)
         sums = self._sums()
         axes = tuple(range(stack, sums.ndim - 1))
         return jnp.sum(weighted(sums, weights), axis=axes, dtype=like.dtype)
@@ -215,6 +232,10 @@ class Patches(AbstractInputs):
         number = math.prod(self.window.positions(self.x.shape[self.lead + 1 :]))
         means = Vectors(self._sums() / number)
         return means if self.lead <= axes else means.mean(weights, axes)
+
+    def sizes(self) -> Inexact[Array, "*rows"]:
+        x = self.x.astype(accumulator(self.x.dtype))
+        return self.window.sums_at(jnp.sum(x**2, axis=self.lead))
 
     def _sums(self) -> Inexact[Array, "*lead d_in"]:
         """The sums of all rows of one example."""
