@@ -1137,6 +1137,17 @@ def test_changing_the_damping_that_adapts():
     assert np.linalg.norm(ends[0] - ends[1]) > 1e-3 * np.linalg.norm(ends[0])
 
 
+def test_the_second_step_is_the_first_program():
+    """What a rule chooses is of the type that the state began with."""
+    damping = kfac.LevenbergMarquardt(1.0)
+    rules = plain_kfac(QUADRATIC, QUADRATIC, damping, fisher=kfac.Exact())
+    step = eqx.filter_jit(eqx.debug.assert_max_traces(max_traces=1)(rules.step))
+    model = make_model()
+    state, batch = rules.init(model), (*make_data(), jnp.array(0.0))
+    for _ in range(2):
+        model, state, _ = step(with_cliff, model, state, *batch)
+
+
 #
 # Transformations
 #

@@ -23,11 +23,16 @@ class AbstractStepRule(AbstractRule):
     r"""A rule for the learning rate, the momentum, or both, given the quadratic model of
     the objective along the two directions of a step. See "Writing your own"."""
 
-    initial = 0.0
     # The model is that of the first so many examples of the batch; `None`: of all.
     examples: eqx.AbstractVar[int | None]
     # The preconditioner is damped with this times the damping, the model with that.
     damping_ratio: eqx.AbstractVar[Any]
+
+    @property
+    def initial(self) -> Float[Array, ""]:
+        """Zero: of a definite type, as what is chosen is, so that nothing compiles
+        twice."""
+        return jnp.zeros((), float)
 
     @abc.abstractmethod
     def __call__(

@@ -2,6 +2,7 @@
 first `stack` axes separate layers; then come examples, then positions.)"""
 
 import abc
+import functools as ft
 import math
 from collections.abc import Iterator
 
@@ -162,7 +163,7 @@ class Window(eqx.Module):
         """The sum of what the kernel sees, at every place: `[..., *positions]`."""
         lead = x.ndim - len(self.kernel)
         for i in range(len(self.kernel)):
-            x = sum(self._seen(x, lead + i, i))
+            x = ft.reduce(jnp.add, self._seen(x, lead + i, i))
         return x
 
     def _seen(self, x: Array, axis: int, i: int) -> Iterator[Array]:
