@@ -37,6 +37,7 @@ from ._curvature import (
 )
 from ._fisher import (
     AbstractFisher as AbstractFisher,
+    Centred as Centred,
     CurvatureProp as CurvatureProp,
     Empirical as Empirical,
     Exact as Exact,
@@ -45,6 +46,7 @@ from ._fisher import (
 )
 from ._loss import (
     AbstractLoss as AbstractLoss,
+    Energy as Energy,
     L2 as L2,
     NormalNLL as NormalNLL,
     PoissonNLL as PoissonNLL,

@@ -184,3 +184,21 @@ def test_distributed_goes_on_after_a_kill(tmp_path):
         assert abs(resumed[step] / loss - 1) <= 1e-9
     assert whole[200] < 0.9 * whole[1]
     assert (tmp_path / "whole/distributed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_poisson(tmp_path):
+    picture = tmp_path / "poisson.png"
+    names = ("poisson", "heat", "poisson5")
+    printed = run("poisson.py", "--toy", "--equations", *names, "--out", str(picture))
+    rows = [line.split() for line in printed.splitlines() if line.startswith(names)]
+    for name in names:
+        own = [row for row in rows if row[0] == name]
+        assert [" ".join(row[1:-4]) for row in own] == [
+            "K-FAC, rules",
+            "K-FAC",
+            "Adam, 0.01",
+            "Gauss-Newton, CG",
+        ]
+        assert all(0 < float(row[-3]) < 10 and float(row[-1]) > 0 for row in own)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert str(picture) in printed

@@ -84,6 +84,8 @@ class AbstractBlock(eqx.Module):
     # Whether it is made of squares of single examples' gradients. If these use the layer
     # more than once, its slots hold the gradients themselves: see `together`.
     squares_examples: ClassVar[bool] = False
+    # Whether the mean of examples' gradients may be taken away: see `without`.
+    centres: ClassVar[bool] = False
     # Whether it knows that rows of derivatives are without the bias (`rows.derivative`).
     derivatives: ClassVar[bool] = False
     # Whether the statistics are taken in a basis that the factors have.
@@ -136,6 +138,16 @@ class AbstractBlock(eqx.Module):
     def squared(self, statistics: Statistics) -> Statistics:
         """The statistics, given what came into either kind of slots."""
         return statistics
+
+    #
+    # With `centres`:
+    #
+
+    def without(
+        self, statistics: Statistics, gradient: Float[Array, "*stack d_out d_in"]
+    ) -> Statistics:
+        """The statistics without an example that has this gradient."""
+        raise NotImplementedError
 
     #
     # With `has_basis`:

@@ -59,6 +59,7 @@ class AbstractGradientBlock(AbstractBlock):
     weighted: bool = eqx.field(static=True, default=False, init=False, repr=False)
     mixes_positions: bool = eqx.field(static=True, default=True, init=False, repr=False)
     squares_examples = True
+    centres = True
     derivatives = True
 
     def __init__(self, batch_axes: int = 1):
@@ -128,6 +129,16 @@ class AbstractGradientBlock(AbstractBlock):
         like = jtu.tree_map(jax.typeof, like)
         moments = self.moments(gradients, gradients.ndim - 3, like)
         return statistics._replace(outputs=Squares(None, moments))
+
+    def without(
+        self, statistics: Statistics, gradient: Float[Array, "*stack d_out d_in"]
+    ) -> Statistics:
+        squares = statistics.outputs.squares
+        like = jtu.tree_map(jax.typeof, squares)
+        one = gradient[..., None, :, :].astype(accumulator(gradient.dtype))
+        moments = self.moments(one, gradient.ndim - 2, like)
+        squares = jtu.tree_map(jnp.subtract, squares, moments)
+        return statistics._replace(outputs=Squares(None, squares))
 
 
 class Squares(NamedTuple):

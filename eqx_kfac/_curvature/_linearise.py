@@ -73,7 +73,9 @@ class Linearisation(eqx.Module):
         pulled, number = self.pulled(fisher, key)
 
         def pull(index):
-            return map_tags(_statistics, pulled(index))
+            back = pulled(index)
+            statistics = map_tags(_statistics, back)
+            return self._centred(statistics, back) if fisher.centred else statistics
 
         statistics = pull(0)
         if number == 1:
@@ -88,6 +90,24 @@ class Linearisation(eqx.Module):
             outputs,
             is_leaf=is_statistics,
         )
+
+    def _centred(self, statistics: Model, pulled: Model) -> Model:
+        """Statistics without those of the mean over the examples, whose sum is `pulled`
+        back."""
+        if not self.share.is_whole:
+            raise ValueError(
+                "`kfac.Centred` takes the mean over the whole batch, of which a "
+                "micro-batch only knows a part. Use `micro_batches=1`."
+            )
+
+        def layer_statistics(tag, layer, statistics):
+            if not is_trainable(tag, layer):
+                return statistics
+            total = tag.to_matrix(layer)
+            mean = total / jnp.sqrt(self.share.count).astype(total.dtype)
+            return tag.block.without(statistics, mean)
+
+        return map_tags(layer_statistics, pulled, statistics)
 
     def pulled(self, fisher: AbstractFisher, key: Key | None) -> tuple[Callable, int]:
         """What comes back from the Fisher's cotangent `index`, shaped like the model, as

@@ -1,4 +1,5 @@
 from ._base import AbstractFisher as AbstractFisher, check_whole as check_whole
+from ._centred import Centred as Centred
 from ._empirical import Empirical as Empirical
 from ._exact import Exact as Exact, ExactGGN as ExactGGN
 from ._sampled import CurvatureProp as CurvatureProp, MonteCarlo as MonteCarlo

@@ -1,6 +1,6 @@
 import abc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 from jaxtyping import Array, PyTree
@@ -21,6 +21,8 @@ class AbstractFisher(eqx.Module):
     batch_size: eqx.AbstractVar[int]
     # Of the first so many examples of a batch; `None`: of all.
     examples: eqx.AbstractVar[int | None]
+    # Whether the mean over the examples is taken away from what every cotangent gives.
+    centred: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -42,7 +44,12 @@ class AbstractFisher(eqx.Module):
 
 
 def check_whole(fisher: AbstractFisher | None, where: str) -> None:
-    """Raises if an estimate is one of a part of the batch."""
+    """Raises if an estimate is one of a part of the batch, or of the whole only."""
+    if fisher is not None and fisher.centred:
+        raise ValueError(
+            f"`kfac.{fisher.name}` is not one of single examples, which `{where}` is "
+            "about. Use `kfac.Exact()`."
+        )
     if fisher is not None and fisher.examples is not None:
         raise ValueError(
             f"`kfac.{fisher.name}(examples={fisher.examples})` takes a part of a batch, "

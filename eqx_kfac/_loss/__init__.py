@@ -6,6 +6,7 @@ from ._base import (
     Sum as Sum,
     terms_of as terms_of,
 )
+from ._energy import Energy as Energy
 from ._l2 import L2 as L2
 from ._normal import NormalNLL as NormalNLL
 from ._poisson import PoissonNLL as PoissonNLL

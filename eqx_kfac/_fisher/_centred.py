@@ -1,0 +1,43 @@
+from .._custom_types import Model
+from .._misc import names
+from .._tag import tagged_layers
+from ._exact import Exact
+
+
+class Centred(Exact):
+    r"""The covariance of gradients, instead of their second moment: of every cotangent
+    that [`eqx_kfac.Exact`][] pulls back, the mean over the batch is taken away,
+
+    $$\frac1N \sum_n \nabla_n \nabla_n^\top - \bar\nabla \bar\nabla^\top, \qquad
+    \bar\nabla = \frac1N \sum_n \nabla_n$$
+
+    The Fisher of a density whose norm is not known, such as $\lvert \psi \rvert^2$ (see
+    [`eqx_kfac.Energy`][]). For blocks that are made of single examples' gradients:
+    `TNT`, `Full`, `Diagonal`, `Identity`. Of one loss, without weights, from the whole
+    batch: of a part, the mean is another.
+
+    ??? cite "Reference"
+
+        D. Pfau, J. Spencer, A. Matthews, W. Foulkes, *Ab initio solution of the
+        many-electron Schrödinger equation with deep neural networks*, Physical Review
+        Research 2, 2020, for the covariance.
+    """
+
+    centred = True
+
+    def check(self, model: Model) -> None:
+        super().check(model)
+        others = [p for p, tag, _ in tagged_layers(model) if not tag.block.centres]
+        if others:
+            raise ValueError(
+                "`kfac.Centred` takes the mean of examples' gradients away, which the "
+                f"blocks of {names(others)} do not know. Use `kfac.TNT()`, "
+                "`kfac.Full()`, `kfac.Diagonal()` or `kfac.Identity()`; or `kfac.Exact()`."
+            )
+
+    def number(self, losses):
+        if len(losses) != 1 or losses[0].weights is not None:
+            raise ValueError(
+                "`kfac.Centred` is of one loss without weights. Use `kfac.Exact()`."
+            )
+        return super().number(losses)

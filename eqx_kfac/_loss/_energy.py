@@ -1,0 +1,121 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Inexact, Shaped
+
+from .._checks import check_number
+from .._custom_types import Key
+from .._devices import cast_varying, varying_axes
+from .._misc import draw
+from ._base import AbstractLoss, at_least_float32, check_weights
+
+
+class Energy(AbstractLoss):
+    r"""The energy of a wavefunction, by walkers drawn from $\lvert \psi \rvert^2$
+    (variational Monte Carlo): the mean of the local energies $E_L = H \psi / \psi$. Its
+    gradient is
+
+    $$2 \operatorname{Re} \frac1N \sum_n (E_n - \bar E)^* \, \partial \log \psi_n,$$
+
+    with $E_n$ clipped: of the local energies, which are constants, no derivative is
+    taken. Its curvature is the Fisher of $\lvert \psi \rvert^2$ (of a complex $\psi$, the
+    real part of the quantum geometric tensor), $4 \operatorname{Cov}(\partial \log
+    \psi)$: steps are those of stochastic reconfiguration.
+
+    Exact operators ([`eqx_kfac.Fisher`][], [`eqx_kfac.GaussNewton`][]) and the quadratic
+    model are of the covariance. Blocks are of the second moment around zero, which is not
+    less, as is usual; with [`eqx_kfac.Centred`][], of the covariance.
+
+    All walkers enter into $\bar E$: a part of them has another mean, so that
+    micro-batches are another estimate.
+
+    ??? cite "Reference"
+
+        D. Pfau, J. Spencer, A. Matthews, W. Foulkes, *Ab initio solution of the
+        many-electron Schrödinger equation with deep neural networks*, Physical Review
+        Research 2, 2020.
+    """
+
+    natural = True
+    log_psi: Float[Array, "walkers k"]
+    targets: tuple[Array, Array]
+    weights: Shaped[Array, "..."] | None
+
+    def __init__(self, log_psi, local_energies, clip: Any = 5.0, weights=None):
+        r"""**Arguments:**
+
+        - `log_psi`: $\log \psi$, or $\log \lvert \psi \rvert$, of every walker,
+            `[walkers]`, real or complex.
+        - `local_energies`: `[walkers]`, real or complex.
+        - `clip`: in the gradient, local energies (real and imaginary parts, each by
+            itself) further from their mean than this times their mean distance from it
+            are moved there. `None`: none.
+        - `weights`: a weight for every walker, `[walkers]`.
+
+        **Raises:** `ValueError` for other shapes, or a `clip` that is not positive.
+        """
+        shape = jnp.shape(log_psi)
+        if len(shape) != 1 or jnp.shape(local_energies) != shape:
+            raise ValueError(
+                "Energy: `log_psi` and `local_energies` must both have the shape "
+                f"[walkers], but have shapes {shape} and {jnp.shape(local_energies)}."
+            )
+        if clip is not None:
+            check_number("clip", clip, "positive", schedule=False)
+        self.log_psi = _parts(log_psi, jnp.iscomplexobj(log_psi))
+        self.weights = check_weights("Energy", weights, shape)
+        energies = jax.lax.stop_gradient(local_energies)
+        energies = at_least_float32(_parts(energies, jnp.iscomplexobj(log_psi)))
+        centre = self._mean(energies)
+        away = energies - centre
+        if clip is not None:
+            most = clip * self._mean(jnp.abs(away))
+            away = jnp.clip(away, -most, most)
+            away = away - self._mean(away)
+        self.targets = energies[:, 0], away
+
+    @property
+    def outputs(self):
+        return self.log_psi
+
+    @property
+    def root_shape(self) -> tuple[int, ...]:
+        return self.log_psi.shape
+
+    def losses(self, outputs, targets) -> Float[Array, " walkers"]:
+        energies, away = targets
+        y = at_least_float32(outputs)
+        # Zero, but its derivative is not.
+        change = y - jax.lax.stop_gradient(y)
+        return energies + 2 * jnp.sum(away * change, axis=-1)
+
+    def sample(self, key: Key):
+        energies, away = self.targets
+        return energies, draw(jax.random.normal, key, away.shape, away.dtype)
+
+    def fisher_root(self, v):
+        return (2 * v).astype(self.log_psi.dtype)
+
+    def fisher_product(self, v):
+        return self.fisher_root(2 * (v - self._mean(v)))
+
+    def hessian_product(self, v):
+        return self.fisher_product(v)
+
+    def _mean(self, a: Array) -> Array:
+        """Over all walkers, on all devices."""
+        weights = self.term_weights.astype(a.dtype)[:, None]
+        total = jnp.sum(weights * a, axis=0, keepdims=True)
+        count = jnp.sum(weights, keepdims=True)
+        axes = varying_axes((total, count))
+        if axes:
+            both = cast_varying((total, count), axes)
+            total, count = jax.lax.psum(both, tuple(sorted(axes)))
+        return total / count
+
+
+def _parts(a: Inexact[Array, " walkers"], both: bool) -> Float[Array, "walkers k"]:
+    """The real part, and the imaginary one."""
+    parts = [jnp.real(a), jnp.imag(a)] if both else [jnp.real(a)]
+    return jnp.stack(parts, axis=-1)
