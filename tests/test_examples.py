@@ -202,3 +202,19 @@ def test_poisson(tmp_path):
         assert all(0 < float(row[-3]) < 10 and float(row[-1]) > 0 for row in own)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert str(picture) in printed
+
+
+def test_helium(tmp_path):
+    picture = tmp_path / "helium.png"
+    for atom in ("helium", "beryllium"):
+        printed = run("helium.py", "--toy", "--atom", atom, "--out", str(picture))
+        rows = [row for row in printed.splitlines() if row.startswith(("K-FAC", "Adam"))]
+        assert len(rows) == 2
+        for row in rows:
+            *_, energy, above, _, error, spread, steps, seconds = row.split()
+            exact = {"helium": -2.903724, "beryllium": -14.66736}[atom]
+            assert abs(float(energy) - exact - float(above) / 1e3) < 1e-4
+            assert float(error) > 0 and float(spread) > 0 and float(seconds) > 0
+            assert int(steps) >= 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert str(picture) in printed

@@ -32,7 +32,7 @@ class Centred(Exact):
             raise ValueError(
                 "`kfac.Centred` takes the mean of examples' gradients away, which the "
                 f"blocks of {names(others)} do not know. Use `kfac.TNT()`, "
-                "`kfac.Full()`, `kfac.Diagonal()` or `kfac.Identity()`; or `kfac.Exact()`."
+                "`kfac.Full()`, `kfac.Diagonal()`, `kfac.Identity()`, or `kfac.Exact()`."
             )
 
     def number(self, losses):

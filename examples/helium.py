@@ -1,0 +1,394 @@
+# %% [markdown]
+# # Atoms: variational Monte Carlo with K-FAC and Adam
+#
+# A small neural network is the wavefunction of an atom; walkers are drawn from its square
+# by Metropolis' algorithm, and the energy, the mean of the walkers' local energies, is
+# lowered. The loss is `kfac.Energy`: gradient and curvature of $\log \lvert \psi \rvert$
+# from one pass. The local energies have second derivatives in the electrons' positions,
+# but nothing is trained through these.
+#
+#     python examples/helium.py                    # helium: a minute or two
+#     python examples/helium.py --atom beryllium --steps 600
+#     python examples/helium.py --toy              # does everything run?
+
+# %%
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import matplotlib
+import numpy as np
+import optax
+from jaxtyping import Array, Float, PRNGKeyArray
+from tqdm import tqdm
+
+import eqx_kfac as kfac
+
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+
+# %% [markdown]
+# ## The atoms
+#
+# In Hartree; the energies of fixed nuclei, without relativity.
+
+
+# %%
+class Atom(NamedTuple):
+    charge: int
+    up: int  # How many electrons have either spin.
+    down: int
+    exact: float
+
+    @property
+    def electrons(self) -> int:
+        return self.up + self.down
+
+
+ATOMS = {
+    "helium": Atom(2, 1, 1, -2.903724),
+    "beryllium": Atom(4, 2, 2, -14.66736),
+}
+
+Positions = Float[Array, "electrons 3"]
+
+
+# %% [markdown]
+# ## The wavefunction
+#
+# Each electron sees itself and means over the others, layer by layer, with the same
+# weights; orbitals are linear in what comes out, times envelopes that fall off; their
+# determinants change sign where two electrons of one spin are exchanged. All that is
+# smooth; factors for every electron and every pair have the right cusps at the nucleus
+# and where two electrons meet. (A small relative of the FermiNet of Pfau et al., Physical
+# Review Research 2, 2020.)
+
+
+# %%
+class Wavefunction(eqx.Module):
+    layers: list[eqx.nn.Linear]
+    orbitals: eqx.nn.Linear
+    envelopes: kfac.Parameter  # How fast every orbital falls off.
+    widths: kfac.Parameter  # Of the cusps: parallel spins, others, the nucleus.
+    atom: Atom = eqx.field(static=True)
+
+    def __init__(self, atom: Atom, width: int, depth: int, key: PRNGKeyArray):
+        keys = jr.split(key, depth + 1)
+        pairs = 2 * 4  # Means over electrons of either spin: of 3 coordinates, 1 length.
+        sizes = [4, *[width] * depth]
+        self.layers = [
+            eqx.nn.Linear(3 * old + pairs, new, key=key)
+            for old, new, key in zip(sizes[:-1], sizes[1:], keys[1:], strict=True)
+        ]
+        orbitals = max(atom.up, atom.down)
+        self.orbitals = eqx.nn.Linear(width, orbitals, key=keys[0])
+        self.envelopes = kfac.Parameter(jnp.ones(orbitals))
+        self.widths = kfac.Parameter(jnp.ones(3))
+        self.atom = atom
+
+    def __call__(self, r: Positions) -> Float[Array, ""]:
+        r"""$\log \lvert \psi \rvert$"""
+        up = self.atom.up
+        away = _length(r)
+        apart = r[:, None] - r[None]
+        distance = _length(apart + jnp.eye(len(r))[..., None]) * (1 - jnp.eye(len(r)))
+        pair = jnp.concatenate([apart, _smooth(distance)[..., None]], axis=-1)
+        pairs = [jnp.mean(pair[:, :up], axis=1), jnp.mean(pair[:, up:], axis=1)]
+        h = jnp.concatenate([r, _smooth(away)[:, None]], axis=-1)
+        for layer in self.layers:
+            means = jnp.mean(h[:up], axis=0), jnp.mean(h[up:], axis=0)
+            means = [jnp.broadcast_to(m, h.shape) for m in means]
+            seen = jnp.concatenate([h, *means, *pairs], axis=-1)
+            new = jnp.tanh(jax.vmap(layer)(seen))
+            h = new + h if new.shape == h.shape else new
+        decay = jax.nn.softplus(self.envelopes(r))[None, :]
+        envelopes = jnp.exp(-_smooth(away)[:, None] * decay)
+        orbitals = jax.vmap(self.orbitals)(h) * envelopes
+        determinants = [
+            jnp.linalg.slogdet(orbitals[spin][:, : orbitals[spin].shape[0]])[1]
+            for spin in (slice(None, up), slice(up, None))
+        ]
+        return sum(determinants, self._cusps(r, away, distance))
+
+    def _cusps(self, r: Positions, away: Array, distance: Array) -> Float[Array, ""]:
+        spin = jnp.arange(len(r)) < self.atom.up
+        parallel = spin[:, None] == spin[None, :]
+        widths = jax.nn.softplus(self.widths(r))
+        slope = jnp.where(parallel, 0.25, 0.5)
+        width = jnp.where(parallel, widths[0], widths[1])
+        pairs = jnp.triu(slope * distance / (1 + width * distance), 1)
+        nucleus = -self.atom.charge * away / (1 + widths[2] * away)
+        return jnp.sum(pairs) + jnp.sum(nucleus)
+
+
+def _smooth(length: Array) -> Array:
+    """As a length far away, without its cusp at zero."""
+    return length**2 / (1 + length)
+
+
+def _length(a: Array) -> Array:
+    return jnp.sqrt(jnp.sum(a**2, axis=-1))
+
+
+# %% [markdown]
+# ## Local energies and walkers
+#
+# $E_L = -\frac12 \sum_i (\partial_i^2 \log \psi + (\partial_i \log \psi)^2) + V$,
+# forward over forward, direction by direction.
+
+
+# %%
+def local_energy(psi: Wavefunction, r: Positions) -> Float[Array, ""]:
+    atom, flat = psi.atom, r.reshape(-1)
+
+    def along(v):
+        first = lambda x: jax.jvp(lambda x: psi(x.reshape(-1, 3)), (x,), (v,))[1]
+        slope, curved = jax.jvp(first, (flat,), (v,))
+        return curved + slope**2
+
+    kinetic = -0.5 * jnp.sum(jax.vmap(along)(jnp.eye(flat.size)))
+    attraction = -atom.charge * jnp.sum(1 / _length(r))
+    i, j = np.triu_indices(len(r), 1)
+    return kinetic + attraction + jnp.sum(1 / _length(r[i] - r[j]))
+
+
+class Walkers(NamedTuple):
+    positions: Float[Array, "walkers electrons 3"]
+    width: Float[Array, ""]  # Of the moves.
+
+
+def moved(psi: Callable, walkers: Walkers, key: PRNGKeyArray, moves: int) -> Walkers:
+    """Metropolis moves of all electrons at a time; about half of them are accepted."""
+    log_density = lambda r: 2 * jax.vmap(psi)(r)
+
+    def move(state, key):
+        r, log_p, width = state
+        noise, chance = jr.split(key)
+        new = r + width * jr.normal(noise, r.shape)
+        log_new = log_density(new)
+        accept = jnp.log(jr.uniform(chance, log_p.shape)) < log_new - log_p
+        r = jnp.where(accept[:, None, None], new, r)
+        width = width * jnp.exp(0.1 * (jnp.mean(accept) - 0.5))
+        return (r, jnp.where(accept, log_new, log_p), width), None
+
+    start = walkers.positions, log_density(walkers.positions), walkers.width
+    (r, _, width), _ = jax.lax.scan(move, start, jr.split(key, moves))
+    return Walkers(r, width)
+
+
+# %% [markdown]
+# ## Training
+#
+# A step moves the walkers, computes local energies, and then the parameters' step. The
+# loss function itself has no more than $\log \lvert \psi \rvert$.
+#
+# The Fisher of $\psi^2$ is a covariance, for its norm is not known: `kfac.Centred`, of
+# blocks that are made of single walkers' gradients.
+
+
+# %%
+def loss_fn(psi: Callable, r: Array, energies: Array) -> kfac.Energy:
+    return kfac.Energy(jax.vmap(psi)(r), energies)
+
+
+class Method(NamedTuple):
+    name: str
+    init: Callable
+    step: Callable  # (model, state, positions, energies, key) -> (model, state)
+
+
+def with_kfac(rate: float) -> Method:
+    optimizer = kfac.KFAC(
+        rate,
+        momentum=0.0,
+        damping=1e-4,
+        norm_constraint=1e-2,
+        guard=None,  # The energy of other walkers may well be higher.
+        fisher=kfac.Centred(),
+    )
+
+    def step(model, state, r, energies, key):
+        model, state, _ = optimizer.step(loss_fn, model, state, r, energies, key=key)
+        return model, state
+
+    return Method("K-FAC", optimizer.init, step)
+
+
+def with_adam(rate: float) -> Method:
+    optimizer = optax.adam(rate)
+
+    def init(model):
+        return optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+
+    def step(model, state, r, energies, key):
+        del key
+        grads = eqx.filter_grad(lambda m: loss_fn(m, r, energies).value)(model)
+        updates, state = optimizer.update(grads, state)
+        return eqx.apply_updates(model, updates), state
+
+    return Method(f"Adam, {rate:g}", init, step)
+
+
+class Run(NamedTuple):
+    method: str
+    energies: list[float]  # Of the walkers, step by step.
+    deviations: list[float]  # Of their local energies.
+    seconds: list[float]
+    energy: float  # At the end, from many more walkers,
+    error: float  # and its standard error.
+    spread: float
+
+
+class Options(argparse.Namespace):
+    atom: str
+    steps: int
+    walkers: int
+    width: int
+    depth: int
+    moves: int
+    seed: int
+    rate: float
+    times: float
+    out: Path
+    toy: bool
+
+
+def train(method: Method, options: Options, seconds: float | None) -> Run:
+    """So many steps, or as many as fit into `seconds`. Compiling is not counted."""
+    atom = ATOMS[options.atom]
+    keys = jr.split(jr.key(options.seed), 4)
+    network = Wavefunction(atom, options.width, options.depth, keys[0])
+    model = kfac.convert(network, kfac.TNT())
+    shape = options.walkers, atom.electrons, 3
+    walkers = Walkers(jr.normal(keys[1], shape), jnp.asarray(0.3))
+    warm_up = eqx.filter_jit(lambda m, w, k: moved(kfac.revert(m), w, k, 200))
+    walkers = warm_up(model, walkers, keys[2])
+
+    @eqx.filter_jit
+    def step(model, state, walkers, key):
+        moving, sampling = jr.split(key)
+        psi = kfac.revert(model)
+        walkers = moved(psi, walkers, moving, options.moves)
+        energies = jax.vmap(lambda r: local_energy(psi, r))(walkers.positions)
+        model, state = method.step(model, state, walkers.positions, energies, sampling)
+        return model, state, walkers, jnp.mean(energies), jnp.std(energies)
+
+    state = method.init(model)
+    jax.block_until_ready(step(model, state, walkers, keys[3]))
+    run: tuple[list[float], ...] = [], [], []
+    steps, total = options.steps, 0.0
+    bar = tqdm(total=steps if seconds is None else None, desc=method.name, disable=None)
+    with bar:
+        while len(run[0]) < steps if seconds is None else total < seconds:
+            start, key = time.perf_counter(), jr.fold_in(keys[3], len(run[0]))
+            model, state, walkers, *found = step(model, state, walkers, key)
+            found = [float(a) for a in found]
+            total += time.perf_counter() - start
+            for numbers, new in zip(run, [*found, total], strict=True):
+                numbers.append(new)
+            bar.update()
+            bar.set_postfix(energy=f"{found[0]:.4f}")
+
+    @eqx.filter_jit
+    def look(psi, walkers, key):
+        walkers = moved(psi, walkers, key, 3 * options.moves)
+        return walkers, jax.vmap(lambda r: local_energy(psi, r))(walkers.positions)
+
+    psi, many = kfac.revert(model), []
+    for i in range(4 if options.toy else 400):
+        walkers, energies = look(psi, walkers, jr.fold_in(keys[2], i))
+        many.append(np.asarray(energies, np.float64))
+    each = np.stack(many)
+    # Walkers are independent; a walker at several times is not.
+    error = each.mean(axis=0).std() / np.sqrt(each.shape[1])
+    energy, spread = float(each.mean()), float(each.std())
+    return Run(method.name, run[0], run[1], run[2], energy, float(error), spread)
+
+
+# %% [markdown]
+# ## What came out
+
+
+# %%
+def table(atom: Atom, runs: list[Run]) -> str:
+    lines = [
+        f"{'method':<12} {'energy':>11} {'above exact, mHa':>20} {'spread of E_L':>14} "
+        f"{'steps':>6} {'seconds':>8}"
+    ]
+    for run in runs:
+        above = f"{1e3 * (run.energy - atom.exact):.2f} +- {1e3 * run.error:.2f}"
+        lines.append(
+            f"{run.method:<12} {run.energy:>11.5f} {above:>20} {run.spread:>14.4f} "
+            f"{len(run.energies):>6} {run.seconds[-1]:>8.1f}"
+        )
+    return "\n".join(lines)
+
+
+def draw(name: str, runs: list[Run], path: Path) -> None:
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8))
+    colours = ["#d1495b", "#30638e", "#66a182", "#edae49"]
+    for run, colour in zip(runs, colours, strict=False):
+        above = np.abs(np.asarray(run.energies) - ATOMS[name].exact)
+        width = max(1, len(above) // 30)
+        smooth = np.convolve(above, np.ones(width) / width, mode="valid")
+        axes[0].plot(run.seconds[width - 1 :], smooth, color=colour, label=run.method)
+        axes[1].plot(run.seconds, run.deviations, color=colour, label=run.method)
+    titles = "distance from the exact energy, Ha", "spread of the local energies, Ha"
+    for axis, title in zip(axes, titles, strict=True):
+        axis.set_yscale("log")
+        axis.set_title(title, loc="left")
+        axis.set_xlabel("seconds (without compiling)")
+        axis.grid(True, color="0.92")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[1].legend(frameon=False)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def parse(argv: list[str] | None = None) -> Options:
+    parser = argparse.ArgumentParser(
+        description="Variational Monte Carlo of an atom.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--atom", choices=ATOMS, default="helium", help="which")
+    add("--steps", type=int, default=300, help="steps of K-FAC")
+    add("--walkers", type=int, default=512, help="how many")
+    add("--width", type=int, default=32, help="of the layers")
+    add("--depth", type=int, default=2, help="how many layers")
+    add("--moves", type=int, default=10, help="of the walkers, between two steps")
+    add("--seed", type=int, default=0, help="of everything")
+    add("--rate", type=float, default=0.2, help="learning rate of K-FAC")
+    add("--times", type=float, default=1.0, help="Adam's seconds, in K-FAC's")
+    add("--out", type=Path, default=Path("runs/helium.png"), help="plot")
+    add("--toy", action="store_true", help="few walkers and steps")
+    options = parser.parse_args(argv, namespace=Options())
+    if options.toy:
+        options.steps, options.walkers, options.width = 4, 16, 8
+    return options
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = parse(argv)
+    runs = [train(with_kfac(options.rate), options, None)]
+    seconds = options.times * runs[0].seconds[-1]
+    rates = (1e-2,) if options.toy else (1e-3, 3e-3, 1e-2)
+    adams = [train(with_adam(rate), options, seconds) for rate in rates]
+    runs.append(min(adams, key=lambda run: run.energy))
+    print(table(ATOMS[options.atom], runs))
+    draw(options.atom, runs, options.out)
+    print(f"Curves: {options.out}")
+
+
+if __name__ == "__main__":
+    main()
