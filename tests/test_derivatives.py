@@ -277,6 +277,27 @@ def test_full_blocks_are_exact(outputs):
     assert_same(blocks(over(outputs), model), gauss_newton(over(outputs), model))
 
 
+@pytest.mark.parametrize("number", [N, N - 1])
+@pytest.mark.parametrize("inside", [True, False])
+def test_directions_are_no_examples(inside, number):
+    """Also if they are mapped over outside of the examples, and as many as these."""
+    directions = jr.normal(KEYS[1], (number, D))
+    along = lambda m, v: jax.vmap(lambda x: slope(m, x, v))
+
+    def loss_fn(m, x):
+        if inside:
+            each = lambda x: jax.vmap(lambda v: slope(m, x, v))(directions)
+            z = jax.vmap(each)(x)
+        else:
+            z = jax.vmap(lambda v: along(m, v)(x), out_axes=1)(directions)
+        return kfac.SquaredError(z.reshape(len(x), -1), jnp.zeros((len(x), K * number)))
+
+    for block in (kfac.Full(), kfac.Diagonal()):
+        got, want = blocks(loss_fn, mlp(block)), gauss_newton(loss_fn, mlp())
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(jnp.diag(a), jnp.diag(b), atol=1e-12)
+
+
 @pytest.mark.parametrize("outputs", [both, slope])
 def test_deep_linear_networks(outputs):
     model = mlp(activation=lambda x: x)
@@ -357,9 +378,11 @@ def test_every_layer_is_seen(name):
         assert np.all(found.unseen <= 1e-12)
         exact = name not in ("norm", "weight norm") or "[1]" not in found.path
         assert np.all(found.error <= 1e-10) == exact
-    expanded = kfac.verify(over(both), net(name, kfac.Kronecker()), X)
-    for found in expanded.layers:
-        assert np.all(found.unseen <= 1e-12)
+
+
+def test_expanded_rows_are_no_dense_block():
+    expanded = kfac.verify(over(both), net("linear", kfac.Kronecker()), X)
+    assert all(np.all(found.unseen <= 1e-12) for found in expanded.layers)
     assert max(np.max(found.error) for found in expanded.layers) > 1e-3
 
 
@@ -473,6 +496,12 @@ def refuses(loss_fn, model, *words):
     with pytest.raises(ValueError) as error:
         kfac.curvature(loss_fn, fisher=EXACT)(model, X)
     assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_direction_that_is_the_weight_itself_is_refused():
+    """Which reaches the losses by way of the layer's input, too."""
+    outputs = lambda m, x: slope(m, x, m.layers[0].weight[0])
+    refuses(over(outputs), mlp(), ".layers[0]", "another way")
 
 
 @pytest.mark.parametrize("reverse", [jax.jacrev, jax.hessian])

@@ -243,8 +243,9 @@ def _visit(eqn: JaxprEqn, values: list[Value], around: Around) -> Any:
         sources=x.sources,
         axes=avals[0].manual_axis_type.varying,
     )
-    untagged = y.sources & ~source_of(note.number)
-    return [y._replace(sources=untagged)], [call]
+    # Not of the layer's own parameters: unless its input depends on these, too.
+    own = source_of(note.number)
+    return [y._replace(sources=y.sources & ~own | x.sources & own)], [call]
 
 
 def source_of(number: int) -> int:

@@ -143,7 +143,8 @@ def _check_uses(found: Found, trains: bool) -> None:
                 "through the layer's tag, and no curvature would be collected of that: "
                 f"{names(tag.form.names)} are used outside of the layer, or a "
                 "derivative of the layer in its parameters is. Call the layer instead; "
-                "tie weights with `eqx.nn.Shared`; or leave the layer untagged, "
+                "tie weights with `eqx.nn.Shared`; take gradients within the loss with "
+                "respect to `kfac.revert(model)`; or leave the layer untagged, "
                 f"`kfac.convert(model, blocks={{{path!r}: None}})`, with a `fallback`."
             )
 

@@ -51,7 +51,7 @@ class Note(NamedTuple):
 class Layout(NamedTuple):
     """What the operands `y, x, *beside, *shared, *slots` of a tag are. `shared` arrays
     belong to the layer and not to an example; like the slots, they are mapped over stacks
-    only. Of a layer's derivative in its inputs, the output itself is `beside`: a
+    only. Of a layer's derivative in its inputs, the input itself is `beside`: a
     derivative that is the same for all examples belongs to each of them nevertheless."""
 
     form: AbstractForm
@@ -109,10 +109,12 @@ def _batch_tag(primitive, axis, operands, dims, *, layout, **params):
 def _batch(primitive, operands, dims, *, layout, stack, examples):
     """Every operand's mapped axis moves to the front of its kind: stacked layers first,
     then examples. Only a mapped slot means a stack: separate layers, separate statistics;
-    otherwise the new axis is an example axis, outside the earlier ones."""
+    otherwise the new axis is an example axis, outside the earlier ones. (Unless it is one
+    of directions, of which the layer's input itself knows nothing: then inside.)"""
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     stacked = any(d is not None for d in dims[layout.own :])
-    axis = 0 if stacked else stack
+    directions = layout.derivative and dims[2] is None
+    axis = 0 if stacked else stack + examples * directions
 
     def place(x, d):
         if d is not None:
@@ -155,7 +157,7 @@ def _derivative(y_dot, x_dot, primals, layout, **params):
     if not (layout.form.linear and layout.block.derivatives):
         return _unseen(y_dot, layout.note(primals))
     _, _, shared, slots = layout.split(primals)
-    operands = y_dot, x_dot, primals[0], *shared, *slots
+    operands = y_dot, x_dot, primals[layout.own - 1], *shared, *slots
     return tag_p.bind(*operands, layout=layout._replace(derivative=True), **params)
 
 
