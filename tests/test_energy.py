@@ -253,10 +253,15 @@ def test_where_centring_makes_no_sense():
     weighted = lambda m, x, e: kfac.Energy(log_psi(m, x), e, weights=jnp.ones(N))
     with pytest.raises(ValueError, match="one loss without weights"):
         kfac.curvature(weighted, kfac.Centred())(network(), X, REAL)
-    optimizer = kfac.KFAC(0.1, fisher=kfac.Centred())
+    squared = lambda m, x: kfac.SquaredError(jax.vmap(m)(x)[:, None], x[:, :1])
     model = network()
-    with pytest.raises(ValueError, match="micro_batches=1"):
-        optimizer.step(loss_fn, model, optimizer.init(model), X, REAL, micro_batches=2)
+    for loss, args, fisher, what in (
+        (loss_fn, (X, REAL), kfac.Exact(), "The terms of `kfac.Energy`"),
+        (squared, (X,), kfac.Centred(), "takes the mean over the whole batch"),
+    ):
+        optimizer = kfac.KFAC(0.1, fisher=fisher)
+        with pytest.raises(ValueError, match=f"{what}.*`micro_batches=1`"):
+            optimizer.step(loss, model, optimizer.init(model), *args, micro_batches=2)
     for take in (kfac.capture, kfac.Accumulator):
         with pytest.raises(ValueError, match="not one of single examples"):
             take(loss_fn, kfac.Centred())

@@ -191,8 +191,8 @@ class Kronecker(AbstractBlock):
         # Where nothing moves, there is no row. (How a derivative is written decides
         # whether JAX knows that by itself.)
         moves = jnp.any(rows.x.vectors() != 0, axis=-1).astype(like.rows.dtype)
-        weights = moves if weights is None else moves * trailing(weights, moves)
-        return weights, weights, moves
+        there = moves if weights is None else moves * trailing(weights, moves)
+        return there, weights, moves
 
     def factors(
         self, statistics: Statistics, count: Array, l2: Array

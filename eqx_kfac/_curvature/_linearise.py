@@ -231,6 +231,7 @@ def linearise(
     )
     axes = example_axes(objective, model)
     if share is not None and not share.is_whole:
+        _check_apart(objective)
         _check_constant_weights(pushforward, filled)
     share = whole(objective, model) if share is None else share
     weights = example_weights(objective.losses)
@@ -312,6 +313,17 @@ def _value(objective: Sum, share: Share, axes: frozenset) -> Float[Array, ""]:
 
     coefficients = [c for c, _ in objective.terms]
     return linear_combination(coefficients, [value(o) for _, o in objective.terms])
+
+
+def _check_apart(objective: Sum) -> None:
+    """Raises if the terms of a loss depend on each other."""
+    for loss in objective.losses:
+        if loss.joint:
+            raise ValueError(
+                f"The terms of `kfac.{type(loss).__name__}` depend on all examples of "
+                "the batch, of which a micro-batch only knows a part. Use "
+                "`micro_batches=1`."
+            )
 
 
 def _check_constant_weights(pushforward: Callable, model: Model) -> None:

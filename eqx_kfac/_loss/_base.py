@@ -157,6 +157,8 @@ class AbstractLoss(AbstractObjective):
     """
 
     natural: ClassVar[bool] = False
+    # Whether a term depends on the others, so that a micro-batch has other ones.
+    joint: ClassVar[bool] = False
     targets: eqx.AbstractVar[PyTree]
     weights: eqx.AbstractVar[Array | None]
 

@@ -27,8 +27,8 @@ class Energy(AbstractLoss):
     model are of the covariance. Blocks are of the second moment around zero, which is not
     less, as is usual; with [`eqx_kfac.Centred`][], of the covariance.
 
-    All walkers enter into $\bar E$: a part of them has another mean, so that
-    micro-batches are another estimate.
+    All walkers enter into $\bar E$; those of a micro-batch have another mean, so there
+    are none.
 
     ??? cite "Reference"
 
@@ -38,6 +38,7 @@ class Energy(AbstractLoss):
     """
 
     natural = True
+    joint = True
     log_psi: Float[Array, "walkers k"]
     targets: tuple[Array, Array]
     weights: Shaped[Array, "..."] | None
