@@ -34,14 +34,14 @@ M = Mutant
 # fmt: off
 MUTANTS = [
     # What is kept of a layer's curvature.
-    M("_block/_kronecker.py", "input_factor=second * scale", "input_factor=second", "blocks"),
+    M("_block/_kronecker.py", "input_factor=second * scale", "input_factor=second", "scaling identities"),
     M("_block/_kronecker.py", "outputs / count.astype", "outputs / rows.astype", "scaling"),
     M("_block/_kronecker.py", "second = second + statistics.outputs.transposed\n", "pass\n", "layers"),
     M("_block/_kronecker.py", "jnp.where(is_last[..., :, None], last[..., None, :], rows)", "rows", "blocks"),
     M("_block/_kronecker.py", "if like.ones is not None and not rows.derivative:", "if like.ones is not None:", "derivatives"),
     M("_block/_kronecker.py", "moves = jnp.any(rows.x.vectors() != 0, axis=-1)", "moves = jnp.any(rows.x.vectors() == rows.x.vectors(), axis=-1)", "derivatives"),
     M("_block/_kronecker.py", "return sizes_in * sizes_out, sizes_out, sizes_in", "return sizes_in * sizes_out, sizes_in, sizes_out", "tensor_normal"),
-    M("_block/_kronecker.py", "rows.derivative or rows.swapped else sizes + ones", "rows.derivative else sizes + ones", "tensor_normal"),
+    M("_block/_kronecker.py", "rows.derivative else sizes + ones", "rows.derivative else sizes", "tensor_normal"),
     M("_block/_gradients.py", "constant = 0 if rows.derivative else 1", "constant = 1", "derivatives"),
     M("_curvature/_linearise.py", "mean = total / jnp.sqrt(self.share.count)", "mean = total / (self.share.count)", "energy"),
     M("_loss/_energy.py", "return self.fisher_root(2 * (v - self._mean(v)))", "return self.fisher_root(2 * v)", "energy"),

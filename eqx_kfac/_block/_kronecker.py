@@ -223,7 +223,7 @@ def _sizes(rows: Rows, like: InputMoments) -> Float[Array, "*rows"]:
     if like.second is None:
         return ones
     sizes = rows.x.sizes().astype(ones.dtype)
-    return sizes if like.ones is None or rows.derivative or rows.swapped else sizes + ones
+    return sizes if like.ones is None or rows.derivative else sizes + ones
 
 
 def _total(weights: Weights, g: Array, stack: int, like: Like) -> Float[Array, "*stack"]:
