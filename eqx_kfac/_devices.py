@@ -39,6 +39,14 @@ def cast_varying(tree: PyTree, axes: frozenset) -> PyTree:
     return jtu.tree_map(cast, tree)
 
 
+def sum_over(x: Array, axes: frozenset) -> Array:
+    """The sum over the devices along `shard_map` axes; what is the same on all of them
+    (a count of examples) is one per device nevertheless."""
+    if not axes:
+        return x
+    return jax.lax.psum(cast_varying(x, axes), tuple(sorted(axes)))
+
+
 def explicit_sharding(aval: Any) -> NamedSharding | None:
     """The sharding of an abstract value if it lives on an explicit mesh, else `None`:
     there, a contraction over a sharded axis has to be told where its result goes."""

@@ -46,7 +46,7 @@ MUTANTS = [
     M("_curvature/_linearise.py", "mean = total / jnp.sqrt(self.share.count)", "mean = total / (self.share.count)", "energy"),
     M("_loss/_energy.py", "return self.fisher_root(2 * (v - self._mean(v)))", "return self.fisher_root(2 * v)", "energy"),
     M("_loss/_energy.py", "away = away - self._mean(away)", "pass", "energy"),
-    M("_loss/_energy.py", "total, count = jax.lax.psum(both, tuple(sorted(axes)))", "pass", "energy"),
+    M("_loss/_energy.py", "return sum_over(total, axes) / sum_over(count, axes)", "return total / count", "energy"),
     M("_block/_kronecker.py", "number = math.prod(g.shape[stack:-1])", "number = g.shape[stack]", "transformations"),
     M("_block/_gradients.py", "return jnp.matmul(flat(g).mT, flat(x), precision=highest)", "return jnp.matmul(flat(g).mT, flat(x), precision=highest) / flat(x).shape[-2]", "blocks"),
     M("_block/_gradients.py", "math.prod(g.shape[stack + batch_axes : -1]) > 1", "math.prod(g.shape[stack + batch_axes : -1]) > 2", "blocks"),

@@ -14,7 +14,7 @@ from .._jobs import done, Job
 from .._misc import all_finite, difference, tree_where
 from .._operator import packed_like, unpacked
 from .._solver import AbstractDampedSolver, Eigh
-from .._tag import flatten_tags, is_trainable, map_tags, tagged_layers
+from .._tag import is_trainable, map_at_once, map_tags, tagged_layers
 
 
 def init_curvature(model: Model) -> Model:
@@ -100,10 +100,8 @@ def refresh(
         stack = factors.l2.ndim
         return Job(tag.block, refreshed, (unpacked(factors),), stack, solver.together)
 
-    found, treedef = flatten_tags(job, model, curvature)
-    jobs = [job for _, job in found if job is not None]
-    new = iter(done(jobs, Devices.of(curvature, model)))
-    new = treedef.unflatten([None if job is None else next(new) for _, job in found])
+    devices = Devices.of(curvature, model)
+    new = map_at_once(lambda jobs: done(jobs, devices), job, model, curvature)
 
     def layer_factors(_, __, new, old):
         return old if new is None else packed_like(new, old)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .._block import is_statistics, no_l2, Statistics
 from .._custom_types import Key, Layer, Model
-from .._devices import cast_varying, placed_like, varying_axes
+from .._devices import cast_varying, placed_like, sum_over, varying_axes
 from .._fisher import AbstractFisher
 from .._loss import AbstractLoss, L2, linear_combination, Sum
 from .._misc import accumulator, symmetric, tree_dot
@@ -147,7 +147,7 @@ class Linearisation(eqx.Module):
             for (c, o), (_, u), (_, v) in zip(self.objective.terms, a, b, strict=True):
                 if isinstance(o, AbstractLoss):
                     product = _weighted_dot(u.outputs, o.fisher_product(v.outputs), o)
-                    products.append(_psum(product, self.axes))
+                    products.append(sum_over(product, self.axes))
                     coefficients.append(c / next(counts))
                 elif isinstance(o, L2):
                     products.append(tree_dot(u.parameters, v.parameters))
@@ -200,7 +200,7 @@ class Linearisation(eqx.Module):
 def whole(objective: Sum, model: Model) -> Share:
     """The whole batch, which several devices may have parts of."""
     axes = example_axes(objective, model)
-    return Share([_psum(loss.count, axes) for loss in objective.losses], 1.0)
+    return Share([sum_over(loss.count, axes) for loss in objective.losses], 1.0)
 
 
 def example_axes(objective: Sum, model: Model) -> frozenset:
@@ -303,10 +303,10 @@ def _value(objective: Sum, share: Share, axes: frozenset) -> Float[Array, ""]:
 
     def value(term):
         if isinstance(term, AbstractLoss):
-            total, count = _psum(term.total, axes), next(counts)
+            total, count = sum_over(term.total, axes), next(counts)
             if share.is_whole:
                 # As a function of the weights, which may depend on the model.
-                count = _psum(term.count, axes)
+                count = sum_over(term.count, axes)
             return total / count.astype(total.dtype)
         value, split = term.value * share.fraction, varying_axes(term) & axes
         return jax.lax.pmean(value, tuple(sorted(split))) if split else value
@@ -350,14 +350,6 @@ def _weighted_dot(u: PyTree, v: PyTree, loss: AbstractLoss) -> Float[Array, ""]:
     return tree_dot(u, v)
 
 
-def _psum(x: Array, axes: frozenset) -> Array:
-    """The sum over devices; a count of examples is the same on all of them, but is one
-    per device nevertheless."""
-    if not axes:
-        return x
-    return jax.lax.psum(cast_varying(x, axes), tuple(sorted(axes)))
-
-
 def _mean_over_layer(tag: Tag, diagonal: Any) -> Any:
     """The mean over each layer's parameters of a diagonal."""
     if not is_trainable(tag, diagonal):
@@ -399,7 +391,7 @@ def _statistics(tag: Tag, layer: Layer) -> Statistics:
     own = varying_axes(tag.form.parameters(layer))
 
     def total(a):
-        return _psum(a, varying_axes(a) - own)
+        return sum_over(a, varying_axes(a) - own)
 
     return jtu.tree_map(total, tag.statistics)
 

@@ -8,7 +8,7 @@ from .._devices import Devices, over_stack
 from .._jobs import done, Job
 from .._operator import has_split, unpacked
 from .._solver import AbstractDampedSolver
-from .._tag import flatten_tags, Tag, update_layers
+from .._tag import map_at_once, Tag, update_layers
 from ._factorise import damping_of, for_each
 
 
@@ -50,14 +50,13 @@ def solutions(
         args = matrix, *unpacked((factors, state)), damping_of(factors, damping)
         return Job(tag.block, solve, args, factors.l2.ndim)
 
+    def do(jobs):
+        if has_split((curvature, inverse)):
+            return done(jobs, Devices.of(curvature, grads))
+        return [over_stack(job.fn, job.stack)(*job.args) for job in jobs]
+
     each = curvature, inverse, for_each(damping, grads, curvature)
-    found, treedef = flatten_tags(job, grads, *each)
-    jobs = [job for _, job in found if job is not None]
-    if has_split((curvature, inverse)):
-        new = iter(done(jobs, Devices.of(curvature, grads)))
-    else:
-        new = (over_stack(job.fn, job.stack)(*job.args) for job in jobs)
-    return treedef.unflatten([None if job is None else next(new) for _, job in found])
+    return map_at_once(do, job, grads, *each)
 
 
 def with_matrices(tree: Model, matrices: Model) -> Model:

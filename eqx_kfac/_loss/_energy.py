@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Inexact, Shaped
 
 from .._checks import check_number
 from .._custom_types import Key
-from .._devices import cast_varying, varying_axes
+from .._devices import sum_over, varying_axes
 from .._misc import draw
 from ._base import AbstractLoss, at_least_float32, check_weights
 
@@ -110,10 +110,7 @@ class Energy(AbstractLoss):
         total = jnp.sum(weights * a, axis=0, keepdims=True)
         count = jnp.sum(weights, keepdims=True)
         axes = varying_axes((total, count))
-        if axes:
-            both = cast_varying((total, count), axes)
-            total, count = jax.lax.psum(both, tuple(sorted(axes)))
-        return total / count
+        return sum_over(total, axes) / sum_over(count, axes)
 
 
 def _parts(a: Inexact[Array, " walkers"], both: bool) -> Float[Array, "walkers k"]:

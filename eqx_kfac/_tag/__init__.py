@@ -21,6 +21,7 @@ from ._tagged import (
     is_code as is_code,
     is_tagged as is_tagged,
     LayerError as LayerError,
+    map_at_once as map_at_once,
     map_tags as map_tags,
     naming_layers as naming_layers,
     tagged_layers as tagged_layers,

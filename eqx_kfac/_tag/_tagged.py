@@ -82,6 +82,14 @@ def flatten_tags(
     return [(jtu.keystr(path), leaf.value) for path, leaf in found], treedef
 
 
+def map_at_once(do: Callable, fn: Callable, model: Model, *rest: Any) -> Model:
+    """As `map_tags`, but what `fn` returns (of some layers `None`) is a list, of which
+    `do` makes another one: a model-shaped tree of that."""
+    found, treedef = flatten_tags(fn, model, *rest)
+    results = iter(do([own for _, own in found if own is not None]))
+    return treedef.unflatten([None if own is None else next(results) for _, own in found])
+
+
 class _Leaf:
     """Something that is not a tree."""
 
