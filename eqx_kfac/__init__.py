@@ -89,6 +89,15 @@ from ._optimizer import (
     WeightDecay as WeightDecay,
     Window as Window,
 )
+from ._posterior import (
+    Influence as Influence,
+    influence as influence,
+    Lanczos as Lanczos,
+    lanczos as lanczos,
+    Laplace as Laplace,
+    spectral_density as spectral_density,
+    SpectralDensity as SpectralDensity,
+)
 from ._solver import (
     AbstractDampedSolver as AbstractDampedSolver,
     Cholesky as Cholesky,

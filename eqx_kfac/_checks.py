@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 
 _RANGES: dict[str, Callable[[Any], bool]] = {
@@ -47,6 +48,17 @@ def check_number(name: str, value: Any, range_: str, schedule: bool = True) -> A
         kinds = "a number or a schedule (of scalars)" if schedule else "a number"
         raise TypeError(f"`{name}` must be {kinds}, but is {value!r}.")
     return value
+
+
+def check_array(name: str, value: Any, range_: str) -> None:
+    """Raises unless all of `value`, a number or an array, is positive or at least 0: of
+    an array that is being traced, nothing is known."""
+    if not (is_number(plain(value)) or isinstance(value, (jax.Array, np.ndarray))):
+        raise TypeError(f"`{name}` must be a number, but is {value!r}.")
+    if isinstance(value, Tracer):
+        return
+    if not np.all(_RANGES[range_](np.asarray(value))):
+        raise ValueError(f"`{name}` must be {range_}, but is {value}.")
 
 
 def check_count(name: str, value: Any, least: int) -> int:

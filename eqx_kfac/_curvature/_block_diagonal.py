@@ -12,6 +12,7 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from .._block import AbstractFactors
+from .._checks import check_array, is_number, is_scalar, plain
 from .._custom_types import Model
 from .._devices import over_stack
 from .._loss import linear_combination
@@ -31,6 +32,10 @@ from .._operator import (
 from .._solver import AbstractDampedSolver, Eigh
 from .._tag import flatten_tags, map_tags, partition_tagged, update_layers
 from ..form import has_bias
+
+
+# A number, or a tree with one for every layer.
+Damping = Any
 
 
 class BlockDiagonalOperator(AbstractSymmetricOperator):
@@ -122,7 +127,7 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
 
     def trace(self) -> Float[Array, ""]:
         """The sum of all eigenvalues."""
-        return self._sum(lambda op, shift: trace(op) + shift * op.in_size())
+        return self.sum_over_layers(lambda op, shift: trace(op) + shift * op.in_size())
 
     def frobenius_norm(self) -> Float[Array, ""]:
         """The root of the sum of the squares of all entries."""
@@ -130,29 +135,108 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
         def squared(op, shift):
             return squared_norm(op) + 2 * shift * trace(op) + shift**2 * op.in_size()
 
-        return jnp.sqrt(self._sum(squared))
+        return jnp.sqrt(self.sum_over_layers(squared))
 
-    def logdet(self, damping: ArrayLike = 0.0) -> Float[Array, ""]:
+    def logdet(self, damping: Damping = 0.0) -> Float[Array, ""]:
         r"""$\log\det(C + \lambda I)$, with `damping` $\lambda \ge 0$."""
 
         def logdet(op, shift):
-            total = shift + jnp.asarray(damping, shift.dtype)
-            return jnp.sum(jnp.log(eigenvalues(op) + total))
+            return jnp.sum(jnp.log(_values(op, shift)))
 
-        return self._sum(logdet)
+        return self.damped(damping).sum_over_layers(logdet)
+
+    def effective_dimension(self, damping: Damping) -> Float[Array, ""]:
+        r"""$\operatorname{tr} C (C + \lambda I)^{-1}$: how many directions of the
+        parameters have a curvature above `damping` $\lambda > 0$."""
+
+        def inside(op, shift, own):
+            return jnp.sum(1 - (shift - own) / _values(op, shift))
+
+        return self.damped(damping).sum_over_layers(inside, self.l2())
+
+    def condition_number(self, damping: Damping = 0.0) -> Float[Array, ""]:
+        r"""The largest eigenvalue of $C + \lambda I$ by its smallest."""
+        values = jtu.tree_leaves(self.damped(damping).eigenvalues())
+        largest = ft.reduce(jnp.maximum, [jnp.max(v) for v in values])
+        return largest / ft.reduce(jnp.minimum, [jnp.min(v) for v in values])
 
     def eigenvalues(self) -> Model:
         """All eigenvalues: a tree shaped like the model, with `[*stack, d_out, d_in]` in
         the place of every tagged layer."""
-        return self._map(lambda block: block(lambda op, shift: eigenvalues(op) + shift))
+        return self._map(lambda block: block(_values))
+
+    def per_layer(self, numbers: Damping, name: str = "numbers") -> Model:
+        """A tree shaped like the model, with a number in the place of every tagged layer
+        (of stacked layers: one for each, `[*stack]`): a `damping` of which
+        `eqx.tree_at` changes that of single layers.
+
+        **Arguments:**
+
+        - `numbers`: one for all, or such a tree.
+        - `name`: what an error calls it.
+
+        **Raises:** `ValueError` for negative numbers, and what does not fit the layers.
+        """
+        treedef = jtu.tree_structure(self._map(lambda _: 0))
+        if is_number(plain(numbers)) or is_scalar(numbers):
+            numbers = treedef.unflatten([numbers] * treedef.num_leaves)
+        try:
+            found = treedef.unflatten(treedef.flatten_up_to(numbers))
+            self._map(lambda _, number: jnp.result_type(number), found)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"`{name}` must be a number, or a tree with one for every tagged layer, "
+                "as `BlockDiagonalOperator.per_layer(1.0)` makes it, but is "
+                f"{eqx.tree_pformat(numbers)}."
+            ) from error
+
+        def checked(block, number):
+            check_array(name, number, "at least 0")
+            if jnp.shape(number) not in ((), block.shift.shape):
+                raise ValueError(
+                    f"`{name}` has an array of shape {jnp.shape(number)} in the place of "
+                    f"a layer (or of layers stacked as {block.shift.shape}): it must be "
+                    "one number, or one for each of a stack."
+                )
+            dtype, shape = block.shift.dtype, block.shift.shape
+            return jnp.broadcast_to(jnp.asarray(number, dtype), shape)
+
+        return self._map(checked, found)
+
+    def l2(self) -> Model:
+        """The curvature of [`eqx_kfac.L2`][] terms (and the damping), that is added to
+        every layer: a tree as that of `per_layer`."""
+        return self._map(lambda block: block.shift)
+
+    def without_l2(self) -> "BlockDiagonalOperator":
+        """The same operator, without those."""
+        return self._blockwise(lambda block: _without_shift(block, block.operator))
 
     def spectral(self) -> "BlockDiagonalOperator":
         """The same operator, with the eigendecomposition of every layer cached: all
         further functions of it are cheap."""
         return self._function(lambda op, shift: spectral(op).map(lambda x: x + shift))
 
+    def scaled(self, scale: ArrayLike) -> "BlockDiagonalOperator":
+        r"""$s C$, with `scale` $s \ge 0$, through the eigendecomposition of every layer
+        (or the cached one of `spectral`)."""
+
+        def scaled(op, shift):
+            return spectral(op).map(lambda x: (x + shift) * jnp.asarray(scale, x.dtype))
+
+        return self._function(scaled)
+
+    def damped(self, damping: Damping) -> "BlockDiagonalOperator":
+        r"""$C + \lambda I$, with `damping` $\lambda \ge 0$: a number, or one for every
+        layer, a tree as that of `per_layer`."""
+
+        def add(block, number):
+            return eqx.tree_at(lambda b: b.shift, block, block.shift + number)
+
+        return self._blockwise(add, self.per_layer(damping, "damping"))
+
     def power(
-        self, exponent: float | int, damping: ArrayLike = 0.0
+        self, exponent: float | int, damping: Damping = 0.0
     ) -> "BlockDiagonalOperator":
         r"""$(C + \lambda I)^p$, exactly, through the eigendecomposition of every layer.
 
@@ -161,52 +245,61 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
         - `exponent`: $p$; `0.5` is the square root; `-0.5` turns white noise into
             samples with covariance $(C + \lambda I)^{-1}$.
         - `damping`: $\lambda$, which must be positive if $C$ may be singular and
-            $p < 0$.
+            $p < 0$; as for `damped`.
         """
-
-        def power(op, shift):
-            total = shift + jnp.asarray(damping, shift.dtype)
-            return spectral(op).power(exponent, total)
-
-        return self._function(power)
+        power = lambda op, shift: spectral(op).power(exponent, shift)
+        return self.damped(damping)._function(power)
 
     def inverse(
-        self, damping: ArrayLike, solver: AbstractDampedSolver = Eigh()
+        self, damping: Damping, solver: AbstractDampedSolver = Eigh()
     ) -> "BlockDiagonalOperator":
         r"""$(C + \lambda I)^{-1}$, as the solver approximates it: what an optimizer with
         this solver multiplies gradients by. The factorisation is part of the operator.
 
         **Arguments:**
 
-        - `damping`: $\lambda$.
+        - `damping`: $\lambda$, as for `damped`.
         - `solver`: [`eqx_kfac.Eigh`][] for the exact inverse, [`eqx_kfac.Cholesky`][]
             for factored damping.
         """
 
         def inverse(bias, op, shift):
-            total = shift + jnp.asarray(damping, shift.dtype)
             if isinstance(op, SpectralOperator):
-                return op.power(-1, total)
-            state = solver.init(op, {"damping": total, "bias": bias})
-            return _InverseOperator(solver, state, total, Structure(op.in_structure()))
+                return op.power(-1, shift)
+            state = solver.init(op, {"damping": shift, "bias": bias})
+            if isinstance(state, solver.state_type):
+                return solver.inverse(state, shift)
+            return _InverseOperator(solver, state, shift, Structure(op.in_structure()))
 
-        return self._blockwise(lambda block: block(ft.partial(inverse, block.bias)))
+        damped = self.damped(damping)
+        return damped._blockwise(
+            lambda b: _without_shift(b, b(ft.partial(inverse, b.bias)))
+        )
 
-    def _map(self, fn: Callable) -> Model:
-        return jtu.tree_map(fn, self.blocks, is_leaf=_is_block)
+    def _map(self, fn: Callable, *rest: Any) -> Model:
+        return jtu.tree_map(fn, self.blocks, *rest, is_leaf=_is_block)
 
-    def _sum(self, fn: Callable) -> Float[Array, ""]:
-        sums = jtu.tree_leaves(self._map(lambda block: jnp.sum(block(fn))))
+    def sum_over_layers(self, fn: Callable, *rest: Any) -> Float[Array, "..."]:
+        """The sum over all layers of `fn(operator, shift, *rest)`: of their operator, the
+        multiple of the identity that is to be added, and what other trees that are shaped
+        like the model have of the layer. (Where these have nothing, it is no part of the
+        sum.)"""
+
+        def add(block, *own):
+            if any(o is None for o in own):
+                return None
+            return jnp.sum(block(fn, *own), axis=tuple(range(block.shift.ndim)))
+
+        sums = jtu.tree_leaves(self._map(add, *rest))
         return linear_combination([1.0] * len(sums), sums)
 
     def _function(self, fn: Callable) -> "BlockDiagonalOperator":
-        """The operator with blocks `fn(operator, l2)`, which include their `l2`."""
-        return self._blockwise(lambda block: block(fn))
+        """The operator with blocks `fn(operator, shift)`, which include their shift."""
+        return self._blockwise(lambda block: _without_shift(block, block(fn)))
 
-    def _blockwise(self, fn: Callable) -> "BlockDiagonalOperator":
-        """The same, with blocks `fn(block)`."""
-        blocks = self._map(lambda b: _Block(fn(b), jnp.zeros_like(b.shift), b.bias))
-        return eqx.tree_at(lambda op: op.blocks, self, blocks)
+    def _blockwise(self, fn: Callable, *rest: Any) -> "BlockDiagonalOperator":
+        """The same, with blocks `fn(block, *rest)`."""
+        return eqx.tree_at(lambda op: op.blocks, self, self._map(fn, *rest))
 
 
 class _Block(eqx.Module):
@@ -238,6 +331,15 @@ class _InverseOperator(AbstractSymmetricOperator):
     @property
     def positive_semidefinite(self) -> bool:
         return True
+
+
+def _without_shift(block: _Block, operator: Any) -> _Block:
+    """A block of an operator that has the shift in it."""
+    return _Block(operator, jnp.zeros_like(block.shift), block.bias)
+
+
+def _values(operator: Any, shift: Array) -> Array:
+    return eigenvalues(operator) + shift
 
 
 def _product(operator: Any, shift: Array, matrix: Array) -> Array:

@@ -94,6 +94,14 @@ class SpectralOperator(AbstractSymmetricOperator):
         squared = KroneckerBasis(*(None if q is None else q**2 for q in vectors))
         return squared.combination(self.values).reshape(-1)
 
+    def trace(self) -> Float[Array, ""]:
+        """The sum of all eigenvalues."""
+        return jnp.sum(self.values)
+
+    def logdet(self, damping: ArrayLike = 0.0) -> Float[Array, ""]:
+        r"""$\log\det(C + \lambda I)$, with `damping` $\lambda$."""
+        return jnp.sum(jnp.log(self.values + jnp.asarray(damping, self.values.dtype)))
+
     def map(self, fn: Callable) -> "SpectralOperator":
         """The operator with the eigenvalues `fn(eigenvalues)`."""
         return SpectralOperator(self.basis, fn(self.values))
@@ -156,6 +164,4 @@ def _(operator: Any) -> Float[Array, ""]:
     return jnp.sum(spectral(operator).values ** 2)
 
 
-@trace.register
-def _(operator: SpectralOperator) -> Float[Array, ""]:
-    return jnp.sum(operator.values)
+trace.register(SpectralOperator, SpectralOperator.trace)

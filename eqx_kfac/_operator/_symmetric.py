@@ -13,6 +13,8 @@ import lineax as lx
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
+from .._checks import check_array
+from . import _decompositions as decompositions
 from ._factor import matmul
 
 
@@ -68,10 +70,25 @@ class AbstractSymmetricOperator(lx.AbstractLinearOperator):
         """The diagonal of the matrix."""
         return jnp.diag(self.as_matrix())
 
-    def damped(self, damping: ArrayLike) -> "DampedOperator":
+    def trace(self) -> Float[Array, ""]:
+        """The sum of the diagonal."""
+        return jnp.sum(self.diagonal())
+
+    def logdet(self, damping: ArrayLike = 0.0) -> Float[Array, ""]:
+        r"""$\log\det(C + \lambda I)$, with `damping` $\lambda$; `nan` unless all
+        eigenvalues of that are positive."""
+        values = decompositions.eigvalsh(self.as_matrix())
+        return jnp.sum(jnp.log(values + jnp.asarray(damping, values.dtype)))
+
+    def damped(self, damping: ArrayLike) -> "AbstractSymmetricOperator":
         r"""This operator plus $\lambda I$, for `damping` $\lambda \ge 0$. Unlike
         `operator + damping * lx.IdentityLinearOperator(...)`, lineax knows it to be
         positive semidefinite (it does not look at the sign of a number)."""
+        check_array("damping", damping, "at least 0")
+        if jnp.ndim(damping) != 0:
+            raise ValueError(
+                f"`damping` must be a number, but has shape {jnp.shape(damping)}."
+            )
         return DampedOperator(self, damping)
 
     def linearise(self) -> "AbstractSymmetricOperator":

@@ -1,0 +1,291 @@
+"""A normal distribution of parameters, from the curvature at the trained ones."""
+
+import functools as ft
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import jax.tree_util as jtu
+from jaxtyping import Array, ArrayLike, Float, PyTree
+
+from .._checks import check_array, check_count, check_key, is_scalar, plain
+from .._curvature import BlockDiagonalOperator
+from .._custom_types import Key, Model
+from .._misc import accumulator
+from .._operator import flatten, matmul, widest
+from .._tag import map_tags, partition_tagged
+
+
+class Laplace(eqx.Module):
+    r"""The Laplace approximation of the posterior of a model's parameters: a normal
+    distribution around the trained ones, whose precision is the curvature of all
+    training data and that of the prior,
+
+    $$q(\theta) = \mathcal N(\theta_*, \Sigma), \qquad
+    \Sigma^{-1} = \frac{N}{\sigma^2 T} C + \operatorname{diag}(\delta)$$
+
+    with $C$ the curvature of the *mean* loss, block by block; $N$ the number of training
+    examples; $\sigma$ the standard deviation of the noise of an
+    [`eqx_kfac.SquaredError`][] (other losses: 1); $T$ a temperature; and $\delta$ the
+    precision of a normal prior around zero.
+
+    All four are array leaves: `eqx.tree_at` changes them, `jax.grad` and `jax.vmap` take
+    part in them, and nothing is decomposed anew. Parameters that no tag covers, or that
+    are frozen, are known exactly.
+
+    An [`eqx_kfac.L2`][] term of the loss is a prior, and is taken out of $C$: without it
+    nothing is counted twice. Which prior it was says `prior_precision=None`.
+
+    !!! Example
+
+        ```python
+        curvature = kfac.curvature(loss_fn, fisher=kfac.Exact())(model, x, y)
+        posterior = kfac.Laplace(curvature, model, num_examples=len(x))
+        posterior = posterior.with_tuned_prior()
+        mean, covariance = jax.vmap(lambda x: posterior.predict(forward, x))(x_test)
+        ```
+
+    ??? cite "Reference"
+
+        D. MacKay, *A Practical Bayesian Framework for Backpropagation Networks*, Neural
+        Computation 1992. With Kronecker factors: H. Ritter, A. Botev, D. Barber, *A
+        Scalable Laplace Approximation for Neural Networks*, ICLR 2018.
+    """
+
+    curvature: BlockDiagonalOperator
+    model: Model
+    num_examples: Float[Array, ""]
+    prior_precision: Any
+    sigma_noise: Float[Array, ""]
+    temperature: Float[Array, ""]
+
+    def __init__(
+        self,
+        curvature: Model,
+        model: Model,
+        num_examples: ArrayLike,
+        prior_precision: Any = 1.0,
+        sigma_noise: ArrayLike = 1.0,
+        temperature: ArrayLike = 1.0,
+    ):
+        r"""**Arguments:**
+
+        - `curvature`: what [`eqx_kfac.curvature`][] returns, or `state.curvature` of an
+            optimizer: with any blocks. It is decomposed here, once.
+        - `model`: the trained model that it belongs to, or the part of it that is trained
+            (`eqx.partition`): a last layer, say.
+        - `num_examples`: $N$, of all training data.
+        - `prior_precision`: $\delta > 0$: a number, or one for every layer, in a tree as
+            `posterior.curvature.per_layer(1.0)` makes it. `None`: that of the
+            [`eqx_kfac.L2`][] terms of the loss, $N / (\sigma^2 T)$ times their
+            coefficient.
+        - `sigma_noise`: $\sigma > 0$.
+        - `temperature`: $T > 0$. Below 1, the posterior is narrower than the model says.
+
+        **Raises:** `ValueError` for numbers that are not positive, and for layers that
+        there is no curvature of.
+        """
+        whole = BlockDiagonalOperator(curvature, model)
+        dtype = accumulator(widest(whole.in_structure()))
+
+        def positive(name, value):
+            check_array(name, value, "positive")
+            return jnp.asarray(value, dtype)
+
+        self.model = model
+        self.curvature = whole.without_l2().spectral()
+        self.num_examples = positive("num_examples", num_examples)
+        self.sigma_noise = positive("sigma_noise", sigma_noise)
+        self.temperature = positive("temperature", temperature)
+        if prior_precision is None:
+            scale = self._scale()
+            prior_precision = jtu.tree_map(lambda c: scale * c, whole.l2())
+        elif not is_scalar(plain(prior_precision)):
+            prior_precision = whole.per_layer(prior_precision, "prior_precision")
+        self.prior_precision = jtu.tree_map(
+            ft.partial(positive, "prior_precision"), prior_precision
+        )
+
+    def precision(self) -> BlockDiagonalOperator:
+        r"""$\Sigma^{-1}$, a lineax operator on trees shaped like the model."""
+        return self._likelihood().damped(self._prior())
+
+    def covariance(self) -> BlockDiagonalOperator:
+        r"""$\Sigma$, a lineax operator on trees shaped like the model."""
+        return self.precision().power(-1)
+
+    def sample(self, key: Key) -> Model:
+        r"""A model with parameters drawn from the posterior. `eqx.filter_vmap` over keys
+        makes an ensemble."""
+        check_key(key)
+        leaves, treedef = jtu.tree_flatten(self.curvature.in_structure())
+        keys = jr.split(key, len(leaves))
+        noise = [jr.normal(k, s.shape, s.dtype) for k, s in zip(keys, leaves)]
+        step = self.precision().power(-0.5).mv(treedef.unflatten(noise))
+        return eqx.apply_updates(self.model, step)
+
+    def log_marginal_likelihood(self, log_likelihood: ArrayLike) -> Float[Array, ""]:
+        r"""The logarithm of the evidence of the data under this approximation,
+
+        $$\log p(D \mid \theta_*) - \tfrac12 \theta_*^\top \operatorname{diag}(\delta)
+        \theta_* + \tfrac12 \log\det \operatorname{diag}(\delta) - \tfrac12 \log\det
+        \Sigma^{-1},$$
+
+        to be differentiated in the prior precision, and to be compared between models.
+
+        **Arguments:**
+
+        - `log_likelihood`: $\log p(D \mid \theta_*)$, of all training data: $-N$ times
+            the mean loss, for losses that are negative log likelihoods. For a
+            [`eqx_kfac.SquaredError`][] $h$ of $k$ outputs, $-N h / \sigma^2 - \frac12 N k
+            \log(2 \pi \sigma^2)$. (Divided by $T$, if it is not 1.)
+        """
+        prior = self._over_layers(
+            lambda d, size, square: jnp.sum(size * jnp.log(d) - d * square), self._prior()
+        )
+        log_prior = jnp.sum(jnp.stack(jtu.tree_leaves(prior)))
+        logdet = self.precision().logdet()
+        return jnp.asarray(log_likelihood, logdet.dtype) + 0.5 * (log_prior - logdet)
+
+    def with_tuned_prior(self, per_layer: bool = False) -> "Laplace":
+        r"""The same posterior with the prior precision of most evidence. In $\log\delta$,
+        the evidence is concave; its maximum is where the parameters are as large as the
+        prior says, in the directions that the data determine:
+        $\delta \lVert \theta_* \rVert^2 = \operatorname{tr} (\Sigma^{-1} - \delta I)
+        \Sigma$.
+
+        **Arguments:**
+
+        - `per_layer`: whether every layer gets a prior precision of its own. (The layers
+            of a stack each do.)
+        """
+
+        def step(_, prior):
+            known = jtu.tree_map(_known, values, prior)
+            if not per_layer:
+                known = _total(known)
+            # Half way in log(delta): a contraction, by half at least.
+            return jtu.tree_map(
+                lambda d, k, s: jnp.sqrt(d * k / s), prior, known, squares
+            )
+
+        values = self._likelihood().eigenvalues()
+        prior = self._prior()
+        squares = self._over_layers(lambda d, size, square: square, prior)
+        if not per_layer:
+            squares = _total(squares)
+        prior = jax.lax.fori_loop(0, 60, step, prior)
+        if not per_layer:
+            prior = jtu.tree_leaves(prior)[0].reshape(-1)[0]
+        return eqx.tree_at(lambda p: p.prior_precision, self, prior)
+
+    def functional_variance(
+        self, fn: Callable, x: PyTree
+    ) -> Float[Array, "outputs outputs"]:
+        r"""The covariance $J \Sigma J^\top$ of the outputs, linearised around the trained
+        parameters.
+
+        **Arguments:**
+
+        - `fn`: called as `fn(model, x)`; returns an array, whose entries are the outputs.
+        - `x`: one input; `jax.vmap` makes it many. (Of a `fn` of several inputs, the
+            covariance is that of all outputs for all of them.)
+        """
+        return self._linearised(fn, x)[1]
+
+    def predict(
+        self, fn: Callable, x: PyTree
+    ) -> tuple[Float[Array, " outputs"], Float[Array, "outputs outputs"]]:
+        r"""Mean and covariance of a regression's targets: the covariance of the outputs,
+        and $\sigma^2$ of noise. Arguments as for `functional_variance`."""
+        outputs, variance = self._linearised(fn, x)
+        noise = self.sigma_noise.astype(variance.dtype) ** 2
+        return outputs, variance + noise * jnp.eye(len(variance), dtype=variance.dtype)
+
+    def predict_classes(
+        self,
+        fn: Callable,
+        x: PyTree,
+        key: Key | None = None,
+        num_samples: int = 1000,
+    ) -> Float[Array, " outputs"]:
+        r"""Probabilities of classes, for a `fn` whose outputs are their logits. Arguments
+        as for `functional_variance`, and:
+
+        - `key`: for `num_samples` samples of the logits, whose probabilities are
+            averaged. Without a key, the probit approximation:
+            $\operatorname{softmax}(f_c / \sqrt{1 + \pi v_c / 8})$, with $v_c$ the
+            variance of the logit $f_c$.
+
+        ??? cite "Reference"
+
+            D. MacKay, *The Evidence Framework Applied to Classification Networks*, Neural
+            Computation 1992.
+        """
+        check_key(key)
+        check_count("num_samples", num_samples, 1)
+        logits, variance = self._linearised(fn, x)
+        if key is None:
+            return jax.nn.softmax(
+                logits / jnp.sqrt(1 + math.pi / 8 * jnp.diagonal(variance))
+            )
+        # A root by eigenvectors: the variance need not have full rank.
+        values, vectors = jnp.linalg.eigh(variance)
+        noise = jr.normal(key, (num_samples, len(logits)), logits.dtype)
+        noise = noise * jnp.sqrt(jnp.maximum(values, 0))[None, :]
+        samples = logits[None, :] + matmul(noise, vectors.T)
+        return jnp.mean(jax.nn.softmax(samples), axis=0)
+
+    def _linearised(self, fn: Callable, x: PyTree) -> tuple[Array, Array]:
+        """The outputs and their covariance."""
+
+        def outputs(parameters):
+            return jnp.ravel(fn(eqx.combine(parameters, self.model), x))
+
+        out, pull = jax.vjp(outputs, partition_tagged(self.model)[0])
+        root = self.precision().power(-0.5)
+
+        def row(cotangent):
+            return flatten(root.mv(pull(cotangent)[0]), out.dtype)
+
+        rows = jax.vmap(row)(jnp.eye(len(out), dtype=out.dtype))
+        return out, matmul(rows, rows.T)
+
+    def _likelihood(self) -> BlockDiagonalOperator:
+        return self.curvature.scaled(self._scale())
+
+    def _scale(self) -> Float[Array, ""]:
+        return self.num_examples / (self.sigma_noise**2 * self.temperature)
+
+    def _prior(self) -> Model:
+        """The prior precision of every layer."""
+        return self.curvature.per_layer(self.prior_precision, "prior_precision")
+
+    def _over_layers(self, fn: Callable, prior: Model) -> Model:
+        """`fn(prior precision, number of parameters, their sum of squares)` of every
+        layer, summed over those of a stack."""
+
+        def of_layer(tag, layer, d):
+            if d is None:
+                return None
+            matrix = tag.to_matrix(layer).astype(d.dtype)
+            axes = tuple(range(d.ndim, matrix.ndim))
+            size = math.prod(matrix.shape[d.ndim :])
+            return fn(d, size, jnp.sum(matrix**2, axis=axes))
+
+        return map_tags(of_layer, self.model, prior)
+
+
+def _known(values: Array, prior: Array) -> Array:
+    """In how many directions a layer's parameters are known from the data."""
+    return jnp.sum(values / (values + prior[..., None, None]), axis=(-2, -1))
+
+
+def _total(tree: Model) -> Model:
+    """The sum over all layers, in the place of each."""
+    total = sum(jnp.sum(x) for x in jtu.tree_leaves(tree))
+    return jtu.tree_map(lambda x: jnp.full_like(x, total), tree)

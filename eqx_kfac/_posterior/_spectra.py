@@ -1,0 +1,194 @@
+"""Eigenvalues of operators that are known by their products with vectors alone."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+from jaxtyping import Array, ArrayLike, Float, PyTree
+
+from .._checks import check_count, check_key
+from .._custom_types import Key
+from .._operator import flatten, matmul, Structure, unflatten, widest
+
+
+class Lanczos(eqx.Module):
+    r"""What some products with a symmetric operator tell about its eigenvalues: those
+    inside a Krylov space, the extreme ones first."""
+
+    values: Float[Array, " steps"]
+    """Ritz values, ascending."""
+
+    residuals: Float[Array, " steps"]
+    r"""$\lVert C v - \lambda v \rVert$ of each: an eigenvalue of the operator is no
+    further away."""
+
+    weights: Float[Array, " steps"]
+    """By how much each counts in the vector that it began with, squared: their sum is
+    1."""
+
+    _vectors: Float[Array, "steps size"]
+    _structure: Structure
+
+    def vector(self, index: int) -> PyTree:
+        """The Ritz vector of `values[index]`, of length 1: a tree shaped like the
+        model. `-1` is that of the largest eigenvalue."""
+        return unflatten(self._vectors[index], self._structure.tree)
+
+
+def lanczos(operator: lx.AbstractLinearOperator, key: Key, num_steps: int) -> Lanczos:
+    r"""The Lanczos process, from a random vector, every new vector being made orthogonal
+    to all before (twice): so that no eigenvalue appears more often than it is there. If
+    the Krylov space is exhausted it goes on with another random vector.
+
+    **Arguments:**
+
+    - `operator`: any symmetric lineax operator: [`eqx_kfac.GaussNewton`][],
+        [`eqx_kfac.Hessian`][], [`eqx_kfac.BlockDiagonalOperator`][].
+    - `key`: for the vector to begin with.
+    - `num_steps`: how many products. The largest few eigenvalues are found in some tens
+        (look at `residuals`), all of them in as many as there are parameters. So many
+        vectors are kept.
+
+    **Raises:** `ValueError` for more steps than there are parameters, and for an operator
+    that is not symmetric.
+
+    !!! Example
+
+        ```python
+        hessian = kfac.Hessian(loss_fn, model, x, y)
+        found = eqx.filter_jit(kfac.lanczos)(hessian, jax.random.key(0), 40)
+        found.values[-5:]
+        ```
+
+    ??? cite "Reference"
+
+        C. Lanczos, *An Iteration Method for the Solution of the Eigenvalue Problem of
+        Linear Differential and Integral Operators*, 1950.
+    """
+    check_key(key)
+    check_count("num_steps", num_steps, 1)
+    size, structure = operator.in_size(), operator.in_structure()
+    if num_steps > size:
+        raise ValueError(
+            f"`num_steps` is {num_steps}, but the operator has {size} eigenvalues. Take "
+            "as many steps at most."
+        )
+    if not lx.is_symmetric(operator):
+        raise ValueError(
+            "`kfac.lanczos` needs a symmetric operator, and nothing says that this "
+            f"{type(operator).__name__} is one. If it is, wrap it: "
+            "`lx.TaggedLinearOperator(operator, lx.symmetric_tag)`."
+        )
+    dtype = widest(structure)
+    linear = lx.linearise(operator)
+
+    def product(v):
+        return flatten(linear.mv(unflatten(v, structure)), dtype)
+
+    def orthogonal(v, basis):
+        for _ in range(2):
+            v = v - matmul(matmul(basis, v), basis)
+        return v
+
+    def step(carry, index):
+        basis, v = carry
+        basis = basis.at[index].set(v)
+        new = product(v)
+        diagonal = jnp.vdot(v, new)
+        scale = jnp.linalg.norm(new)
+        new = orthogonal(new, basis)
+        beside = jnp.linalg.norm(new)
+        ended = beside <= 100 * jnp.finfo(dtype).eps * scale
+        other = orthogonal(jr.normal(jr.fold_in(key, index), (size,), dtype), basis)
+        v = jnp.where(ended, other / jnp.linalg.norm(other), new / beside)
+        return (basis, v), (diagonal, jnp.where(ended, 0, beside))
+
+    first = jr.normal(jr.fold_in(key, num_steps), (size,), dtype)
+    start = jnp.zeros((num_steps, size), dtype), first / jnp.linalg.norm(first)
+    steps = jnp.arange(num_steps)
+    (basis, _), (diagonal, beside) = jax.lax.scan(step, start, steps)
+    off = beside[:-1]
+    tridiagonal = jnp.diag(diagonal) + jnp.diag(off, 1) + jnp.diag(off, -1)
+    values, vectors = jnp.linalg.eigh(tridiagonal)
+    return Lanczos(
+        values=values,
+        residuals=beside[-1] * jnp.abs(vectors[-1]),
+        weights=vectors[0] ** 2,
+        _vectors=matmul(vectors.T, basis),
+        _structure=Structure(structure),
+    )
+
+
+class SpectralDensity(eqx.Module):
+    r"""How the eigenvalues of an operator are distributed, from random vectors: each of
+    them has its own nodes and weights, which are those of a Gaussian quadrature."""
+
+    nodes: Float[Array, "samples steps"]
+    weights: Float[Array, "samples steps"]
+    size: int = eqx.field(static=True)
+
+    def __call__(
+        self, at: Float[Array, " points"], width: ArrayLike
+    ) -> Float[Array, " points"]:
+        r"""The density of eigenvalues at `at` (its integral is 1), every one being
+        spread as a normal distribution with standard deviation `width`."""
+        width = jnp.asarray(width, self.nodes.dtype)
+        distance = (at[:, None, None] - self.nodes[None]) / width
+        normal = jnp.exp(-0.5 * distance**2) / (width * jnp.sqrt(2 * jnp.pi))
+        spread = jnp.sum(self.weights[None] * normal.astype(self.nodes.dtype), axis=2)
+        return jnp.mean(spread, axis=1)
+
+    def trace(self, fn: Callable) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        r"""$\operatorname{tr} f(C) = \sum_i f(\lambda_i)$, and the standard error of that
+        estimate, over the random vectors.
+
+        **Arguments:**
+
+        - `fn`: $f$, of an array of eigenvalues. `lambda x: x / (x + damping)` gives the
+            effective dimension, `lambda x: jnp.log(x + damping)` the log-determinant.
+        """
+        each = self.size * jnp.sum(self.weights * fn(self.nodes), axis=1)
+        return jnp.mean(each), jnp.std(each, ddof=1) / len(each) ** 0.5
+
+
+def spectral_density(
+    operator: lx.AbstractLinearOperator,
+    key: Key,
+    num_samples: int = 8,
+    num_steps: int = 64,
+) -> SpectralDensity:
+    r"""The distribution of all eigenvalues of an operator, by stochastic Lanczos
+    quadrature: `num_samples` times `num_steps` products.
+
+    **Arguments:**
+
+    - `operator`, `num_steps`: as for [`eqx_kfac.lanczos`][].
+    - `key`: for the random vectors.
+    - `num_samples`: how many of these, at least 2.
+
+    **Raises:** as [`eqx_kfac.lanczos`][].
+
+    !!! Example
+
+        ```python
+        density = eqx.filter_jit(kfac.spectral_density)(operator, jax.random.key(0))
+        dimension, error = density.trace(lambda x: x / (x + damping))
+        ```
+
+    ??? cite "Reference"
+
+        S. Ubaru, J. Chen, Y. Saad, *Fast Estimation of tr(f(A)) via Stochastic Lanczos
+        Quadrature*, SIAM Journal on Matrix Analysis and Applications 2017. Of neural
+        networks: B. Ghorbani, S. Krishnan, Y. Xiao, *An Investigation into Neural Net
+        Optimization via Hessian Eigenvalue Density*, ICML 2019.
+    """
+    check_key(key)
+    check_count("num_samples", num_samples, 2)
+    linear = lx.linearise(operator)
+    found = jax.lax.map(
+        lambda key: lanczos(linear, key, num_steps), jr.split(key, num_samples)
+    )
+    return SpectralDensity(found.values, found.weights, operator.in_size())
