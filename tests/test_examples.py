@@ -186,6 +186,34 @@ def test_distributed_goes_on_after_a_kill(tmp_path):
     assert (tmp_path / "whole/distributed.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_laplace(tmp_path):
+    picture = tmp_path / "laplace.png"
+    printed = run("laplace.py", "--toy", "--out", str(picture)).splitlines()
+    blocks = ["MAP", "Kronecker", "EKFAC", "Diagonal"]
+    regression, digits = printed[:5], printed[5:12]
+    assert [row.split()[0] for row in regression] == ["regression", *blocks]
+    names = ["MAP", "last layer", *blocks[1:], "cold"]
+    assert [row[:12].strip() for row in digits] == ["digits", *names]
+    for row in digits[1:]:
+        right, nll, error, unseen = map(float, row[12:].split())
+        assert 0.5 < right <= 1 and 0 < nll < 2 and 0 < error < 1 and 0 <= unseen <= 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert str(picture) in printed[-1]
+
+
+def test_influence(tmp_path):
+    picture = tmp_path / "influence.png"
+    printed = run("influence.py", "--toy", "--out", str(picture)).splitlines()
+    names = ["identity", "K-FAC", "EKFAC", "Gauss-Newton", "(loss)"]
+    rows = [row.split() for row in printed[2:7]]
+    assert [row[0] for row in rows] == names
+    for name, score, found, _ in rows:
+        assert name == "(loss)" or -1 <= float(score) <= 1
+        assert 0 <= float(found) <= 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert str(picture) in printed[-1]
+
+
 def test_poisson(tmp_path):
     picture = tmp_path / "poisson.png"
     names = ("heat", "poisson5")

@@ -20,6 +20,7 @@ pages = sorted((root / "docs").rglob("*.md"))
 with_python = [
     ["index.md", "choosing.md", "idea.md", "api/curvature.md", "api/losses.md"],
     ["devices.md", "api/extending.md", "api/operators.md", "api/tools.md"],
+    ["factors.md", "api/posterior.md"],
 ]
 
 # One namespace for a page, in order; line numbers are those of the page.

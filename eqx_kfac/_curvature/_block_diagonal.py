@@ -15,7 +15,6 @@ from .._block import AbstractFactors
 from .._checks import check_array, is_number, is_scalar, plain
 from .._custom_types import Model
 from .._devices import over_stack
-from .._loss import linear_combination
 from .._misc import names
 from .._operator import (
     AbstractSymmetricOperator,
@@ -291,7 +290,8 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
             return jnp.sum(block(fn, *own), axis=tuple(range(block.shift.ndim)))
 
         sums = jtu.tree_leaves(self._map(add, *rest))
-        return linear_combination([1.0] * len(sums), sums)
+        dtype = widest(sums)
+        return ft.reduce(jnp.add, [s.astype(dtype) for s in sums])
 
     def _function(self, fn: Callable) -> "BlockDiagonalOperator":
         """The operator with blocks `fn(operator, shift)`, which include their shift."""

@@ -1,0 +1,350 @@
+# %% [markdown]
+# # What a network does not know: Laplace posteriors
+#
+# A trained network, and the curvature of its loss, make a normal distribution over its
+# parameters: nothing is trained anew. Two problems, each beside the network alone (MAP):
+#
+# - a regression in one dimension, with a gap in the data: how wide is the band there?
+# - the digits 0 to 7 of scikit-learn: are the probabilities of classes right on unseen
+#   images (negative log-likelihood, calibration error), and is it told that an 8 or a 9
+#   is none of them (area under the ROC curve of the largest probability)?
+#
+# The precision of the prior has most evidence, one for every layer; so has the noise of
+# the regression. Of the digits, there is also a cold posterior: its temperature is the
+# best of a grid on validation data.
+#
+#     python examples/laplace.py            # under a minute on two CPU cores
+#     python examples/laplace.py --toy      # seconds: does everything run?
+
+# %%
+import argparse
+import functools as ft
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import matplotlib
+import numpy as np
+from jaxtyping import Array, Float, PRNGKeyArray
+from scipy.stats import rankdata
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from tqdm import tqdm
+
+import eqx_kfac as kfac
+
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+
+# %% [markdown]
+# ## Training
+#
+# By K-FAC itself, with its defaults. The curvature of the posterior is that of the
+# averaged model, over all training data.
+
+
+# %%
+def train(loss_fn: Callable, model: Any, data: tuple, steps: int, bar: tqdm) -> Any:
+    optimizer = kfac.KFAC()
+    state = optimizer.init(model)
+    step = eqx.filter_jit(ft.partial(optimizer.step, loss_fn))
+    for i in range(steps):
+        model, state, _ = step(model, state, *data, key=jr.key(i))
+        bar.update()
+    return kfac.averaged(model, state)
+
+
+def fit(
+    loss_fn: Callable, model: Any, data: tuple, blocks: Any, sigma: Any = 1.0
+) -> kfac.Laplace:
+    model = kfac.convert(kfac.revert(model), blocks=blocks)
+    collect = eqx.filter_jit(kfac.curvature(loss_fn, fisher=kfac.Exact()))
+    curvature = collect(model, *data)
+    posterior = kfac.Laplace(curvature, model, len(data[0]), sigma_noise=sigma)
+    return eqx.filter_jit(lambda p: p.with_tuned_prior(per_layer=True))(posterior)
+
+
+def forward(model, x):
+    return model(x)
+
+
+BLOCKS = {
+    "Kronecker": kfac.Kronecker(),
+    "EKFAC": kfac.EKFAC(),
+    "Diagonal": kfac.Diagonal(),
+}
+
+
+# %% [markdown]
+# ## A regression with a gap
+#
+# The noise is chosen by the evidence too: of every value on a grid, with the best prior
+# for it.
+
+
+# %%
+NOISE = 0.1
+
+
+def wave(x: Array) -> Array:
+    return jnp.sin(3 * x) + 0.3 * x
+
+
+def regression_data(number: int, key: PRNGKeyArray) -> tuple[Array, Array]:
+    keys = jr.split(key, 2)
+    x = jnp.linspace(0, 1.2, number)
+    x = jnp.where(jnp.arange(number) % 2 == 0, x - 2.0, x + 0.8)
+    return x[:, None], (wave(x) + NOISE * jr.normal(keys[1], (number,)))[:, None]
+
+
+def regression_loss(model, x, y):
+    return kfac.SquaredError(jax.vmap(model)(x), y)
+
+
+def with_best_noise(posterior: kfac.Laplace, mean_loss: Array) -> kfac.Laplace:
+    number = posterior.num_examples
+
+    def at(sigma):
+        new = eqx.tree_at(lambda p: p.sigma_noise, posterior, sigma)
+        new = new.with_tuned_prior(per_layer=True)
+        likelihood = -number * (
+            mean_loss / sigma**2 + 0.5 * jnp.log(2 * jnp.pi * sigma**2)
+        )
+        return new, new.log_marginal_likelihood(likelihood)
+
+    grid = jnp.geomspace(0.02, 1.0, 60)
+    evidence = jax.lax.map(lambda sigma: at(sigma)[1], grid)
+    return at(grid[jnp.argmax(evidence)])[0]
+
+
+class Band(NamedTuple):
+    name: str
+    mean: np.ndarray
+    deviation: np.ndarray
+    inside: float  # Negative log-likelihood on new data like the old,
+    gap: float  # and on data from the gap.
+
+
+def negative_log_likelihood(mean: Array, variance: Array, y: Array) -> Float[Array, ""]:
+    squared = (y - mean) ** 2 / variance
+    return 0.5 * jnp.mean(squared + jnp.log(2 * jnp.pi * variance))
+
+
+def regression(arguments: "Arguments", bar: tqdm) -> tuple[list[Band], Any, Any]:
+    keys = jr.split(jr.key(arguments.seed), 3)
+    width = 8 if arguments.toy else 50
+    model = kfac.convert(eqx.nn.MLP(1, 1, width, 2, activation=jnp.tanh, key=keys[0]))
+    data = regression_data(100, keys[1])
+    bar.set_description("regression")
+    model = train(regression_loss, model, data, arguments.steps, bar)
+    grid = jnp.linspace(-2.6, 2.6, 261)
+    gap = jnp.linspace(-0.6, 0.6, 50)
+    points = jnp.concatenate([grid, data[0][:, 0], gap])
+    fresh = wave(points) + NOISE * jr.normal(keys[2], points.shape)
+
+    def band(name, mean, variance):
+        parts = slice(261, 361), slice(361, None)
+        scores = [
+            float(negative_log_likelihood(mean[p], variance[p], fresh[p])) for p in parts
+        ]
+        return Band(name, np.asarray(mean[:261]), np.sqrt(variance[:261]), *scores)
+
+    mean_loss = regression_loss(model, *data).value
+    mean = jax.vmap(model)(points[:, None])[:, 0]
+    bands = [band("MAP", mean, jnp.full_like(mean, 2 * mean_loss))]
+    for name, block in BLOCKS.items():
+        posterior = fit(regression_loss, model, data, block)
+        posterior = eqx.filter_jit(with_best_noise)(posterior, mean_loss)
+        predict = lambda x, p: p.predict(forward, x[None])
+        mean, variance = eqx.filter_jit(eqx.filter_vmap(predict, in_axes=(0, None)))(
+            points, posterior
+        )
+        bands.append(band(name, mean[:, 0], variance[:, 0, 0]))
+    return bands, data, grid
+
+
+# %% [markdown]
+# ## Digits, two of which are unseen
+#
+# Beside the posterior of all layers, that of the last one: a part of the model, by
+# `eqx.partition`, and whatever comes before is known.
+
+
+# %%
+class Digits(NamedTuple):
+    train: tuple[np.ndarray, np.ndarray]
+    validation: tuple[np.ndarray, np.ndarray]
+    test: tuple[np.ndarray, np.ndarray]
+    unseen: np.ndarray
+
+
+def load(number: int, seed: int) -> Digits:
+    images, digits = load_digits(return_X_y=True)
+    x, y = (images / 16).astype(np.float32), digits.astype(np.int32)
+    known = y < 8
+    x_train, x_test, y_train, y_test = train_test_split(
+        x[known], y[known], train_size=number, random_state=seed, stratify=y[known]
+    )
+    validation, test = (x_test[:200], y_test[:200]), (x_test[200:], y_test[200:])
+    return Digits((x_train, y_train), validation, test, x[~known])
+
+
+def digits_loss(model, x, y):
+    return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y) + kfac.L2(model, 3e-3)
+
+
+class Score(NamedTuple):
+    accuracy: float
+    nll: float
+    calibration: float
+    auroc: float
+
+
+def score(probabilities: np.ndarray, unseen: np.ndarray, y: np.ndarray) -> Score:
+    """`probabilities` of known classes, and of unseen ones."""
+    sure, right = probabilities.max(axis=1), probabilities.argmax(axis=1) == y
+    nll = -np.mean(np.log(probabilities[np.arange(len(y)), y]))
+    bins = np.digitize(sure, np.linspace(0, 1, 16))
+    error = sum(
+        abs(np.sum(right[bins == b] - sure[bins == b])) for b in np.unique(bins)
+    ) / len(y)
+    ranks = rankdata(np.concatenate([sure, unseen.max(axis=1)]))[: len(y)]
+    auroc = (ranks.sum() / len(y) - (len(y) + 1) / 2) / len(unseen)
+    return Score(float(right.mean()), float(nll), float(error), float(auroc))
+
+
+def last_layer(model: Any) -> tuple[Any, Any]:
+    nothing = jax.tree.map(lambda _: False, model)
+    everything = jax.tree.map(eqx.is_inexact_array, model.layers[-1])
+    return eqx.partition(model, eqx.tree_at(lambda m: m.layers[-1], nothing, everything))
+
+
+@eqx.filter_jit
+def cooled(posterior: kfac.Laplace, x: Array, y: Array) -> kfac.Laplace:
+    """With the temperature of the highest likelihood."""
+
+    def at(temperature):
+        return eqx.tree_at(lambda p: p.temperature, posterior, temperature)
+
+    def log_likelihood(temperature):
+        classes = ft.partial(at(temperature).predict_classes, forward)
+        chosen = jnp.take_along_axis(jax.lax.map(classes, x), y[:, None], axis=1)
+        return jnp.mean(jnp.log(chosen))
+
+    grid = jnp.geomspace(1e-3, 1.0, 10)
+    return at(grid[jnp.argmax(jax.lax.map(log_likelihood, grid))])
+
+
+def digits(arguments: "Arguments", seed: int, bar: tqdm) -> dict[str, Score]:
+    number, width = (150, 8) if arguments.toy else (400, 64)
+    data = load(number, seed)
+    model = kfac.convert(
+        eqx.nn.MLP(64, 8, width, 2, activation=jnp.tanh, key=jr.key(seed))
+    )
+    bar.set_description(f"digits, seed {seed}")
+    model = train(digits_loss, model, data.train, arguments.steps, bar)
+    images = data.test[0], data.unseen
+
+    @eqx.filter_jit
+    def of_all(predict, x):
+        return jax.lax.map(predict, x, batch_size=64)
+
+    plain = [of_all(lambda x: jax.nn.softmax(model(x)), x) for x in images]
+    found = {"MAP": score(*map(np.asarray, plain), data.test[1])}
+    trained, frozen = last_layer(model)
+    whole = lambda part: eqx.combine(part, frozen)
+    last = fit(
+        lambda part, x, y: digits_loss(whole(part), x, y),
+        trained,
+        data.train,
+        kfac.Kronecker(),
+    )
+    posteriors = {"last layer": (last, lambda part, x: whole(part)(x))}
+    for name, block in BLOCKS.items():
+        posteriors[name] = fit(digits_loss, model, data.train, block), forward
+    posteriors["cold"] = cooled(posteriors["Kronecker"][0], *data.validation), forward
+    for name, (posterior, fn) in posteriors.items():
+        classes = ft.partial(posterior.predict_classes, fn)
+        both = [np.asarray(of_all(classes, x)) for x in images]
+        found[name] = score(*both, data.test[1])
+    return found
+
+
+# %% [markdown]
+# ## What came out
+
+
+# %%
+def tables(bands: list[Band], scores: list[dict[str, Score]]) -> str:
+    lines = [f"{'regression':<12} {'NLL':>9} {'in the gap':>11}"]
+    for b in bands:
+        lines.append(f"{b.name:<12} {b.inside:>9.3f} {b.gap:>11.3f}")
+    lines.append(f"{'digits':<12} {'accuracy':>9} {'NLL':>7} {'ECE':>7} {'AUROC':>7}")
+    for name in scores[0]:
+        mean = Score(*np.mean([s[name] for s in scores], axis=0))
+        lines.append(
+            f"{name:<12} {mean.accuracy:>9.3f} {mean.nll:>7.3f}"
+            f" {mean.calibration:>7.3f} {mean.auroc:>7.3f}"
+        )
+    return "\n".join(lines)
+
+
+def plot(bands: list[Band], data: Any, grid: Any, path: Path) -> None:
+    figure, axes = plt.subplots(1, len(bands), figsize=(12, 3), sharey=True)
+    for axis, band in zip(axes, bands):
+        axis.scatter(*data, s=4, color="0.5", zorder=2)
+        axis.plot(grid, wave(grid), color="0.6", linewidth=0.8, linestyle="--")
+        axis.plot(grid, band.mean, color="#d1495b")
+        low, high = (band.mean + s * 2 * band.deviation for s in (-1, 1))
+        axis.fill_between(grid, low, high, color="#d1495b", alpha=0.2, linewidth=0)
+        axis.set_title(band.name, loc="left", fontsize=10)
+        axis.set_ylim(-3, 3)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+# %%
+class Arguments(argparse.Namespace):
+    steps: int
+    seed: int
+    seeds: int
+    out: Path
+    toy: bool
+
+
+def parse(argv: list[str] | None = None) -> Arguments:
+    parser = argparse.ArgumentParser(description="Laplace posteriors.")
+    parser.add_argument("--steps", type=int, default=300, help="of every training")
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument("--seeds", type=int, default=3, help="how many, for the digits")
+    parser.add_argument("--out", type=Path, default=Path("runs/laplace.png"))
+    parser.add_argument("--toy", action="store_true", help="small and quick")
+    arguments = parser.parse_args(argv, namespace=Arguments())
+    if arguments.toy:
+        arguments.steps, arguments.seeds = min(arguments.steps, 20), 1
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse(argv)
+    total = arguments.steps * (1 + arguments.seeds)
+    with tqdm(total=total, unit=" steps", disable=None) as bar:
+        bands, data, grid = regression(arguments, bar)
+        seeds = range(arguments.seed, arguments.seed + arguments.seeds)
+        scores = [digits(arguments, seed, bar) for seed in seeds]
+    print(tables(bands, scores))
+    plot(bands, data, grid, arguments.out)
+    print(f"Picture: {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
