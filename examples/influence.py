@@ -127,10 +127,12 @@ def retrained(
     return np.concatenate(found)
 
 
-def datamodelling_score(scores: Array, halves: np.ndarray, actual: np.ndarray) -> float:
+def datamodelling_score(
+    scores: np.ndarray, halves: np.ndarray, actual: np.ndarray
+) -> float:
     """The mean over tests of the rank correlation, over halves. An example that helps
     lowers the loss."""
-    foretold = halves @ -np.asarray(scores).T  # [halves, tests]
+    foretold = halves @ -scores.T  # [halves, tests]
 
     def correlation(a, b):
         return np.corrcoef(rankdata(a), rankdata(b))[0, 1]
@@ -247,7 +249,8 @@ COLOURS = ["#8d99ae", "#d1495b", "#edae49", "#00798c", "#30638e"]
 
 def plot(results: list[Result], data: Data, path: Path) -> None:
     figure = plt.figure(figsize=(11, 3.8))
-    left, middle, right = figure.subfigures(1, 3, width_ratios=[1, 1.2, 1.1])
+    parts: Any = figure.subfigures(1, 3, width_ratios=[1, 1.2, 1.1])
+    left, middle, right = parts
     axis = left.subplots()
     scored = [r for r in results if np.isfinite(r.score)]
     axis.bar([r.name for r in scored], [r.score for r in scored], color=COLOURS)

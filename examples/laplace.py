@@ -178,9 +178,9 @@ def regression(arguments: "Arguments", bar: tqdm) -> tuple[list[Band], Any, Any]
 
 # %%
 class Digits(NamedTuple):
-    train: tuple[np.ndarray, np.ndarray]
-    validation: tuple[np.ndarray, np.ndarray]
-    test: tuple[np.ndarray, np.ndarray]
+    train: tuple[Any, Any]  # Images and digits.
+    validation: tuple[Any, Any]
+    test: tuple[Any, Any]
     unseen: np.ndarray
 
 
@@ -206,8 +206,9 @@ class Score(NamedTuple):
     auroc: float
 
 
-def score(probabilities: np.ndarray, unseen: np.ndarray, y: np.ndarray) -> Score:
-    """`probabilities` of known classes, and of unseen ones."""
+def score(both: list[Array], y: np.ndarray) -> Score:
+    """Of the probabilities of known digits, and of unseen ones."""
+    probabilities, unseen = map(np.asarray, both)
     sure, right = probabilities.max(axis=1), probabilities.argmax(axis=1) == y
     nll = -np.mean(np.log(probabilities[np.arange(len(y)), y]))
     bins = np.digitize(sure, np.linspace(0, 1, 16))
@@ -226,14 +227,14 @@ def last_layer(model: Any) -> tuple[Any, Any]:
 
 
 @eqx.filter_jit
-def cooled(posterior: kfac.Laplace, x: Array, y: Array) -> kfac.Laplace:
+def cooled(posterior: kfac.Laplace, x: Any, y: Any) -> kfac.Laplace:
     """With the temperature of the highest likelihood."""
 
     def at(temperature):
         return eqx.tree_at(lambda p: p.temperature, posterior, temperature)
 
     def log_likelihood(temperature):
-        classes = ft.partial(at(temperature).predict_classes, forward)
+        classes = lambda x: at(temperature).predict_classes(forward, x)
         chosen = jnp.take_along_axis(jax.lax.map(classes, x), y[:, None], axis=1)
         return jnp.mean(jnp.log(chosen))
 
@@ -256,7 +257,7 @@ def digits(arguments: "Arguments", seed: int, bar: tqdm) -> dict[str, Score]:
         return jax.lax.map(predict, x, batch_size=64)
 
     plain = [of_all(lambda x: jax.nn.softmax(model(x)), x) for x in images]
-    found = {"MAP": score(*map(np.asarray, plain), data.test[1])}
+    found = {"MAP": score(plain, data.test[1])}
     trained, frozen = last_layer(model)
     whole = lambda part: eqx.combine(part, frozen)
     last = fit(
@@ -265,14 +266,16 @@ def digits(arguments: "Arguments", seed: int, bar: tqdm) -> dict[str, Score]:
         data.train,
         kfac.Kronecker(),
     )
-    posteriors = {"last layer": (last, lambda part, x: whole(part)(x))}
+    posteriors: dict[str, tuple[kfac.Laplace, Callable]] = {
+        "last layer": (last, lambda part, x: whole(part)(x))
+    }
     for name, block in BLOCKS.items():
         posteriors[name] = fit(digits_loss, model, data.train, block), forward
     posteriors["cold"] = cooled(posteriors["Kronecker"][0], *data.validation), forward
     for name, (posterior, fn) in posteriors.items():
-        classes = ft.partial(posterior.predict_classes, fn)
-        both = [np.asarray(of_all(classes, x)) for x in images]
-        found[name] = score(*both, data.test[1])
+        classes = lambda x: posterior.predict_classes(fn, x)
+        both = [of_all(classes, x) for x in images]
+        found[name] = score(both, data.test[1])
     return found
 
 

@@ -69,3 +69,22 @@ def test_a_step_and_what_is_printed(getkey):
     assert "loss=f64[2]" in repr(several)  # As after a `scan`.
     shapes = eqx.filter_eval_shape(step, model, state, x)[2]
     assert "loss=f64[]" in repr(shapes)
+
+
+def test_curvature_without_an_optimizer(getkey):
+    def loss_fn(model: kfac.MLP, x: jax.Array, y: jax.Array) -> kfac.SquaredError:
+        return kfac.SquaredError(jax.vmap(model)(x), y)
+
+    def forward(model: kfac.MLP, x: jax.Array) -> jax.Array:
+        return model(x)
+
+    model = kfac.MLP(2, 1, 3, 1, key=getkey())
+    x, y = jnp.ones((4, 2)), jnp.ones((4, 1))
+    for operator in (kfac.GaussNewton, kfac.Fisher, kfac.EmpiricalFisher, kfac.Hessian):
+        assert operator(loss_fn, model, x, y).in_size() == 13
+    assert kfac.GaussNewton(loss_fn, model, x, y=y).in_size() == 13
+    curvature = kfac.curvature(loss_fn, fisher=kfac.Exact())(model, x, y)
+    posterior = kfac.Laplace(curvature, model, 4)
+    assert posterior.predict(forward, x[0])[1].shape == (1, 1)
+    scores = kfac.influence(loss_fn, curvature, 0.1)(model, (x, y), (x[:2], y[:2]))
+    assert scores.shape == (4, 2)

@@ -74,6 +74,9 @@ class AbstractOuterProduct(AbstractModelOperator):
     loss $i$ of a sum, plus the curvature of its `L2` terms: what these operators have in
     common. They differ in the matrices $M_n$ at the outputs."""
 
+    # Said in every subclass: type checkers would take each for a dataclass of its fields.
+    __init__ = AbstractModelOperator.__init__
+
     @abc.abstractmethod
     def _output_product(self, loss: AbstractLoss, v: PyTree) -> PyTree:
         """$M_n v_n$ for every term."""
@@ -153,6 +156,8 @@ class GaussNewton(AbstractOuterProduct):
         Descent*, Neural Computation 2002.
     """
 
+    __init__ = AbstractModelOperator.__init__
+
     @property
     def positive_semidefinite(self) -> bool:
         """Whether every loss is known to be convex in the model's outputs: a loss is, if
@@ -191,6 +196,8 @@ class Fisher(AbstractOuterProduct):
         2020.
     """
 
+    __init__ = AbstractModelOperator.__init__
+
     @property
     def positive_semidefinite(self) -> bool:
         return True
@@ -224,6 +231,8 @@ class EmpiricalFisher(AbstractOuterProduct):
         F. Kunstner, L. Balles, P. Hennig, *Limitations of the Empirical Fisher
         Approximation for Natural Gradient Descent*, NeurIPS 2019.
     """
+
+    __init__ = AbstractModelOperator.__init__
 
     @property
     def positive_semidefinite(self) -> bool:
@@ -267,6 +276,8 @@ class Hessian(AbstractModelOperator):
         B. Pearlmutter, *Fast Exact Multiplication by the Hessian*, Neural Computation
         1994.
     """
+
+    __init__ = AbstractModelOperator.__init__
 
     @property
     def positive_semidefinite(self) -> bool:
