@@ -33,6 +33,29 @@ class Mutant(NamedTuple):
 M = Mutant
 # fmt: off
 MUTANTS = [
+    # After training.
+    M("_posterior/_laplace.py", "self.num_examples / (self.sigma_noise**2 * self.temperature)", "self.num_examples / self.sigma_noise**2", "laplace"),
+    M("_posterior/_laplace.py", "whole.without_l2().spectral()", "whole.spectral()", "laplace"),
+    M("_posterior/_laplace.py", "step = self.precision().power(-0.5)", "step = self.precision().power(-1)", "laplace"),
+    M("_posterior/_laplace.py", "jnp.sum(size * jnp.log(d) - d * square)", "jnp.sum(jnp.log(d) - d * square)", "laplace"),
+    M("_posterior/_laplace.py", "noise = self.sigma_noise.astype(variance.dtype) ** 2", "noise = self.sigma_noise.astype(variance.dtype)", "laplace"),
+    M("_posterior/_laplace.py", "values / (values + prior[..., None, None])", "values / prior[..., None, None]", "laplace"),
+    M("_posterior/_laplace.py", "math.pi / 8", "math.pi / 4", "laplace"),
+    M("_posterior/_laplace.py", "jnp.sqrt(jnp.maximum(values, 0))", "jnp.maximum(values, 0)", "laplace"),
+    M("_posterior/_influence.py", "if by_rows and n * m", "if n * m", "influence"),
+    M("_posterior/_influence.py", "_between(_right(test.g, operator.output_factor), train.g)", "_between(test.g, train.g)", "influence"),
+    M("_posterior/_influence.py", "by_rows = by_rows and operator.in_structure().shape == (d_out, d_in)", "pass", "influence"),
+    M("_posterior/_influence.py", "axes = captured.stack + captured.form.groups", "axes = captured.stack", "influence"),
+    M("_posterior/_influence.py", "directions = _times(operator, _gradients(test))", "directions = _gradients(test)", "influence"),
+    M("_posterior/_spectra.py", "v = v - matmul(matmul(basis, v), basis)", "pass", "spectra"),
+    M("_posterior/_spectra.py", "jnp.where(ended, 0, beside)", "beside + 1", "spectra"),
+    M("_posterior/_spectra.py", "other / jnp.linalg.norm(other)", "other", "spectra"),
+    M("_posterior/_spectra.py", "residuals=beside[-1] * jnp.abs(vectors[-1])", "residuals=beside[-1] * jnp.abs(vectors[0])", "spectra"),
+    M("_posterior/_spectra.py", "jnp.std(each, ddof=1) / len(each) ** 0.5", "jnp.std(each, ddof=1)", "spectra"),
+    M("_curvature/_block_diagonal.py", "block, block.shift + number)", "block, number)", "block_diagonal laplace"),
+    M("_curvature/_block_diagonal.py", "return jnp.sum(1 - (shift - own) / _values(op, shift))", "return jnp.sum(1 - shift / _values(op, shift))", "spectra"),
+    M("_curvature/_block_diagonal.py", "return spectral(op).map(lambda x: (x + shift) * jnp", "return spectral(op).map(lambda x: x * jnp", "spectra"),
+    M("_operator/_symmetric.py", "return jnp.sum(jnp.log(values + jnp.asarray(damping, values.dtype)))", "return jnp.sum(jnp.log(values))", "spectra"),
     # What is kept of a layer's curvature.
     M("_block/_kronecker.py", "input_factor=second * scale", "input_factor=second", "scaling identities"),
     M("_block/_kronecker.py", "outputs / count.astype", "outputs / rows.astype", "scaling"),

@@ -189,11 +189,9 @@ def _pairs(operator: Any, shift: Array, test: _Rows, train: _Rows) -> Array:
     by_rows = isinstance(operator, KroneckerOperator)
     by_rows = by_rows and operator.in_structure().shape == (d_out, d_in)
     if by_rows and n * m * (d_out + d_in) <= d_out * d_in:
-        x, g = operator.input_factor, operator.output_factor
-        between = _between(_right(test.x, x), train.x) * _between(
-            _right(test.g, g), train.g
-        )
-        return jnp.sum(between, axis=(1, 3))
+        x = _between(_right(test.x, operator.input_factor), train.x)
+        g = _between(_right(test.g, operator.output_factor), train.g)
+        return jnp.sum(x * g, axis=(1, 3))
     directions = _times(operator, _gradients(test))
     if m > 1:
         whole = _gradients(train)
