@@ -179,6 +179,31 @@ def test_tuned_prior_has_most_evidence(name, per_layer):
     assert len(slopes) == (1 if not per_layer else 2)
 
 
+def test_kept_in_a_file(tmp_path):
+    posterior, path = posterior_of("kronecker"), tmp_path / "posterior.eqx"
+    assert posterior.prior_precision.shape == ()
+    tuned = posterior.with_tuned_prior()
+    eqx.tree_serialise_leaves(path, tuned)
+    found = eqx.tree_deserialise_leaves(path, posterior)
+    assert eqx.tree_equal(found, tuned) and not eqx.tree_equal(found, posterior)
+
+
+def test_half_precision():
+    """Of the model; the posterior is in float32."""
+    model, _ = fitted("kronecker")
+    half = lambda a: a.astype(jnp.bfloat16) if eqx.is_inexact_array(a) else a
+    model, x = jtu.tree_map(half, model), half(batch[0])
+    collect = eqx.filter_jit(kfac.curvature(loss_fn, fisher=kfac.Exact()))
+    posterior = kfac.Laplace(collect(model, x, batch[1]), model, 60_000)
+    assert float(posterior.num_examples) == 60_000
+    mean, covariance = posterior.predict(forward, x[0])
+    assert mean.dtype == covariance.dtype == jnp.float32
+    exact = kfac.Laplace(fitted("kronecker")[1], fitted("kronecker")[0], 60_000)
+    close(covariance, exact.predict(forward, batch[0][0])[1], 0.02)
+    assert posterior.sample(jr.key(0)).layers[0].weight.dtype == jnp.bfloat16
+    close(jnp.sum(posterior.predict_classes(forward, x[0], jr.key(0))), 1.0, 1e-5)
+
+
 def test_one_prior_for_each_layer():
     model, curvature = fitted("stacked")
     operator = kfac.BlockDiagonalOperator(curvature, model)

@@ -12,7 +12,7 @@ import jax.random as jr
 import jax.tree_util as jtu
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
-from .._checks import check_array, check_count, check_key, is_scalar, plain
+from .._checks import check_array, check_count, check_key, is_number, is_scalar, plain
 from .._curvature import BlockDiagonalOperator
 from .._custom_types import Key, Model
 from .._misc import accumulator
@@ -104,7 +104,7 @@ class Laplace(eqx.Module):
         if prior_precision is None:
             scale = self._scale()
             prior_precision = jtu.tree_map(lambda c: scale * c, whole.l2())
-        elif not is_scalar(plain(prior_precision)):
+        elif not (is_number(plain(prior_precision)) or is_scalar(prior_precision)):
             prior_precision = whole.per_layer(prior_precision, "prior_precision")
         self.prior_precision = jtu.tree_map(
             ft.partial(positive, "prior_precision"), prior_precision
@@ -247,13 +247,13 @@ class Laplace(eqx.Module):
             return jnp.ravel(fn(eqx.combine(parameters, self.model), x))
 
         out, pull = jax.vjp(outputs, partition_tagged(self.model)[0])
-        root = self.precision().power(-0.5)
+        root, dtype = self.precision().power(-0.5), accumulator(out.dtype)
 
         def row(cotangent):
-            return flatten(root.mv(pull(cotangent)[0]), out.dtype)
+            return flatten(root.mv(pull(cotangent)[0]), dtype)
 
         rows = jax.vmap(row)(jnp.eye(len(out), dtype=out.dtype))
-        return out, matmul(rows, rows.T)
+        return out.astype(dtype), matmul(rows, rows.T)
 
     def _likelihood(self) -> BlockDiagonalOperator:
         return self.curvature.scaled(self._scale())

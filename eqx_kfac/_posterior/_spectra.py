@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from .._checks import check_count, check_key
 from .._custom_types import Key
+from .._misc import accumulator
 from .._operator import flatten, matmul, Structure, unflatten, widest
 
 
@@ -82,7 +83,7 @@ def lanczos(operator: lx.AbstractLinearOperator, key: Key, num_steps: int) -> La
             f"{type(operator).__name__} is one. If it is, wrap it: "
             "`lx.TaggedLinearOperator(operator, lx.symmetric_tag)`."
         )
-    dtype = widest(structure)
+    dtype = accumulator(widest(structure))
     linear = lx.linearise(operator)
 
     def product(v):
