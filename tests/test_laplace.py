@@ -269,7 +269,7 @@ def test_last_layer_of_a_regression_is_exact():
 
 def test_classes():
     model, curvature = fitted("kronecker")
-    posterior = kfac.Laplace(curvature, model, 4, 0.1)
+    posterior = kfac.Laplace(curvature, model, 4, 0.02)
     x = batch[0][0]
     logits, variance = model(x), posterior.functional_variance(forward, x)
     probit = jax.nn.softmax(logits / np.sqrt(1 + np.pi / 8 * np.diag(variance)))
