@@ -21,14 +21,13 @@ from .._operator import (
     eigenvalues,
     flatten,
     spectral,
-    SpectralOperator,
     squared_norm,
     Structure,
     trace,
     unpacked,
     widest,
 )
-from .._solver import AbstractDampedSolver, Eigh
+from .._solver import AbstractDampedSolver, Eigh, is_factorised
 from .._tag import flatten_tags, map_tags, partition_tagged, update_layers
 from ..form import has_bias
 
@@ -147,11 +146,17 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
     def effective_dimension(self, damping: Damping) -> Float[Array, ""]:
         r"""$\operatorname{tr} C (C + \lambda I)^{-1}$: how many directions of the
         parameters have a curvature above `damping` $\lambda > 0$."""
+        return _added(jtu.tree_map(jnp.sum, self.effective_dimensions(damping)))
 
-        def inside(op, shift, own):
-            return jnp.sum(1 - (shift - own) / _values(op, shift))
+    def effective_dimensions(self, damping: Damping) -> Model:
+        """That of every layer by itself: a tree as that of `per_layer`."""
 
-        return self.damped(damping).sum_over_layers(inside, self.l2())
+        def of_layer(op, shift, number):
+            values = _values(op, shift)
+            return jnp.sum(values / (values + number))
+
+        numbers = self.per_layer(damping, "damping")
+        return self._map(lambda block, number: block(of_layer, number), numbers)
 
     def condition_number(self, damping: Damping = 0.0) -> Float[Array, ""]:
         r"""The largest eigenvalue of $C + \lambda I$ by its smallest."""
@@ -263,8 +268,8 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
         """
 
         def inverse(bias, op, shift):
-            if isinstance(op, SpectralOperator):
-                return op.power(-1, shift)
+            if is_factorised(op):
+                return spectral(op).power(-1, shift)
             state = solver.init(op, {"damping": shift, "bias": bias})
             if isinstance(state, solver.state_type):
                 return solver.inverse(state, shift)
@@ -289,9 +294,7 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
                 return None
             return jnp.sum(block(fn, *own), axis=tuple(range(block.shift.ndim)))
 
-        sums = jtu.tree_leaves(self._map(add, *rest))
-        dtype = widest(sums)
-        return ft.reduce(jnp.add, [s.astype(dtype) for s in sums])
+        return _added(self._map(add, *rest))
 
     def _function(self, fn: Callable) -> "BlockDiagonalOperator":
         """The operator with blocks `fn(operator, shift)`, which include their shift."""
@@ -331,6 +334,12 @@ class _InverseOperator(AbstractSymmetricOperator):
     @property
     def positive_semidefinite(self) -> bool:
         return True
+
+
+def _added(tree: Model) -> Float[Array, "..."]:
+    """The sum of what all layers have."""
+    dtype = widest(tree)
+    return ft.reduce(jnp.add, [x.astype(dtype) for x in jtu.tree_leaves(tree)])
 
 
 def _without_shift(block: _Block, operator: Any) -> _Block:

@@ -7,6 +7,7 @@ from ._factor import (
     inverse as inverse,
     matmul as matmul,
     power as power,
+    right as right,
 )
 from ._kronecker import KroneckerOperator as KroneckerOperator
 from ._packed import (

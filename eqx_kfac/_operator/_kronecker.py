@@ -13,7 +13,7 @@ from ._spectral import (
     squared_norm,
     trace,
 )
-from ._symmetric import AbstractSymmetricOperator
+from ._symmetric import AbstractSymmetricOperator, sum_of_logs
 
 
 class KroneckerOperator(AbstractSymmetricOperator):
@@ -90,8 +90,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
 
     def logdet(self, damping: ArrayLike = 0.0) -> Float[Array, ""]:
         r"""$\log\det(G \otimes A + \lambda I)$, with `damping` $\lambda$."""
-        eigenvalues = self.eigenvalues()
-        return jnp.sum(jnp.log(eigenvalues + jnp.asarray(damping, eigenvalues.dtype)))
+        return sum_of_logs(self.eigenvalues(), damping)
 
     def frobenius_norm(self) -> Float[Array, ""]:
         r"""$\lVert G \rVert \lVert A \rVert$, the root of the sum of the squares of all

@@ -16,7 +16,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from . import _decompositions as decompositions
 from ._factor import matmul, outer
-from ._symmetric import AbstractSymmetricOperator
+from ._symmetric import AbstractSymmetricOperator, sum_of_logs
 
 
 class KroneckerBasis(eqx.Module):
@@ -100,7 +100,7 @@ class SpectralOperator(AbstractSymmetricOperator):
 
     def logdet(self, damping: ArrayLike = 0.0) -> Float[Array, ""]:
         r"""$\log\det(C + \lambda I)$, with `damping` $\lambda$."""
-        return jnp.sum(jnp.log(self.values + jnp.asarray(damping, self.values.dtype)))
+        return sum_of_logs(self.values, damping)
 
     def map(self, fn: Callable) -> "SpectralOperator":
         """The operator with the eigenvalues `fn(eigenvalues)`."""

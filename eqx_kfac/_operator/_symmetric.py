@@ -77,8 +77,7 @@ class AbstractSymmetricOperator(lx.AbstractLinearOperator):
     def logdet(self, damping: ArrayLike = 0.0) -> Float[Array, ""]:
         r"""$\log\det(C + \lambda I)$, with `damping` $\lambda$; `nan` unless all
         eigenvalues of that are positive."""
-        values = decompositions.eigvalsh(self.as_matrix())
-        return jnp.sum(jnp.log(values + jnp.asarray(damping, values.dtype)))
+        return sum_of_logs(decompositions.eigvalsh(self.as_matrix()), damping)
 
     def damped(self, damping: ArrayLike) -> "AbstractSymmetricOperator":
         r"""This operator plus $\lambda I$, for `damping` $\lambda \ge 0$. Unlike
@@ -162,6 +161,11 @@ class MaterialisedOperator(AbstractSymmetricOperator):
     @property
     def positive_semidefinite(self) -> bool:
         return self.positive
+
+
+def sum_of_logs(values: Float[Array, "..."], damping: ArrayLike) -> Float[Array, ""]:
+    """The log-determinant, from eigenvalues."""
+    return jnp.sum(jnp.log(values + jnp.asarray(damping, values.dtype)))
 
 
 def widest(tree: PyTree) -> Any:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from .._checks import check_instance
 from .._curvature import BlockDiagonalOperator, capture, Captured
 from .._custom_types import Model
-from .._operator import KroneckerOperator, matmul
+from .._operator import Factor, KroneckerOperator, matmul, right
 from .._solver import AbstractDampedSolver, Eigh
 
 
@@ -189,8 +189,8 @@ def _pairs(operator: Any, shift: Array, test: _Rows, train: _Rows) -> Array:
     by_rows = isinstance(operator, KroneckerOperator)
     by_rows = by_rows and operator.in_structure().shape == (d_out, d_in)
     if by_rows and n * m * (d_out + d_in) <= d_out * d_in:
-        x = _between(_right(test.x, operator.input_factor), train.x)
-        g = _between(_right(test.g, operator.output_factor), train.g)
+        x = _between(test.x, operator.input_factor, train.x)
+        g = _between(test.g, operator.output_factor, train.g)
         return jnp.sum(x * g, axis=(1, 3))
     directions = _times(operator, _gradients(test))
     if m > 1:
@@ -218,13 +218,10 @@ def _times(operator: Any, gradients: Array) -> Array:
     return jax.vmap(product)(gradients)
 
 
-def _right(rows: Array, factor: Array) -> Array:
-    return rows * factor[None, None] if factor.ndim == 1 else matmul(rows, factor)
-
-
-def _between(a: Array, b: Array) -> Float[Array, "tests rows train rows"]:
-    """All inner products."""
-    products = matmul(a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1]).T)
+def _between(a: Array, factor: Factor, b: Array) -> Float[Array, "tests rows train rows"]:
+    """All inner products with the factor between."""
+    left, other = (rows.reshape(-1, rows.shape[-1]) for rows in (a, b))
+    products = matmul(right(left, factor), other.T)
     return products.reshape(*a.shape[:2], *b.shape[:2])
 
 

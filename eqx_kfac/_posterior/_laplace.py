@@ -165,7 +165,7 @@ class Laplace(eqx.Module):
         """
 
         def step(_, prior):
-            known = jtu.tree_map(_known, values, prior)
+            known = likelihood.effective_dimensions(prior)
             if not per_layer:
                 known = _total(known)
             # Half way in log(delta): a contraction, by half at least.
@@ -173,8 +173,7 @@ class Laplace(eqx.Module):
                 lambda d, k, s: jnp.sqrt(d * k / s), prior, known, squares
             )
 
-        values = self._likelihood().eigenvalues()
-        prior = self._prior()
+        likelihood, prior = self._likelihood(), self._prior()
         squares = self._over_layers(lambda d, size, square: square, prior)
         if not per_layer:
             squares = _total(squares)
@@ -278,11 +277,6 @@ class Laplace(eqx.Module):
             return fn(d, size, jnp.sum(matrix**2, axis=axes))
 
         return map_tags(of_layer, self.model, prior)
-
-
-def _known(values: Array, prior: Array) -> Array:
-    """In how many directions a layer's parameters are known from the data."""
-    return jnp.sum(values / (values + prior[..., None, None]), axis=(-2, -1))
 
 
 def _total(tree: Model) -> Model:

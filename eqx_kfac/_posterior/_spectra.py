@@ -89,6 +89,9 @@ def lanczos(operator: lx.AbstractLinearOperator, key: Key, num_steps: int) -> La
     def product(v):
         return flatten(linear.mv(unflatten(v, structure)), dtype)
 
+    def unit(v):
+        return v / jnp.linalg.norm(v)
+
     def orthogonal(v, basis):
         for _ in range(2):
             v = v - matmul(matmul(basis, v), basis)
@@ -103,12 +106,16 @@ def lanczos(operator: lx.AbstractLinearOperator, key: Key, num_steps: int) -> La
         new = orthogonal(new, basis)
         beside = jnp.linalg.norm(new)
         ended = beside <= 100 * jnp.finfo(dtype).eps * scale
-        other = orthogonal(jr.normal(jr.fold_in(key, index), (size,), dtype), basis)
-        v = jnp.where(ended, other / jnp.linalg.norm(other), new / beside)
+
+        def another():
+            other = jr.normal(jr.fold_in(key, index), (size,), dtype)
+            return unit(orthogonal(other, basis))
+
+        v = jax.lax.cond(ended, another, lambda: new / beside)
         return (basis, v), (diagonal, jnp.where(ended, 0, beside))
 
     first = jr.normal(jr.fold_in(key, num_steps), (size,), dtype)
-    start = jnp.zeros((num_steps, size), dtype), first / jnp.linalg.norm(first)
+    start = jnp.zeros((num_steps, size), dtype), unit(first)
     steps = jnp.arange(num_steps)
     (basis, _), (diagonal, beside) = jax.lax.scan(step, start, steps)
     off = beside[:-1]
