@@ -1,6 +1,6 @@
 """K-FAC for Equinox."""
 
-from . import form as form
+from . import form as form, plot as plot
 from ._block import (
     AbstractBlock as AbstractBlock,
     AbstractFactors as AbstractFactors,

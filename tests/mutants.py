@@ -200,7 +200,7 @@ MUTANTS = [
     M("nn/_linear.py", "y = y if self.bias is None else y + self.bias", "pass", "layers"),
     M("nn/_shared.py", "tied=True", "tied=False", "layers"),
     M("debug/_verify.py", "norms = [jnp.linalg.norm(a, axis=(-2, -1)) for a in (gradient - seen, gradient)]", "norms = [jnp.linalg.norm(a, axis=(-2, -1)) for a in (seen - seen, gradient)]", "verify"),
-    M("debug/_verify.py", "jnp.sqrt(coefficient * loss.term_weights / loss.count)", "jnp.sqrt(loss.term_weights / loss.count)", "verify"),
+    M("debug/_blocks.py", "jnp.sqrt(coefficient * loss.term_weights / loss.count)", "jnp.sqrt(loss.term_weights / loss.count)", "verify"),
 ]
 # fmt: on
 

@@ -1,5 +1,7 @@
 """The tools that look at a model's curvature: they find what is wrong, and only that."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -335,6 +337,9 @@ def test_summary_counts_what_a_state_holds():
         lines = kfac.summary(model, solver=solver).layers
         assert sum(s.factors for s in lines) == size(state.curvature)
         assert sum(s.inverse for s in lines) == size(state.inverse)
+        held = [state.curvature, state.inverse]
+        bytes_held = sum(a.nbytes for a in jax.tree.leaves(held))
+        np.testing.assert_allclose(sum(s.megabytes for s in lines), bytes_held / 1e6)
 
 
 @pytest.mark.parametrize("block", [kfac.Kronecker(), kfac.Diagonal()])
@@ -351,6 +356,38 @@ def test_health(block):
             assert line.condition > 1e12
     dead = jax.tree.map(jnp.zeros_like, curvature)
     assert kfac.summary(model, dead).layers[0].condition == np.inf
+
+
+def test_health_with_damping():
+    """One number, or one for every layer; with an `L2` term, as the optimizer has it."""
+    model = mlp()
+
+    def loss_fn(model, x):
+        return squared(model, x) + kfac.L2(model, 0.01)
+
+    curvature = eqx.filter_jit(kfac.curvature(loss_fn, kfac.Exact()))(model, X)
+    each = kfac.BlockDiagonalOperator(curvature, model).per_layer(0.1)
+    each = eqx.tree_at(lambda m: m.layers[1], each, jnp.asarray(0.5))
+    for given, numbers in ((0.1, (0.1, 0.1)), (each, (0.1, 0.5))):
+        lines = kfac.summary(model, curvature, damping=given).layers
+        for line, factors, number in zip(lines, curvature.layers, numbers, strict=True):
+            own = kfac.Kronecker().operator(factors).as_matrix()
+            values = jnp.linalg.eigvalsh(own) + 0.01
+            np.testing.assert_allclose(line.trace, jnp.sum(values), rtol=1e-9)
+            condition = (values[-1] + number) / (values[0] + number)
+            np.testing.assert_allclose(line.condition, condition, rtol=1e-6)
+
+
+def test_reports_in_a_notebook():
+    """The same numbers in HTML, with what could be taken for HTML escaped."""
+    model = dict(mlp=mlp(), extra=jnp.ones((2, 3)))
+    html = kfac.summary(model)._repr_html_()
+    assert html.count("<tr>") == 4 and "['extra'] [2, 3]" not in html
+    assert "[&#x27;extra&#x27;] [2, 3]</p>" in html
+    assert f'<td style="text-align: right">{4 * (D + 1)}</td>' in html
+    report = kfac.verify(squared, mlp(), X)
+    shown = re.findall(r"<td [^>]*>([^<]*)</td>", report._repr_html_())
+    assert shown[0] == ".layers[0]" and shown[-1] == report.layers[-1].verdict
 
 
 #

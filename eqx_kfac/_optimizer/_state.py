@@ -212,6 +212,20 @@ class Info(eqx.Module):
 
         return jtu.tree_map(pick, new, old)
 
+    def as_dict(self) -> dict[str, Array]:
+        """All numbers that this optimizer measures, by name, without `aux`: to be logged,
+        or kept for [`eqx_kfac.plot.history`][]. Faults are `"faults/loss"`, ...
+
+        !!! Example
+
+            ```python
+            numbers = {name: float(x) for name, x in info.as_dict().items()}
+            ```
+        """
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        numbers = {k: v for k, v in fields.items() if eqx.is_array(v) and k != "aux"}
+        return numbers | {f"faults/{k}": v for k, v in self.faults.as_dict().items()}
+
     def __repr__(self) -> str:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         said = [f"{k}={shown(v)}" for k, v in fields.items() if v is not None]

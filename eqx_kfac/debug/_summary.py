@@ -1,6 +1,7 @@
 """What is tagged in a model, how, and what it costs."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -8,14 +9,12 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._curvature import init_curvature
+from .._curvature import BlockDiagonalOperator, init_curvature
 from .._custom_types import Layer, Model
-from .._devices import over_stack
 from .._inverse import factorise
-from .._operator import eigenvalues, trace, unpacked
 from .._solver import AbstractDampedSolver, Cholesky
 from .._tag import flatten_tags, partition_tagged, Tag
-from ._table import block_shown, sizes_shown, table
+from ._table import block_shown, html_table, sizes_shown, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +31,11 @@ class LayerSummary:
     bias: bool
     parameters: int
     factors: int  # How many numbers they hold,
-    inverse: int  # and their factorisation.
+    inverse: int  # and their factorisation;
+    megabytes: float  # what both take.
     trace: float | None = None  # Of the block; the sum over stacked layers.
-    condition: float | None = None  # The largest eigenvalue over the smallest; the worst.
+    # The largest eigenvalue over the smallest, both with the damping; the worst.
+    condition: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -50,27 +51,34 @@ class Summary:
         return next(s for s in self.layers if s.path == path)
 
     def __repr__(self) -> str:
-        header = "path layer form block shape parameters factors inverse".split()
+        shown = [f"  {path}  {list(s)}" for path, s in self.untagged.items()]
+        rest = ["", "Parameters that no tag covers:", *shown] if shown else []
+        return "\n".join([table(*self._table()), *rest])
+
+    def _repr_html_(self) -> str:
+        shown = [f"{path} {list(s)}" for path, s in self.untagged.items()]
+        rest = ["Parameters that no tag covers: " + ", ".join(shown)] if shown else []
+        return html_table(*self._table(), *rest)
+
+    def _table(self) -> tuple[Sequence[str], list[tuple]]:
+        """The header, and the rows."""
+        header = "path layer form block shape parameters factors inverse MB".split()
         health = any(s.trace is not None for s in self.layers)
         rows: list[tuple] = [
             (
                 *(s.path or "(the model)", s.layer, s.form, s.block),
                 sizes_shown(s.stack, s.d_out, s.d_in, s.bias),
-                *(s.parameters, s.factors, s.inverse),
+                *(s.parameters, s.factors, s.inverse, s.megabytes),
                 *((s.trace, s.condition) if health else ()),
             )
             for s in self.layers
         ]
-        numbers = [[s.parameters, s.factors, s.inverse] for s in self.layers]
-        total = tuple(sum(column) for column in zip(*numbers)) or (0, 0, 0)
+        numbers = [[s.parameters, s.factors, s.inverse, s.megabytes] for s in self.layers]
+        total = tuple(sum(column) for column in zip(*numbers)) or (0, 0, 0, 0.0)
         rows.append(("total", "", "", "", "", *total, *(("", "") if health else ())))
         if health:
             header += ["trace", "condition"]
-        lines = [table(header, rows)]
-        if self.untagged:
-            lines += ["", "Parameters that no tag covers:"]
-            lines += [f"  {path}  {list(s)}" for path, s in self.untagged.items()]
-        return "\n".join(lines)
+        return header, rows
 
 
 def summary(
@@ -78,6 +86,7 @@ def summary(
     curvature: Model | None = None,
     *,
     solver: AbstractDampedSolver = Cholesky(),
+    damping: Any = 0.0,
 ) -> Summary:
     """Which layers of a model are tagged, how their curvature is approximated, and how
     many numbers it takes to hold that; and which parameters no tag covers.
@@ -86,8 +95,12 @@ def summary(
 
     - `model`: any model.
     - `curvature`: `state.curvature` of an optimizer, or what [`eqx_kfac.curvature`][]
-        returns: then also the trace and the condition number of every layer's block.
+        returns: then also the trace and the condition number of every layer's block,
+        the curvature of an [`eqx_kfac.L2`][] term included.
     - `solver`: whose factorisation is counted.
+    - `damping`: with which condition numbers are taken: `state.damping`, or
+        `state.layer_damping`, which has one for every layer. Without it, that of a
+        singular block is infinite.
 
     **Returns:**
 
@@ -98,29 +111,19 @@ def summary(
 
         ```python
         print(kfac.summary(model))
-        print(kfac.summary(model, state.curvature))
+        print(kfac.summary(model, state.curvature, damping=state.layer_damping))
         ```
     """
     lines, _ = flatten_tags(_line, model)
     shapes = eqx.filter_eval_shape(init_curvature, model)
     inverse = eqx.filter_eval_shape(factorise, shapes, model, solver, jnp.ones(()))
-    held = [_numbers(model, tree) for tree in (shapes, inverse)]
-    health = [(None, None)] * len(lines)
-    if curvature is not None:
-        health = [
-            found for _, found in flatten_tags(_health, model, unpacked(curvature))[0]
-        ]
+    health = (
+        _health(model, curvature, damping) if curvature is not None else [{}] * len(lines)
+    )
     layers = [
-        dataclasses.replace(
-            line,
-            path=path,
-            factors=factors,
-            inverse=inverse,
-            trace=trace,
-            condition=condition,
-        )
-        for (path, line), factors, inverse, (trace, condition) in zip(
-            lines, *held, health, strict=True
+        dataclasses.replace(line, path=path, **held, **healthy)
+        for (path, line), held, healthy in zip(
+            lines, _held(model, shapes, inverse), health, strict=True
         )
     ]
     _, rest = partition_tagged(model)
@@ -132,28 +135,31 @@ def _line(tag: Tag, layer: Layer) -> LayerSummary:
     stack, d_out, d_in, bias, _ = tag.form.sizes(layer)
     parameters = int(np.prod(stack)) * d_out * (d_in + bias)
     kinds = type(layer).__name__, type(tag.form).__name__, block_shown(tag.block)
-    return LayerSummary("", *kinds, stack, d_out, d_in, bias, parameters, 0, 0)
+    return LayerSummary("", *kinds, stack, d_out, d_in, bias, parameters, 0, 0, 0.0)
 
 
-def _numbers(model: Model, tree: Model) -> list[int]:
-    """How many numbers every tag's part of `tree` holds."""
+def _held(model: Model, factors: Model, inverse: Model) -> list[dict[str, Any]]:
+    """How much a state holds of every layer."""
 
-    def count(tag, layer, part):
-        return sum(int(np.prod(leaf.shape)) for leaf in jtu.tree_leaves(part))
+    def count(tag, layer, *parts):
+        leaves = [jtu.tree_leaves(part) for part in parts]
+        numbers = [sum(leaf.size for leaf in of_part) for of_part in leaves]
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in sum(leaves, []))
+        return dict(factors=numbers[0], inverse=numbers[1], megabytes=size / 1e6)
 
-    return [number for _, number in flatten_tags(count, model, tree)[0]]
+    return [held for _, held in flatten_tags(count, model, factors, inverse)[0]]
 
 
-def _health(tag: Tag, layer: Layer, factors: Any) -> tuple[float, float]:
-    """Trace and condition number."""
+def _health(model: Model, curvature: Model, damping: Any) -> list[dict[str, float]]:
+    """Trace and condition number of every layer."""
+    operator = BlockDiagonalOperator(curvature, model)
+    plain, damped = operator.eigenvalues(), operator.damped(damping).eigenvalues()
 
-    def extremes(factors):
-        operator = tag.block.operator(factors)
-        values = eigenvalues(operator)
-        return trace(operator), jnp.max(values), jnp.min(values)
+    def of_layer(tag, layer, plain, damped):
+        values = np.asarray(damped).reshape(-1, *damped.shape[-2:])
+        largest, smallest = np.max(values, axis=(1, 2)), np.min(values, axis=(1, 2))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            condition = np.max(np.where(smallest > 0, largest / smallest, np.inf))
+        return dict(trace=float(np.sum(plain)), condition=float(condition))
 
-    of_stack = over_stack(extremes, factors.l2.ndim)(factors)
-    traces, largest, smallest = map(np.asarray, of_stack)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        condition = np.max(np.where(smallest > 0, largest / smallest, np.inf))
-    return float(np.sum(traces)), float(condition)
+    return [found for _, found in flatten_tags(of_layer, model, plain, damped)[0]]

@@ -1,3 +1,4 @@
+import html
 from collections.abc import Sequence
 from typing import Any
 
@@ -6,9 +7,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Columns of text, aligned: words to the left, numbers to the right."""
     cells = [list(header), *([_shown(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    right = [
-        all(isinstance(row[i], (int, float)) for row in rows) for i in range(len(header))
-    ]
+    right = _numeric(header, rows)
 
     def line(row):
         aligned = [
@@ -19,6 +18,30 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
     rule = ["-" * width for width in widths]
     return "\n".join(map(line, [cells[0], rule, *cells[1:]]))
+
+
+def html_table(header: Sequence[str], rows: Sequence[Sequence[Any]], *below: str) -> str:
+    """The same for a notebook, and what is to be said below it."""
+    sides = ["right" if to_right else "left" for to_right in _numeric(header, rows)]
+
+    def line(kind, row):
+        cells = [
+            f'<{kind} style="text-align: {side}">{html.escape(_shown(cell))}</{kind}>'
+            for cell, side in zip(row, sides, strict=True)
+        ]
+        return f"<tr>{''.join(cells)}</tr>"
+
+    lines = [line("th", header), *(line("td", row) for row in rows)]
+    paragraphs = [f"<p>{html.escape(text)}</p>" for text in below]
+    return "\n".join(["<table>", *lines, "</table>", *paragraphs])
+
+
+def _numeric(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[bool]:
+    """Of every column, whether it has numbers only."""
+    return [
+        all(isinstance(row[i], (int, float)) or row[i] == "" for row in rows)
+        for i in range(len(header))
+    ]
 
 
 def _shown(cell: Any) -> str:

@@ -9,15 +9,11 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Float
 
 from .._curvature import Batch, linearise
 from .._custom_types import Key, Layer, Model
-from .._devices import over_stack
 from .._fisher import AbstractFisher, check_whole, Empirical, Exact
-from .._loss import AbstractLoss
-from .._misc import trailing
-from .._program import Program, run
+from .._program import Program
 from .._tag import (
     check_order,
     check_tagged,
@@ -25,10 +21,10 @@ from .._tag import (
     is_trainable,
     map_tags,
     Tag,
-    update_layers,
     with_tags,
 )
-from ._table import block_shown, sizes_shown, table
+from ._blocks import approximate_blocks, dense_pair, exact_rows, size_of
+from ._table import block_shown, html_table, sizes_shown, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +99,13 @@ class Verification:
         return all(check.exact for check in self.layers)
 
     def __repr__(self) -> str:
+        return table(*self._table())
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._table())
+
+    def _table(self) -> tuple[Sequence[str], list[tuple]]:
+        """The header, and the rows."""
         header = "path form block shape unseen error cosine ratio verdict".split()
         rows = [
             (
@@ -113,7 +116,7 @@ class Verification:
             )
             for c in self.layers
         ]
-        return table(header, rows)
+        return header, rows
 
 
 def verify(
@@ -179,8 +182,8 @@ def verify(
         batch = batch.linearise(model, program=program)
         factors = batch.curvature(fisher, key)
         shares = _unseen(loss_fn, model, args, kwargs, program)
-        guesses = jtu.tree_leaves(_operators(model, factors, limit))
-        rows = _exact_rows(model, loss_fn, args, kwargs, empirical, limit)
+        guesses = jtu.tree_leaves(approximate_blocks(model, factors, limit))
+        rows = exact_rows(model, loss_fn, args, kwargs, empirical, limit)
         return [jtu.tree_leaves(s) for s in shares], batch.share.count, guesses, rows
 
     found = eqx.filter_jit(looked_at)(model, args, key, kwargs)
@@ -189,7 +192,7 @@ def verify(
     checks = []
     for place, share, number in zip(places, shares, numbers, strict=True):
         path, tag, layer = place
-        matrices = None if _size(tag, layer) > limit else next(compared)
+        matrices = None if size_of(tag, layer) > limit else next(compared)
         shared = bool(np.any(np.asarray(number) > np.asarray(count)))
         checks.append(_check(path, tag, layer, np.asarray(share), shared, matrices))
     return Verification(tuple(checks))
@@ -236,102 +239,13 @@ def _unseen(
     return map_tags(share, pulled), rows
 
 
-def _size(tag: Tag, layer: Layer) -> int:
-    sizes = tag.form.sizes(layer)
-    return sizes.d_out * (sizes.d_in + sizes.bias)
-
-
-def _operators(model: Model, factors: Model, limit: int) -> Model:
-    """`[*stack, size, size]` for every tag of a layer that is not too large."""
-
-    def dense(tag, layer, factors):
-        if factors is None or _size(tag, layer) > limit:
-            return None
-        as_matrix = lambda factors: tag.block.operator(factors).as_matrix()
-        return over_stack(as_matrix, factors.l2.ndim)(factors)
-
-    return map_tags(dense, model, factors)
-
-
-def _exact_rows(
-    model: Model, loss_fn: Callable, args: Any, kwargs: Any, empirical: bool, limit: int
-) -> list[Float[Array, "rows ..."]]:
-    r"""For every tag of a layer that is not too large, matrices `[rows, *stack, d_out,
-    d_in]` whose outer products add up to the exact block."""
-
-    def canonical(tag, layer):
-        if not is_trainable(tag, layer) or _size(tag, layer) > limit:
-            return None
-        return tag.to_matrix(layer)
-
-    def replace(tag, layer, new, matrix):
-        return new if matrix is None else tag.from_matrix(matrix, new)
-
-    def outputs(matrices):
-        changed = update_layers(replace, model, matrices)
-        objective, _ = run(loss_fn, changed, args, kwargs)
-        return [loss.outputs for loss in objective.losses], objective
-
-    matrices = map_tags(canonical, model)
-    _, pullback, objective = eqx.filter_vjp(outputs, matrices, has_aux=True)
-    terms = objective.weighted_losses
-    scales = [
-        jnp.sqrt(coefficient * loss.term_weights / loss.count)[..., None]
-        for coefficient, loss in terms
-    ]
-
-    def pull(cotangents):
-        pairs = zip(cotangents, scales, strict=True)
-        scaled = [jtu.tree_map(lambda a: a * s.astype(a.dtype), c) for c, s in pairs]
-        return jtu.tree_leaves(pullback(scaled)[0])
-
-    losses = [loss for _, loss in terms]
-    return (_of_examples if empirical else _of_outputs)(losses, pull)
-
-
-def _of_examples(losses: list[AbstractLoss], pull: Callable) -> list[Array]:
-    """What is pulled back of the score of every example."""
-    scores = [loss.score(loss.targets) for loss in losses]
-
-    def one(i):
-        return pull([jtu.tree_map(lambda a: _only(a, i), s) for s in scores])
-
-    return jax.vmap(one)(jnp.arange(max(loss.leading[0] for loss in losses)))
-
-
-def _of_outputs(losses: list[AbstractLoss], pull: Callable) -> list[Array]:
-    """What is pulled back of a root of the Fisher at the outputs, column by column."""
-    zeros = [jtu.tree_map(jnp.zeros_like, loss.outputs) for loss in losses]
-    rows = []
-    for i, loss in enumerate(losses):
-
-        def along(v, i=i, loss=loss):
-            return pull([*zeros[:i], loss.fisher_root(v), *zeros[i + 1 :]])
-
-        size = int(np.prod(loss.root_shape))
-        basis = jnp.eye(size, dtype=loss.term_weights.dtype)
-        rows.append(jax.vmap(along)(basis.reshape(size, *loss.root_shape)))
-    return [jnp.concatenate(of_tag) for of_tag in zip(*rows, strict=True)]
-
-
-def _only(a: Array, i: Any) -> Array:
-    """`a`, zero but for example `i`."""
-    is_i = (jnp.arange(len(a)) == i).astype(a.dtype)
-    return a * trailing(is_i, a)
-
-
 def _check(
     path: str, tag: Tag, layer: Layer, share: np.ndarray, shared: bool, matrices: Any
 ) -> LayerCheck:
     sizes = tag.form.sizes(layer)
     numbers = np.full((4, *sizes.stack), np.nan)
     if matrices is not None:
-        size = _size(tag, layer)
-        approximate, rows = (np.asarray(a, float) for a in matrices)
-        rows = rows.reshape(len(rows), -1, size)
-        exact = np.einsum("rsi,rsj->sij", rows, rows)
-        guess = approximate.reshape(-1, size, size)
-        pairs = zip(guess, exact, strict=True)
+        pairs = zip(*dense_pair(tag, layer, *matrices), strict=True)
         numbers = np.array([_compare(a, b) for a, b in pairs])
         numbers = np.moveaxis(numbers.reshape(*sizes.stack, 4), -1, 0)
     error, cosine, ratio, diagonal_error = map(np.asarray, numbers)

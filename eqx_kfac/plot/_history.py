@@ -1,0 +1,110 @@
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._optimizer import Info
+from ._axes import panels, plain
+
+
+# What is drawn into which panel.
+_PANELS = {
+    "loss": ("loss", "new_loss"),
+    "learning rate, momentum": ("learning_rate", "momentum"),
+    "damping": ("damping",),
+    "norms": ("gradient_norm", "update_norm"),
+    "reduction ratio": ("reduction_ratio",),
+}
+
+
+def history(
+    infos: Info | Mapping[str, Any] | Sequence[Any], every: int = 1
+) -> np.ndarray:
+    """How a run went: the loss, with a mark at every step that was rejected, and why;
+    learning rate and momentum; damping; the norms of gradient and update; the reduction
+    ratio, if a rule measures it. Scales are logarithmic where nothing is negative.
+
+    **Arguments:**
+
+    - `infos`: the `info` of every step, or its `info.as_dict()`, which is smaller: a list
+        of them, or what a `jax.lax.scan` has stacked, or a list of these.
+    - `every`: of how many steps there is one.
+
+    **Returns:** the matplotlib axes, one for every panel.
+
+    **Raises:** `ValueError` if there is no step in it, or more than one run.
+
+    !!! Example
+
+        ```python
+        infos = []
+        for x, y in batches:
+            model, state, info = train_step(model, state, x, y)
+            infos.append(info.as_dict())
+        axes = kfac.plot.history(infos)
+        axes[0].figure.savefig("history.png")
+        ```
+    """
+    seen = _series(infos)
+    steps = every * np.arange(len(seen["loss"]))
+    each = {
+        title: {name: seen[name] for name in names if np.any(np.isfinite(seen[name]))}
+        for title, names in _PANELS.items()
+    }
+    drawn = {title: values for title, values in each.items() if values}
+    axes = panels(1, len(drawn), 3.2, 2.8)[0]
+    for axis, (title, values) in zip(axes, drawn.items(), strict=True):
+        _draw(plain(axis, title=title, xlabel="steps"), steps, values)
+        if title == "loss":
+            _mark_rejected(axis, steps, seen)
+        if len(axis.get_legend_handles_labels()[1]) > 1:
+            axis.legend(frameon=False, fontsize=8)
+    return axes
+
+
+def _series(infos: Any) -> Mapping[str, np.ndarray]:
+    """What was measured, by name, for all steps; of anything else, NaN."""
+    several = [infos] if isinstance(infos, (Info, Mapping)) else list(infos)
+    each = [info.as_dict() if isinstance(info, Info) else info for info in several]
+    if not each:
+        raise ValueError("There is no step to be drawn: `infos` is empty.")
+    each = jax.device_get(each)
+    if np.ndim(each[0]["loss"]) > 1:
+        raise ValueError(
+            f"There are several runs, of shape {np.shape(each[0]['loss'])}: draw one of "
+            "them, `jax.tree.map(lambda a: a[i], infos)`."
+        )
+    found = defaultdict(lambda: np.array([np.nan]))
+    for name in each[0]:
+        parts = [np.atleast_1d(np.asarray(e[name], float)) for e in each]
+        found[name] = np.concatenate(parts)
+    return found
+
+
+def _draw(axis: Any, steps: np.ndarray, values: Mapping[str, np.ndarray]) -> None:
+    """Lines through what was measured; the rest is NaN."""
+    log = not any(np.any(of_name < 0) for of_name in values.values())
+    for name, of_name in values.items():
+        there = np.isfinite(of_name) & ((of_name > 0) | (not log))
+        marker = "." if np.sum(there) <= 30 else None
+        style = dict(label=name.replace("_", " "), linewidth=1.2, marker=marker)
+        axis.plot(steps[there], of_name[there], **style)
+    axis.set_yscale("log" if log else "linear")
+
+
+def _mark_rejected(axis: Any, steps: np.ndarray, seen: Mapping[str, np.ndarray]) -> None:
+    """A tick at the bottom for every rejected step, a colour for every reason."""
+    names = [name for name in seen if name.startswith("faults/")]
+    reasons = {name: steps[(seen["rejected"] > 0) & (seen[name] > 0)] for name in names}
+    found = {name: at for name, at in reasons.items() if len(at)}
+    for i, (name, at) in enumerate(found.items()):
+        axis.plot(
+            at,
+            np.zeros(len(at)),
+            transform=axis.get_xaxis_transform(),
+            color=f"C{3 + i}",
+            **dict(linestyle="", marker="|", markersize=12, clip_on=False),
+            label=f"rejected: {name.removeprefix('faults/')} ({len(at)})",
+        )

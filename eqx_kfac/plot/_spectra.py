@@ -1,0 +1,84 @@
+from typing import Any
+
+import numpy as np
+
+from .._curvature import BlockDiagonalOperator
+from .._custom_types import Model
+from .._tag import flatten_tags
+from ._axes import panels, plain, pyplot, shown_path
+
+
+_MOST_POINTS = 500
+_MOST_NAMED = 12
+
+
+def spectra(
+    model: Model, curvature: Model, *, damping: Any = None, ax: Any = None
+) -> Any:
+    """The eigenvalues of every layer's curvature, from the largest down, on logarithmic
+    scales. With the damping drawn in, one sees what it does: along directions above it,
+    steps are scaled by the curvature; along those below it, by the damping. Of stacked
+    layers, the eigenvalues of all are one line.
+
+    **Arguments:**
+
+    - `model`: the converted model.
+    - `curvature`: `state.curvature`, or what [`eqx_kfac.curvature`][] returns.
+    - `damping`: one for all layers, or one for each: `state.damping`,
+        `state.layer_damping`. A dashed line.
+    - `ax`: matplotlib axes to draw into.
+
+    **Returns:** the matplotlib axes.
+
+    **Raises:** `ValueError` for a damping that does not fit the layers.
+
+    !!! Example
+
+        ```python
+        kfac.plot.spectra(model, state.curvature, damping=state.layer_damping)
+        ```
+    """
+    operator = BlockDiagonalOperator(curvature, model)
+    axis = panels(1, 1, 6, 4)[0, 0] if ax is None else ax
+    layers = _of_layers(model, operator.eigenvalues())
+    colours = pyplot().get_cmap("viridis")(np.linspace(0, 0.92, len(layers)))
+    for (path, values), colour in zip(layers, colours, strict=True):
+        ordered = np.sort(values)[::-1]
+        ranks = _ranks(len(ordered))
+        points = np.stack([ranks, ordered[ranks - 1]])[:, ordered[ranks - 1] > 0]
+        marker = "." if len(ranks) == 1 else None
+        axis.plot(*points, label=shown_path(path), color=colour, marker=marker)
+    if damping is not None:
+        dampings = _of_layers(model, operator.per_layer(damping, "damping"))
+        _draw_damping(axis, [own for _, own in dampings], layers, colours)
+    plain(axis, xscale="log", yscale="log", xlabel="rank", ylabel="eigenvalue")
+    handles, labels = axis.get_legend_handles_labels()
+    if len(layers) > _MOST_NAMED:  # The first, the middle, the last.
+        shown = [0, len(layers) // 2, len(layers) - 1, *range(len(layers), len(labels))]
+        handles, labels = [handles[i] for i in shown], [labels[i] for i in shown]
+    axis.legend(handles, labels, frameon=False, fontsize=8)
+    return axis
+
+
+def _draw_damping(axis: Any, dampings: list, layers: list, colours: Any) -> None:
+    """One line if it is the same for all layers, else one for each."""
+    style = dict(linestyle="--", linewidth=0.9)
+    if len({float(number) for own in dampings for number in own}) == 1:
+        axis.axhline(dampings[0][0], color="0.5", label="damping", **style)
+        return
+    for (_, values), own, colour in zip(layers, dampings, colours, strict=True):
+        axis.hlines(own, 1, len(values), color=colour, **style)
+    axis.plot([], [], color="0.5", label="damping of each layer", **style)
+
+
+def _ranks(number: int) -> np.ndarray:
+    """Those to be drawn: of many, as many in every decade."""
+    if number <= _MOST_POINTS:
+        return np.arange(1, number + 1)
+    return np.unique(np.geomspace(1, number, _MOST_POINTS).round().astype(int))
+
+
+def _of_layers(model: Model, tree: Model) -> list[tuple[str, np.ndarray]]:
+    """What a tree shaped like the model has of every layer, flat, by path."""
+    found, _ = flatten_tags(lambda tag, layer, own: own, model, tree)
+    return [(path, np.ravel(np.asarray(own, float))) for path, own in found]
