@@ -105,9 +105,10 @@ def test_api_pages_have_everything_public():
         for name, value in vars(kfac).items()
         if not name.startswith("_") and not isinstance(value, type(kfac))
     }
-    public |= {f"eqx_kfac.form.{name}" for name in kfac.form.__all__}
+    for module in (kfac.form, kfac.plot):
+        public |= {f"{module.__name__}.{name}" for name in module.__all__}
     text = "\n".join(page.read_text() for page in pages)
-    documented = re.findall(r"^::: (eqx_kfac\.(?:form\.)?\w+)$", text, re.MULTILINE)
+    documented = re.findall(r"^::: (eqx_kfac\.(?:(?:form|plot)\.)?\w+)$", text, re.MULTILINE)
     assert sorted(documented) == sorted(public)
 
 

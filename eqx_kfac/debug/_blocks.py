@@ -34,11 +34,11 @@ def dense_blocks(
     size]`."""
     check_whole(fisher, "A picture of a block")
     places = flatten_tags(lambda tag, layer: (tag, layer), model)[0]
-    of_layer = dict(places).get(layer)
-    if of_layer is None:
+    if layer not in dict(places):
         there = names([path for path, _ in places])
         raise ValueError(f"There is no tagged layer at {layer!r}, but at {there}.")
-    limit = size_of(*of_layer)
+    tag, of_path = dict(places)[layer]
+    limit = size_of(tag, of_path)
 
     def both(model, args, key, kwargs):
         batch = Batch(loss_fn, args, kwargs).linearise(model)
@@ -50,7 +50,7 @@ def dense_blocks(
     small = [path for path, place in places if size_of(*place) <= limit]
     found = zip(*eqx.filter_jit(both)(model, args, key, kwargs), strict=True)
     matrix, rows = dict(zip(small, found, strict=True))[layer]
-    return dense_pair(*of_layer, matrix, rows)
+    return dense_pair(tag, of_path, matrix, rows)
 
 
 def size_of(tag: Tag, layer: Layer) -> int:
