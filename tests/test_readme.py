@@ -21,6 +21,7 @@ with_python = [
     ["index.md", "choosing.md", "idea.md", "api/curvature.md", "api/losses.md"],
     ["devices.md", "api/extending.md", "api/operators.md", "api/tools.md"],
     ["factors.md", "api/posterior.md"],
+    ["coming.md"],
 ]
 
 # One namespace for a page, in order; line numbers are those of the page.
