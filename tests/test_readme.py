@@ -109,7 +109,9 @@ def test_api_pages_have_everything_public():
     for module in (kfac.form, kfac.plot):
         public |= {f"{module.__name__}.{name}" for name in module.__all__}
     text = "\n".join(page.read_text() for page in pages)
-    documented = re.findall(r"^::: (eqx_kfac\.(?:(?:form|plot)\.)?\w+)$", text, re.MULTILINE)
+    documented = re.findall(
+        r"^::: (eqx_kfac\.(?:(?:form|plot)\.)?\w+)$", text, re.MULTILINE
+    )
     assert sorted(documented) == sorted(public)
 
 
