@@ -103,6 +103,7 @@ def test_history(infos):
     dampings = [float(info.damping) for info in infos]
     assert np.allclose(lines(axes["damping"])["damping"][:, 1], dampings)
     assert axes["damping"].get_yscale() == "log"
+    assert axes["reduction ratio"].get_yscale() == "linear"
     # A rejected step has no length, which a logarithm does not show.
     assert 2 not in lines(axes["norms"])["update norm"][:, 0]
 

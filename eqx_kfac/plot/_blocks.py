@@ -52,5 +52,6 @@ def blocks(
         image(axis, matrix, title, cmap="RdBu_r", norm=norm)
         for axis, title, matrix in zip(axes, titles, (exact, guess, guess - exact))
     ]
-    axes[0].figure.colorbar(drawn[0], ax=axes, shrink=0.7)
+    ticks = most * np.array([-1, -0.1, 0, 0.1, 1])
+    axes[0].figure.colorbar(drawn[0], ax=axes, shrink=0.7, ticks=ticks, format="%.0e")
     return axes

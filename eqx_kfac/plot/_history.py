@@ -24,7 +24,8 @@ def history(
 ) -> np.ndarray:
     """How a run went: the loss, with a mark at every step that was rejected, and why;
     learning rate and momentum; damping; the norms of gradient and update; the reduction
-    ratio, if a rule measures it. Scales are logarithmic where nothing is negative.
+    ratio, if a rule measures it. Scales are logarithmic where nothing is negative, but
+    that of the ratio is linear.
 
     **Arguments:**
 
@@ -56,7 +57,8 @@ def history(
     drawn = {title: values for title, values in each.items() if values}
     axes = panels(1, len(drawn), 3.2, 2.8)[0]
     for axis, (title, values) in zip(axes, drawn.items(), strict=True):
-        _draw(plain(axis, title=title, xlabel="steps"), steps, values)
+        log = title != "reduction ratio" and _positive(values)
+        _draw(plain(axis, title=title, xlabel="steps"), steps, values, log)
         if title == "loss":
             _mark_rejected(axis, steps, seen)
         if len(axis.get_legend_handles_labels()[1]) > 1:
@@ -83,9 +85,14 @@ def _series(infos: Any) -> Mapping[str, np.ndarray]:
     return found
 
 
-def _draw(axis: Any, steps: np.ndarray, values: Mapping[str, np.ndarray]) -> None:
+def _positive(values: Mapping[str, np.ndarray]) -> bool:
+    return not any(np.any(of_name < 0) for of_name in values.values())
+
+
+def _draw(
+    axis: Any, steps: np.ndarray, values: Mapping[str, np.ndarray], log: bool
+) -> None:
     """Lines through what was measured; the rest is NaN."""
-    log = not any(np.any(of_name < 0) for of_name in values.values())
     for name, of_name in values.items():
         there = np.isfinite(of_name) & ((of_name > 0) | (not log))
         marker = "." if np.sum(there) <= 30 else None
