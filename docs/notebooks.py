@@ -4,8 +4,6 @@ import json
 import re
 from pathlib import Path
 
-from mkdocs.structure.files import File
-
 
 def notebook(page: str) -> str:
     """The notebook of a page in Markdown, whose Python blocks become its code."""
@@ -27,6 +25,8 @@ def _cell(kind: str, text: str, number: int) -> dict:
 
 def on_files(files, config):
     """Called by MkDocs: adds `tutorials/name.ipynb` for every `tutorials/name.md`."""
+    from mkdocs.structure.files import File
+
     for page in sorted(Path(config.docs_dir, "tutorials").glob("*.md")):
         path = f"tutorials/{page.stem}.ipynb"
         files.append(File.generated(config, path, content=notebook(page.read_text())))

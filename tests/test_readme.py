@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import eqx_kfac as kfac
+from docs.notebooks import notebook
 
 
 root = Path(__file__).parent.parent
@@ -77,6 +78,18 @@ def test_readme_runs():
 @pytest.mark.parametrize("names", with_python, ids=lambda names: names[0])
 def test_documentation_runs(names):
     run_python(*[root / "docs" / name for name in names])
+
+
+@pytest.mark.parametrize("page", sorted((root / "docs/tutorials").glob("*.md")))
+def test_notebooks_are_the_pages(page):
+    """All code of a tutorial, in its order, and all text; the site links to it."""
+    found = json.loads(notebook(page.read_text()))
+    code = [c["source"] for c in found["cells"] if c["cell_type"] == "code"]
+    assert code == [source.strip() for _, source in blocks(page, "python")]
+    text = [c["source"] for c in found["cells"] if c["cell_type"] == "markdown"]
+    assert text[0].startswith("# ") and "```python" not in "".join(text)
+    assert len({c["id"] for c in found["cells"]}) == len(found["cells"])
+    assert f"({page.stem}.ipynb)" in page.read_text()
 
 
 def test_no_other_page_has_python():
