@@ -112,7 +112,8 @@ def test_commands_come_first():
 
 @pytest.mark.parametrize("page", [readme, *pages], ids=lambda page: page.name)
 def test_links_exist(page):
-    for path in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", page.read_text()):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for path in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):
         found = (page.parent / path).exists()
         assert found or page.stem == path.removesuffix(".ipynb"), path  # Made of it.
 
