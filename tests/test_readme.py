@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import eqx_kfac as kfac
-from docs.notebooks import notebook
+from docs.hooks import notebook
 
 
 root = Path(__file__).parent.parent

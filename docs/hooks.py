@@ -1,4 +1,5 @@
-"""A notebook of every tutorial, for the site: text and code of the page, cell by cell."""
+"""What MkDocs calls while it builds the site: notebooks of the tutorials, and the version
+at the foot of every page."""
 
 import json
 import re
@@ -21,6 +22,14 @@ def notebook(page: str) -> str:
 def _cell(kind: str, text: str, number: int) -> dict:
     cell = {"cell_type": kind, "id": f"cell-{number}", "metadata": {}, "source": text}
     return cell | ({"outputs": [], "execution_count": None} if kind == "code" else {})
+
+
+def on_config(config):
+    """Called by MkDocs before it begins."""
+    package = Path(config.config_file_path).parent / "eqx_kfac" / "__init__.py"
+    version = re.search(r'^__version__ = "(.*)"$', package.read_text(), re.MULTILINE)
+    config.copyright = f"eqx-kfac {version.group(1)}, Apache-2.0"
+    return config
 
 
 def on_files(files, config):
