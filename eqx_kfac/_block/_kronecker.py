@@ -233,7 +233,7 @@ def _total(weights: Weights, g: Array, stack: int, like: Like) -> Float[Array, "
         # runs for single examples, and what is constant would not be added up.
         number = math.prod(g.shape[stack:-1])
         probe = jnp.sum(g, axis=tuple(range(stack, g.ndim)))
-        return jnp.where(probe == 0, number, number).astype(like.dtype)
+        return number + 0 * (probe == 0).astype(like.dtype)
     w = jnp.broadcast_to(trailing(weights, g)[..., 0], g.shape[:-1])
     axes = tuple(range(stack, w.ndim))
     return jnp.sum(w, axis=axes, dtype=like.dtype)

@@ -27,8 +27,9 @@ def damped_factors(
         mean_in = jnp.where(little, others, mean_in)
     alive = (mean_out > 0) & (mean_in > 0)
     # A dead layer: 1 ⊗ λ. (`where` on the way in too, so that nothing divides by zero.)
-    safe_out = jnp.where(alive, mean_out, 1)
-    safe_in = jnp.where(alive, mean_in, 1)
+    one = (~alive).astype(entries.dtype)  # Where it is chosen; split over a mesh alike.
+    safe_out = jnp.where(alive, mean_out, one)
+    safe_in = jnp.where(alive, mean_in, one)
     if output_factor.size == 1:  # b ⊗ A + λ = b ⊗ (A + (λ/b) I)
         damped_out = safe_out * eye_out
         damped_in = input_factor + (damping / safe_out) * eye_in
