@@ -274,7 +274,9 @@ def train(
     curve = Curve([0], [0.0], [float(cross_entropy(model, images))], compile_seconds)
     if resume and checkpoint is not None and checkpoint.with_suffix(".json").exists():
         model, state, curve = restore(checkpoint, model, state)
-    with tqdm(desc=trainer.name, unit=" steps", initial=curve.steps[-1]) as bar:
+    with tqdm(
+        desc=trainer.name, unit=" steps", initial=curve.steps[-1], disable=None
+    ) as bar:
         while not stop(curve):
             first, seconds = curve.steps[-1], curve.seconds[-1]
             rate = damping = 0.0

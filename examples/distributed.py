@@ -167,7 +167,7 @@ def train(args: argparse.Namespace) -> list[float]:
     if args.resume:
         begin, (model, state, losses) = checkpoints.restore((model, state, losses))
     steps = range(begin + 1, args.steps + 1)
-    for step in tqdm(steps, desc="K-FAC", disable=args.process > 0):
+    for step in tqdm(steps, desc="K-FAC", disable=args.process > 0 or None):
         chosen = np.random.default_rng(step).integers(len(images), size=args.batch)
         x, key = devices.split(images[chosen]), jax.random.key(step)
         model, state, info = train_step(key, model, state, x)
