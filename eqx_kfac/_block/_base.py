@@ -15,10 +15,17 @@ from ..form import AbstractForm, Rows, Sizes
 class Statistics(NamedTuple):
     """What a block collects, as sums over rows. Also the type of a tag's *slots*: then
     the leaves are `None`, or zeros while curvature is being collected. (Tuples all the
-    way: a tag is in every tree that Python flattens at every step.)"""
+    way: a tag is in every tree that Python flattens at every step.)
 
-    inputs: PyTree  # Depends on the layer's inputs only: the same for every pullback.
-    outputs: PyTree  # Depends on the gradients at the outputs: adds up over pullbacks.
+    **Fields:**
+
+    - `inputs`: what depends on the layer's inputs only: the same for every pullback.
+    - `outputs`: what depends on the gradients at the outputs: it adds up over
+        pullbacks.
+    """
+
+    inputs: PyTree
+    outputs: PyTree
 
 
 def is_statistics(node: PyTree) -> bool:
@@ -52,7 +59,13 @@ def no_l2(form: AbstractForm, layer: Layer) -> Float[Array, "*stack"] | None:
 class AbstractFactors(eqx.Module):
     """The curvature of one layer, as its block keeps it. `symmetric` names the fields
     that hold symmetric matrices, or their diagonals: of a matrix, an optimizer with
-    `kfac.packed` keeps one triangle."""
+    `kfac.packed` keeps one triangle.
+
+    **Fields:**
+
+    - `l2`: what an [`eqx_kfac.L2`][] term adds to the diagonal, one number for each
+        stacked layer.
+    """
 
     l2: eqx.AbstractVar[Float[Array, "*stack"]]
     symmetric: ClassVar[tuple[str, ...]] = ()
@@ -72,23 +85,31 @@ class AbstractBlock(eqx.Module):
 
     A block has no arrays: it is static data on the layer's [`eqx_kfac.Tag`][], compared
     and hashed by value.
+
+    **Fields:**
+
+    - `weighted`: whether the weights of the loss terms are weights of the layer's
+        inputs.
+    - `mixes_positions`: whether there are products between different positions (tokens)
+        of an example.
+    - `two_sided`: whether the operator is a Kronecker product on canonical matrices, or
+        is diagonal in a basis that is one.
+    - `squares_examples`: whether it is made of squares of single examples' gradients.
+        If these use the layer more than once, its slots hold the gradients themselves:
+        see `together`.
+    - `centres`: whether the mean of the examples' gradients may be taken away: see
+        `without`.
+    - `derivatives`: whether it knows that rows of derivatives are without the bias
+        (`rows.derivative`).
+    - `has_basis`: whether the statistics are taken in a basis that the factors have.
     """
 
-    # Whether the weights of the loss terms are weights of the layer's inputs.
     weighted: eqx.AbstractVar[bool]
-    # Whether there are products between different positions (tokens) of an example.
     mixes_positions: eqx.AbstractVar[bool]
-    # Whether the operator is a Kronecker product on canonical matrices, or is diagonal in
-    # a basis that is one.
     two_sided: ClassVar[bool] = False
-    # Whether it is made of squares of single examples' gradients. If these use the layer
-    # more than once, its slots hold the gradients themselves: see `together`.
     squares_examples: ClassVar[bool] = False
-    # Whether the mean of examples' gradients may be taken away: see `without`.
     centres: ClassVar[bool] = False
-    # Whether it knows that rows of derivatives are without the bias (`rows.derivative`).
     derivatives: ClassVar[bool] = False
-    # Whether the statistics are taken in a basis that the factors have.
     has_basis: ClassVar[bool] = False
 
     @abc.abstractmethod

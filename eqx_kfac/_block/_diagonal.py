@@ -13,7 +13,12 @@ from ._gradients import AbstractGradientBlock
 class DiagonalFactors(AbstractFactors):
     r"""The diagonal of a layer's curvature, shaped like its canonical matrix, and the
     multiple of the identity that an [`eqx_kfac.L2`][] term adds to it. Stacked layers
-    have leading axes."""
+    have leading axes.
+
+    **Fields:**
+
+    - `diagonal`: the diagonal of the block, shaped like the canonical matrix.
+    """
 
     diagonal: Float[Array, "*stack d_out d_in"]
     l2: Float[Array, "*stack"]

@@ -21,7 +21,16 @@ class EKFACFactors(AbstractFactors):
     r"""The two Kronecker factors of a layer, orthonormal bases $Q_G$ and $Q_A$ that were
     their eigenvectors when they were last refreshed, the eigenvalues that belong to every
     pair of columns, and the multiple of the identity that an [`eqx_kfac.L2`][] term adds.
-    Stacked layers have leading axes."""
+    Stacked layers have leading axes.
+
+    **Fields:**
+
+    - `input_factor`: $A$, or its diagonal, as in [`eqx_kfac.KroneckerFactors`][].
+    - `output_factor`: $G$.
+    - `input_vectors`: $Q_A$, an eigenvector in each column; `None` if $A$ is diagonal.
+    - `output_vectors`: $Q_G$, an eigenvector in each column.
+    - `eigenvalues`: $S$, the corrected eigenvalues: one for each pair of columns.
+    """
 
     input_factor: Float[Array, "..."]
     output_factor: Float[Array, "*stack d_out d_out"]
@@ -50,6 +59,10 @@ class EKFAC(AbstractBlock):
     At an optimizer's first step, when there is no basis yet, the eigenvalues are those of
     $G \otimes A$. When the basis changes, the diagonal of what $S$ stood for is taken in
     the new one.
+
+    **Fields:**
+
+    - `kronecker`: the [`eqx_kfac.Kronecker`][] block whose eigenbasis it uses.
 
     ??? cite "Reference"
 

@@ -13,7 +13,12 @@ from ._gradients import AbstractGradientBlock
 class FullFactors(AbstractFactors):
     r"""A layer's whole curvature matrix, for row-major $\operatorname{vec}$ of its
     canonical matrix, and the multiple of the identity that an [`eqx_kfac.L2`][] term adds
-    to it. Stacked layers have leading axes."""
+    to it. Stacked layers have leading axes.
+
+    **Fields:**
+
+    - `matrix`: the whole block, on canonical matrices flattened row by row.
+    """
 
     matrix: Float[Array, "*stack size size"]
     l2: Float[Array, "*stack"]

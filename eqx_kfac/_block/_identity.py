@@ -14,7 +14,13 @@ from ._gradients import AbstractGradientBlock
 
 class IdentityFactors(AbstractFactors):
     """A multiple of the identity, for a canonical matrix of a `shape`, and what an
-    [`eqx_kfac.L2`][] term adds to it. Stacked layers have leading axes."""
+    [`eqx_kfac.L2`][] term adds to it. Stacked layers have leading axes.
+
+    **Fields:**
+
+    - `scale`: the multiple of the identity.
+    - `shape`: of the canonical matrix, `(d_out, d_in(+1))`.
+    """
 
     scale: Float[Array, "*stack"]
     l2: Float[Array, "*stack"]

@@ -40,7 +40,13 @@ class KroneckerFactors(AbstractFactors):
     r"""The two factors of a layer's curvature $G \otimes A$, and the multiple of the
     identity that an [`eqx_kfac.L2`][] term adds to it. Stacked layers (and the groups of
     a convolution) have leading axes. Of a diagonal factor (the inputs of an embedding),
-    only the diagonal is kept."""
+    only the diagonal is kept.
+
+    **Fields:**
+
+    - `input_factor`: $A$, of shape `[*stack, d_in(+1), d_in(+1)]`, or its diagonal.
+    - `output_factor`: $G$, of shape `[*stack, d_out, d_out]`, or its diagonal.
+    """
 
     input_factor: Float[Array, "..."]
     output_factor: Float[Array, "..."]

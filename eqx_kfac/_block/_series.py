@@ -24,7 +24,16 @@ class SeriesMoments(NamedTuple):
 class SeriesFactors(AbstractFactors):
     r"""The factors of a recurrent layer's curvature at one time step, their
     cross-moments from one step to the next, the mean number of steps, and the multiple of
-    the identity that an [`eqx_kfac.L2`][] term adds."""
+    the identity that an [`eqx_kfac.L2`][] term adds.
+
+    **Fields:**
+
+    - `input_factor`: $A_0$, the second moment of the inputs.
+    - `input_cross`: $A_1$, their moment from one step to the next.
+    - `output_factor`: $G_0$, the second moment of the gradients at the outputs.
+    - `output_cross`: $G_1$, their moment from one step to the next.
+    - `length`: the mean number of time steps.
+    """
 
     input_factor: Float[Array, "*stack d_in d_in"]
     input_cross: Float[Array, "*stack d_in d_in"]

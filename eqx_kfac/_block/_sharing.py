@@ -10,10 +10,16 @@ from ..form import Rows
 
 class AbstractSharing(eqx.Module):
     """How a Kronecker block treats positions (tokens, pixels, agents) that share the
-    layer's weight: every axis that a layer is mapped over, but the outermost."""
+    layer's weight: every axis that a layer is mapped over, but the outermost.
+
+    **Fields:**
+
+    - `mixes_positions`: whether there are products between different positions of an
+        example.
+    - `balanced`: whether the rows of either side count by how large the other one is.
+    """
 
     mixes_positions: ClassVar[bool]
-    # Whether the rows of either side count by how large the other one is.
     balanced: ClassVar[bool] = False
 
     @abc.abstractmethod

@@ -22,11 +22,21 @@ from ._linearise import factors, linearise, Share
 
 class Total(eqx.Module):
     """What is known after some batches: sums. (The contents are of no interest; the
-    type is a PyTree of arrays, to be carried through `jit`, `scan`, and checkpoints.)"""
+    type is a PyTree of arrays, to be carried through `jit`, `scan`, and checkpoints.)
 
-    inputs: Model  # Statistics of the layers' inputs,
-    outputs: list[Model]  # and of gradients: of each loss, then of each pair's sum.
-    counts: list[Float[Array, ""]]  # Terms of each loss.
+    **Fields:**
+
+    - `inputs`: statistics of the layers' inputs, shaped like the model.
+    - `outputs`: statistics of the gradients at their outputs: of each loss, then of the
+        sum of each pair of them.
+    - `counts`: how many terms each loss has had.
+    - `l2`: the coefficients of L2 terms, added up over batches.
+    - `batches`: how many batches there were.
+    """
+
+    inputs: Model
+    outputs: list[Model]
+    counts: list[Float[Array, ""]]
     l2: Model
     batches: Float[Array, ""]
 

@@ -51,6 +51,11 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
     all parameters, they are shaped like `eqx.filter(model, eqx.is_inexact_array)`, as
     those of [`eqx_kfac.GaussNewton`][], of which its inverse is a preconditioner.
 
+    **Fields:**
+
+    - `blocks`: one operator for each tagged layer, with its multiple of the identity.
+    - `structure`: the shapes and types of its vectors.
+
     !!! Example
 
         ```python

@@ -25,16 +25,29 @@ from ._places import Place, raw_rows, Used, used_places
 class Captured(eqx.Module):
     r"""What passed through one layer: its inputs, and the gradients at its outputs. The
     first `stack` axes separate stacked layers; then come `examples` axes, the batch (the
-    outermost `vmap`) first; then the axes of one input, or of one output."""
+    outermost `vmap`) first; then the axes of one input, or of one output.
+
+    **Fields:**
+
+    - `inputs`: the layer's inputs, `[*stack, *examples, ...]`; `None` if it has none.
+    - `output_gradients`: the gradients at its outputs, of the sum of all loss terms:
+        `[*stack, *examples, ...]`.
+    - `stack`: the number of axes of stacked layers.
+    - `examples`: the number of example axes.
+    - `form`: how the layer is linear in its parameters.
+    - `has_weight`: whether the weight is trained.
+    - `has_bias`: whether the bias is trained.
+    - `several`: whether the gradients have an axis of cotangents before all others.
+    """
 
     inputs: Shaped[Array, "..."] | None
     output_gradients: Inexact[Array, "..."]
     stack: int = eqx.field(static=True)
     examples: int = eqx.field(static=True)
     form: AbstractForm = eqx.field(static=True)
-    has_weight: bool = eqx.field(static=True)  # Is trained, that is.
+    has_weight: bool = eqx.field(static=True)
     has_bias: bool = eqx.field(static=True)
-    several: bool = eqx.field(static=True)  # Gradients have an axis of cotangents first.
+    several: bool = eqx.field(static=True)
 
     def rows(self) -> tuple[Float[Array, "..."], Inexact[Array, "..."]]:
         r"""The two sides of the layer's canonical matrix, whatever its form (patches of a

@@ -26,7 +26,13 @@ from ._linearise import evaluate, filter_linearize, whole
 
 class AbstractModelOperator(AbstractSymmetricOperator):
     """A curvature matrix of `loss_fn(model, *args, **kwargs)`, on vectors shaped like
-    the inexact arrays of the model."""
+    the inexact arrays of the model.
+
+    **Fields:**
+
+    - `args`: what the loss function was called with beside the model.
+    - `kwargs`: the same, by name.
+    """
 
     loss_fn: Callable
     model: Model

@@ -15,13 +15,18 @@ class AbstractFisher(eqx.Module):
     A Fisher estimator is a number of cotangents, each a tree like the losses' outputs,
     whose outer products add up to (an estimate of) the curvature of the *sum* of the
     losses: they are never divided by the number of loss terms.
+
+    **Fields:**
+
+    - `batch_size`: how many cotangents are pulled back at once.
+    - `examples`: the estimate is of the first so many examples of a batch; `None`: of
+        all.
+    - `centred`: whether the mean over the examples is taken away from what every
+        cotangent gives.
     """
 
-    # How many cotangents are pulled back at once.
     batch_size: eqx.AbstractVar[int]
-    # Of the first so many examples of a batch; `None`: of all.
     examples: eqx.AbstractVar[int | None]
-    # Whether the mean over the examples is taken away from what every cotangent gives.
     centred: ClassVar[bool] = False
 
     @property

@@ -14,6 +14,10 @@ from ._base import AbstractObjective
 class L2(AbstractObjective):
     r"""$\frac{c}{2} \sum \theta^2$ over the parameters of a model (or of a part of
     it). Unlike any other penalty, its curvature $c I$ counts too.
+
+    **Fields:**
+
+    - `parameters`: the parameters that are regularised, shaped like the model.
     """
 
     parameters: PyTree[Array]

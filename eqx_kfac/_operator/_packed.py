@@ -76,12 +76,17 @@ class Split(eqx.Module):
     """[`eqx_kfac.Packed`][] matrices, of which every device along the axes `over` of a
     mesh has some rows only; of small ones, all. Rows are padded with zeros to a number
     that does not depend on the devices: a checkpoint restores onto any number of them.
+
+    **Fields:**
+
+    - `rectangle`: the rows, padded with zeros, split over devices.
+    - `rows`: how many of them there are without the padding.
+    - `mesh`: the devices.
     """
 
     rectangle: Shaped[Array, "*stack padded columns"]
     rows: int = eqx.field(static=True)
     over: tuple[str, ...] = eqx.field(static=True)
-    # (What comes out of a `lax.cond` may not know its own.)
     mesh: AbstractMesh = eqx.field(static=True, repr=False)
 
     @classmethod

@@ -18,6 +18,15 @@ class SeriesOperator(AbstractSymmetricOperator):
     with row-major $\operatorname{vec}$. In the coordinates in which $F_0$ is the
     identity, $F_d = \Psi^d$ with $\Psi = \Psi_G \otimes \Psi_A$.
 
+    **Fields:**
+
+    - `output_factor`: $G_0$.
+    - `output_cross`: $G_1$.
+    - `input_factor`: $A_0$.
+    - `input_cross`: $A_1$.
+    - `length`: $T$, the number of time steps.
+    - `kind`: `"symmetric"` or `"stationary"`; see [`eqx_kfac.Series`][].
+
     ??? cite "Reference"
 
         J. Martens, J. Ba, M. Johnson, *Kronecker-factored Curvature Approximations for

@@ -65,6 +65,11 @@ class SpectralOperator(AbstractSymmetricOperator):
     on matrices $V \in \mathbb{R}^{d_\text{out} \times d_\text{in}}$, with an orthogonal
     $Q$: any function of it is one of its eigenvalues. What
     [`eqx_kfac.KroneckerOperator`][] gives for its damped inverse and powers.
+
+    **Fields:**
+
+    - `basis`: $Q$: a Kronecker product of two orthogonal matrices, or a dense one.
+    - `values`: $\lambda$, one eigenvalue for each entry of a matrix.
     """
 
     basis: Any

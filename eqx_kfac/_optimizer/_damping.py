@@ -16,9 +16,13 @@ from ._numbers import AbstractRule
 class AbstractDamping(AbstractRule):
     """A rule for the damping, given how well the quadratic model has predicted the
     loss. Subclasses say what it is `initial`ly, and when a ratio is `due`. See "Writing
-    your own"."""
+    your own".
 
-    # Before the first step, at most so many ratios are measured.
+    **Fields:**
+
+    - `calibration`: at most so many ratios are measured before the first step.
+    """
+
     calibration: eqx.AbstractVar[int]
 
     @abc.abstractmethod

@@ -12,8 +12,20 @@ from ._schedule import at
 
 
 class Numbers(NamedTuple):
-    """One of each: what was chosen, its range, or its value at a step (an array without
-    axes). `None`: it is not used."""
+    r"""One of each: what was chosen, its range, or its value at a step (an array without
+    axes). `None`: it is not used.
+
+    **Fields:**
+
+    - `learning_rate`: by which the direction is multiplied.
+    - `momentum`: by which the previous update is.
+    - `damping`: $\lambda$, which is added to the curvature.
+    - `norm_constraint`: the most that the squared length of an update is, in the metric
+        of the curvature.
+    - `ema`: the decay of the averages of the curvature.
+    - `weight_decay`: the rate of decoupled weight decay.
+    - `averaging`: the decay of the average of the parameters.
+    """
 
     learning_rate: Any
     momentum: Any
@@ -43,7 +55,12 @@ class AbstractRule(eqx.Module):
 
 
 class AbstractNumber(eqx.Module):
-    """A number, or a schedule of one, and what goes with it."""
+    """A number, or a schedule of one, and what goes with it.
+
+    **Fields:**
+
+    - `number`: the number, or a function of the step that returns it.
+    """
 
     number: eqx.AbstractVar[Any]
 

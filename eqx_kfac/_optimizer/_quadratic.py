@@ -21,11 +21,17 @@ _Given: TypeAlias = tuple[Float[Array, ""] | None, Float[Array, ""] | None]
 
 class AbstractStepRule(AbstractRule):
     r"""A rule for the learning rate, the momentum, or both, given the quadratic model of
-    the objective along the two directions of a step. See "Writing your own"."""
+    the objective along the two directions of a step. See "Writing your own".
 
-    # The model is that of the first so many examples of the batch; `None`: of all.
+    **Fields:**
+
+    - `examples`: the model is that of the first so many examples of the batch; `None`:
+        of all.
+    - `damping_ratio`: the preconditioner is damped with this times the damping, the
+        model with the damping itself.
+    """
+
     examples: eqx.AbstractVar[int | None]
-    # The preconditioner is damped with this times the damping, the model with that.
     damping_ratio: eqx.AbstractVar[Any]
 
     @property
@@ -95,7 +101,13 @@ class QuadraticModel(AbstractStepRule):
 
 class Quadratic(eqx.Module):
     r"""$q(c) = \frac12 c^\top M c + b^\top c$ for the coefficients $c$ of one or two
-    directions: $M$ has the damped curvature between them, $b$ their slopes."""
+    directions: $M$ has the damped curvature between them, $b$ their slopes.
+
+    **Fields:**
+
+    - `matrix`: $M$.
+    - `vector`: $b$.
+    """
 
     matrix: Float[Array, "n n"]
     vector: Float[Array, " n"]

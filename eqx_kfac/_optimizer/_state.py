@@ -34,9 +34,14 @@ def _fault(name: str, meaning: str) -> Any:
 class Faults(eqx.Module):
     """What can go wrong in a step. In [`eqx_kfac.Info`][], whether it did; in
     [`eqx_kfac.KFACState`][], how often so far. All but `factorisation` reject the
-    step."""
+    step.
 
-    # One array for all: at the border of `jit`, every one takes its time.
+    **Fields:**
+
+    - `each`: all of them in one array, the last axis in the order below. (At the border
+        of `jit`, every array takes its time.)
+    """
+
     each: Shaped[Array, "... 8"]
 
     hyperparameters = _fault(
@@ -98,7 +103,13 @@ def shown(value: Any) -> str:
 
 class Iterates(eqx.Module):
     """A moving average of the parameters: by their paths in the model, for whatever is
-    shaped like the model, Python takes apart node by node at every step."""
+    shaped like the model, Python takes apart node by node at every step.
+
+    **Fields:**
+
+    - `mean`: the averaged parameters, by path.
+    - `weight`: the total weight of the average; 0 before the first step.
+    """
 
     mean: dict[str, Array]
     weight: Float[Array, ""]
@@ -122,24 +133,43 @@ class KFACState(NamedTuple):
     """The state of [`eqx_kfac.KFAC`][]. All arrays; `eqx.tree_at` may change any of them
     between steps, hyper-parameters included (those that follow a schedule or a rule are
     overwritten by it). A named tuple, for `optax.tree.get` and `optax.tree.set` know
-    no other types."""
+    no other types.
+
+    **Fields:**
+
+    - `step`: how many steps there were.
+    - `curvature`: shaped like the model, with every tagged layer replaced by its
+        averaged factors. (After `kfac.packed`, symmetric matrices are `Packed`.)
+    - `inverse`: the same, with the factorisation of the damped factors.
+    - `weight`: the total weight of the moving average; 0 before the first estimate.
+    - `velocity`: the previous update; zero after one that led uphill.
+    - `extent`: the squared length of `velocity` in the metric of the curvature, if a
+        `TrustRegion` bounds it.
+    - `layer_damping`: the damping of each layer as last chosen by a `LayerDamping`, if
+        there is one.
+    - `fallback`: the state of the optax optimizer for parameters that no tag covers.
+    - `iterates`: the average of the parameters, if there is one.
+    - `numbers`: the hyper-parameters, each as last chosen if a rule or a schedule
+        chooses it; also `state.damping` and so on.
+    - `refactorise`: whether the factorisation is due at once: after a rejection the
+        damping is another one.
+    - `rejected`: how many steps were not taken.
+    - `faults`: why not: how often each fault was found.
+    """
 
     step: Int[Array, ""]
-    # Shaped like the model, with every tagged layer replaced by its averaged factors, or
-    # by their factorisation. (After `kfac.packed`, symmetric matrices are `Packed`.)
     curvature: Model
     inverse: Model
-    weight: Float[Array, ""]  # Total weight of the moving average; 0 before the first.
-    velocity: Model  # The previous update; zero after one that led uphill.
-    # Its squared length in the metric of the curvature, if a `TrustRegion` bounds it.
+    weight: Float[Array, ""]
+    velocity: Model
     extent: Float[Array, ""] | None
-    layer_damping: Model | None  # As last chosen by a `LayerDamping`, if there is one.
+    layer_damping: Model | None
     fallback: Any
     iterates: Iterates | None
-    numbers: Numbers  # Each as last chosen, if a rule or a schedule chooses it.
-    refactorise: Bool[Array, ""]  # After a rejection the damping is another one.
-    rejected: Int[Array, ""]  # How many steps were not taken.
-    faults: Faults  # And why: counts.
+    numbers: Numbers
+    refactorise: Bool[Array, ""]
+    rejected: Int[Array, ""]
+    faults: Faults
 
     learning_rate = _number("learning_rate")
     momentum = _number("momentum")
@@ -162,23 +192,38 @@ class ScaleByKFACState(NamedTuple):
 
 class Info(eqx.Module):
     """What happened in one step of [`eqx_kfac.KFAC`][]. What was not measured in this
-    step is NaN; what never is, `None`."""
+    step is NaN; what never is, `None`.
 
-    loss: Float[Array, ""]  # Before the step.
-    new_loss: Float[Array, ""] | None  # After it (without decay), same batch.
+    **Fields:**
+
+    - `loss`: before the step.
+    - `new_loss`: after it (without weight decay), on the same batch.
+    - `aux`: what the loss function returned beside the loss.
+    - `learning_rate`: without the norm constraint or the trust region.
+    - `momentum`: likewise.
+    - `damping`: in this step: before the rule, after calibration.
+    - `reduction_ratio`: the change of the loss over what the quadratic model predicted;
+        minus infinity if the model promised no descent.
+    - `gradient_norm`: the Euclidean norm of the gradient.
+    - `through_rows`: whether the gradient was preconditioned through the rows, where
+        these are fewer.
+    - `update_norm`: the Euclidean norm of the update; 0 if the step was not taken.
+    - `rejected`: whether the step was not taken: the parameters stay.
+    - `faults`: why.
+    """
+
+    loss: Float[Array, ""]
+    new_loss: Float[Array, ""] | None
     aux: Any
-    learning_rate: Float[Array, ""]  # Without the norm constraint,
-    momentum: Float[Array, ""]  # or the trust region.
-    damping: Float[Array, ""]  # In this step: before the rule, after calibration.
-    # The change of the loss over what the quadratic model predicted; minus infinity if
-    # the model promised no descent.
+    learning_rate: Float[Array, ""]
+    momentum: Float[Array, ""]
+    damping: Float[Array, ""]
     reduction_ratio: Float[Array, ""] | None
     gradient_norm: Float[Array, ""]
-    # Whether the gradient was preconditioned through the rows, where these are fewer.
     through_rows: Bool[Array, ""] | None
     update_norm: Float[Array, ""]
-    rejected: Bool[Array, ""]  # The step was not taken: parameters stay.
-    faults: Faults  # Why.
+    rejected: Bool[Array, ""]
+    faults: Faults
 
     def choose(self, new: PyTree, old: PyTree) -> PyTree:
         """What a step changed beside the model, if that step was taken. An `eqx.nn.State`

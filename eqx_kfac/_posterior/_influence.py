@@ -21,7 +21,15 @@ _AT_ONCE = 128  # So many gradients of examples are written out at a time.
 
 
 class Influence(eqx.Module):
-    """What [`eqx_kfac.influence`][] returns."""
+    r"""What [`eqx_kfac.influence`][] returns.
+
+    **Fields:**
+
+    - `loss_fn`: the loss, called as `loss_fn(model, *example)`.
+    - `curvature`: as [`eqx_kfac.curvature`][] returns it.
+    - `damping`: $\lambda$.
+    - `solver`: which solves with the damped curvature.
+    """
 
     loss_fn: Callable
     curvature: Model

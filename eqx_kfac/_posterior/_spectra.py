@@ -17,19 +17,20 @@ from .._operator import flatten, matmul, Structure, unflatten, widest
 
 class Lanczos(eqx.Module):
     r"""What some products with a symmetric operator tell about its eigenvalues: those
-    inside a Krylov space, the extreme ones first."""
+    inside a Krylov space, the extreme ones first.
+
+    **Fields:**
+
+    - `values`: Ritz values, ascending.
+    - `residuals`: $\lVert C v - \lambda v \rVert$ of each: an eigenvalue of the
+        operator is no further away.
+    - `weights`: by how much each counts in the vector that it began with, squared:
+        their sum is 1.
+    """
 
     values: Float[Array, " steps"]
-    """Ritz values, ascending."""
-
     residuals: Float[Array, " steps"]
-    r"""$\lVert C v - \lambda v \rVert$ of each: an eigenvalue of the operator is no
-    further away."""
-
     weights: Float[Array, " steps"]
-    """By how much each counts in the vector that it began with, squared: their sum is
-    1."""
-
     _vectors: Float[Array, "steps size"]
     _structure: Structure
 
@@ -132,7 +133,14 @@ def lanczos(operator: lx.AbstractLinearOperator, key: Key, num_steps: int) -> La
 
 class SpectralDensity(eqx.Module):
     r"""How the eigenvalues of an operator are distributed, from random vectors: each of
-    them has its own nodes and weights, which are those of a Gaussian quadrature."""
+    them has its own nodes and weights, which are those of a Gaussian quadrature.
+
+    **Fields:**
+
+    - `nodes`: Ritz values of every random vector.
+    - `weights`: of each node; those of one vector add up to 1.
+    - `size`: the number of rows of the operator.
+    """
 
     nodes: Float[Array, "samples steps"]
     weights: Float[Array, "samples steps"]

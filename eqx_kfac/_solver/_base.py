@@ -46,11 +46,16 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
     ```python
     lx.linear_solve(operator, v, kfac.Eigh(), options=dict(damping=1e-3))
     ```
+
+    **Fields:**
+
+    - `state_type`: a tuple of what is kept of the output factor, and of the input
+        factor.
+    - `together`: whether several factors are better decomposed at the same time (by
+        `vmap`).
     """
 
-    # The state: a tuple of what is kept of the output factor, and of the input factor.
     state_type: ClassVar[Any]
-    # Whether several factors are better decomposed at the same time (by `vmap`).
     together: ClassVar[bool] = True
 
     def damped(

@@ -49,13 +49,17 @@ class Tag(eqx.Module):
     It says how the layer is linear in its parameters (its *form*) and how its curvature
     is approximated (its *block*). It has no leaves, and calling it returns `y` itself,
     except while curvature is being collected: then its slots are filled.
+
+    **Fields:**
+
+    - `places`: the leaves of what is held while curvature is being collected; `None`
+        elsewhere. (Always as many: a filled tag may be combined with an empty one.)
+    - `also`: the tag of another layer whose weight is used here, if there is one.
     """
 
     form: AbstractForm = eqx.field(static=True)
     block: AbstractBlock = eqx.field(static=True)
     swapped: bool = eqx.field(static=True)
-    # The leaves of what is `held`. (In one tuple: Python goes through every node of every
-    # tag at every step. Always as many: a filled tag may be combined with an empty one.)
     places: tuple[Array | None, ...]
     also: "Tag | None"
 

@@ -19,7 +19,26 @@ from ._table import block_shown, html_table, sizes_shown, table
 
 @dataclasses.dataclass(frozen=True)
 class LayerSummary:
-    """One tagged layer. `trace` and `condition` are `None` without a curvature."""
+    """One tagged layer. `trace` and `condition` are `None` without a curvature.
+
+    **Fields:**
+
+    - `path`: where the layer is in the model.
+    - `layer`: its class.
+    - `form`: how it is linear in its parameters.
+    - `block`: how its curvature is approximated.
+    - `stack`: the shape of the stack of layers, `()` for one.
+    - `d_out`: rows of the canonical matrix.
+    - `d_in`: its columns, without that of the bias.
+    - `bias`: whether there is a bias.
+    - `parameters`: how many there are.
+    - `factors`: how many numbers the factors hold.
+    - `inverse`: how many their factorisation holds.
+    - `megabytes`: what both take, in 10⁶ bytes.
+    - `trace`: of the block; the sum over stacked layers.
+    - `condition`: the largest eigenvalue over the smallest, both with the damping; the
+        worst of stacked layers.
+    """
 
     path: str
     layer: str
@@ -30,18 +49,22 @@ class LayerSummary:
     d_in: int
     bias: bool
     parameters: int
-    factors: int  # How many numbers they hold,
-    inverse: int  # and their factorisation;
-    megabytes: float  # what both take.
-    trace: float | None = None  # Of the block; the sum over stacked layers.
-    # The largest eigenvalue over the smallest, both with the damping; the worst.
+    factors: int
+    inverse: int
+    megabytes: float
+    trace: float | None = None
     condition: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Summary:
     """The result of [`eqx_kfac.summary`][], which prints as a table. `untagged` are the
-    shapes of the parameters that no tag covers, by path."""
+    shapes of the parameters that no tag covers, by path.
+
+    **Fields:**
+
+    - `layers`: one line for each tagged layer.
+    """
 
     layers: tuple[LayerSummary, ...]
     untagged: dict[str, tuple[int, ...]]

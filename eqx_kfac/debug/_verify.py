@@ -30,26 +30,45 @@ from ._table import block_shown, html_table, sizes_shown, table
 @dataclasses.dataclass(frozen=True)
 class LayerCheck:
     r"""The approximate block $\hat F$ of one layer beside its exact one, $F$. Of stacked
-    layers, one number for each."""
+    layers, one number for each.
+
+    **Fields:**
+
+    - `path`: where the layer is in the model.
+    - `form`: how it is linear in its parameters.
+    - `block`: how its curvature is approximated.
+    - `stack`: the shape of the stack of layers, `()` for one.
+    - `shape`: of the canonical matrix, in words.
+    - `unseen`: $\lVert \nabla - \sum g \bar x^\top \rVert / \lVert \nabla \rVert$ of a
+        gradient of the losses: the share of it that did not pass through the tag.
+    - `shared`: whether an example has several rows.
+    - `error`: $\lVert \hat F - F \rVert / \lVert F \rVert$ (Frobenius); this and the
+        next three are NaN for a layer that is too large.
+    - `cosine`: $\langle \hat F, F \rangle / (\lVert \hat F \rVert \lVert F \rVert)$.
+    - `ratio`: $\operatorname{tr} \hat F / \operatorname{tr} F$: 1 if the scale is
+        right.
+    - `diagonal_error`: as `error`, of the diagonals.
+    - `tolerance`: up to which an error is rounding.
+    - `scalar`: whether one of its factors is a number.
+    - `too_large`: whether it has more than `limit` parameters.
+    - `consistent`: whether `from_matrix` of its form is the inverse of `to_matrix`.
+    """
 
     path: str
     form: str
     block: str
     stack: tuple[int, ...]
-    shape: str  # Of the canonical matrix.
-    # ‖∇ - Σ g x̄ᵀ‖ / ‖∇‖ of a gradient of the losses: the share of it that did not pass
-    # through the tag.
+    shape: str
     unseen: np.ndarray
-    shared: bool  # Whether an example has several rows.
-    # Of a layer that is too large, the following are NaN.
-    error: np.ndarray  # ‖F̂ - F‖ / ‖F‖, Frobenius.
-    cosine: np.ndarray  # ⟨F̂, F⟩ / (‖F̂‖ ‖F‖).
-    ratio: np.ndarray  # tr F̂ / tr F: 1 if the scale is right.
-    diagonal_error: np.ndarray  # ‖diag F̂ - diag F‖ / ‖diag F‖.
+    shared: bool
+    error: np.ndarray
+    cosine: np.ndarray
+    ratio: np.ndarray
+    diagonal_error: np.ndarray
     tolerance: float
-    scalar: bool  # Whether one of its factors is a number.
-    too_large: bool  # More than `limit` parameters.
-    consistent: bool  # Whether `from_matrix` is the inverse of `to_matrix`.
+    scalar: bool
+    too_large: bool
+    consistent: bool
 
     @property
     def exact(self) -> bool:
@@ -85,7 +104,12 @@ class LayerCheck:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Verification:
-    """The result of [`eqx_kfac.verify`][], which prints as a table."""
+    """The result of [`eqx_kfac.verify`][], which prints as a table.
+
+    **Fields:**
+
+    - `layers`: one check for each tagged layer.
+    """
 
     layers: tuple[LayerCheck, ...]
 

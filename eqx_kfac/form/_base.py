@@ -15,13 +15,22 @@ _SharedNode = type(eqx.nn.Shared((0, 0), lambda p: p[1], lambda p: p[0]).pytree[
 
 
 class Sizes(NamedTuple):
-    """Of a layer's canonical matrix, without what is missing or frozen."""
+    """Of a layer's canonical matrix, without what is missing or frozen.
 
-    stack: tuple[int, ...]  # Maps side by side, each with a matrix of its own.
+    **Fields:**
+
+    - `stack`: of the maps side by side, each with a matrix of its own.
+    - `d_out`: rows of each.
+    - `d_in`: columns, without that of the bias.
+    - `bias`: whether there is one.
+    - `diagonal`: whether second moments of the inputs are diagonal.
+    """
+
+    stack: tuple[int, ...]
     d_out: int
-    d_in: int  # Without the bias column.
+    d_in: int
     bias: bool
-    diagonal: bool = False  # Whether second moments of the inputs are diagonal.
+    diagonal: bool = False
 
 
 def has_bias(form: "AbstractForm", layer: Layer) -> bool:
@@ -33,15 +42,24 @@ def has_bias(form: "AbstractForm", layer: Layer) -> bool:
 class Rows(NamedTuple):
     """All that has passed through a layer: inputs `x`, gradients `g` at the outputs, and
     example weights or `None`. The first `stack` axes of each index separate layers; the
-    next ones are example axes, outermost (the batch) first; then come positions."""
+    next ones are example axes, outermost (the batch) first; then come positions.
+
+    **Fields:**
+
+    - `weights`: of examples; `None`: all are 1.
+    - `swapped`: whether it is a use of the transposed weight.
+    - `derivative`: whether they are derivatives of the layer in its inputs: without the
+        bias.
+    - `basis`: what the block wants the statistics in.
+    """
 
     x: AbstractInputs
     g: Float[Array, "*rows d_out"]
     weights: Float[Array, "..."] | None
     stack: int
-    swapped: bool = False  # A use of the transposed weight.
-    derivative: bool = False  # Of the layer in its inputs: without the bias.
-    basis: Any = None  # What the block wants the statistics in.
+    swapped: bool = False
+    derivative: bool = False
+    basis: Any = None
 
 
 class AbstractForm(eqx.Module):
@@ -51,9 +69,13 @@ class AbstractForm(eqx.Module):
     $\bar W \in \mathbb{R}^{d_\text{out} \times d_\text{in}(+1)}$, whose last column is
     the bias if there is one; or as several such maps side by side. A form has no arrays:
     it is static data on the layer's [`eqx_kfac.Tag`][], compared and hashed by value.
+
+    **Fields:**
+
+    - `linear`: whether `inputs` is linear in `x`, so that a derivative in `x` is a row
+        as well.
     """
 
-    # Whether `inputs` is linear in `x`, so that a derivative in `x` is a row as well.
     linear: ClassVar[bool] = False
 
     @property

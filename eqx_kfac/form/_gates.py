@@ -11,7 +11,13 @@ from ._inputs import Vectors
 
 
 class Part(NamedTuple):
-    """Some rows of a leaf, in fractions of all: from `start / of` to `stop / of`."""
+    """Some rows of a leaf, in fractions of all: from `start / of` to `stop / of`.
+
+    **Fields:**
+
+    - `name`: the leaf.
+    - `of`: into how many parts it is divided.
+    """
 
     name: str
     start: int = 0
@@ -28,6 +34,11 @@ class Gates(AbstractForm):
     r"""$z = W_1 x_1 + W_2 x_2 + \dots + b$: a linear map of several inputs, whose
     weights, each of shape `[*stack, d_out, d_i]`, are separate leaves, or rows of leaves
     in which several maps are kept together. The tag's `x` is $[x_1; x_2; \dots]$.
+
+    **Fields:**
+
+    - `weights`: where the weight of each input is.
+    - `bias`: where the bias is.
     """
 
     linear = True

@@ -57,7 +57,12 @@ class AbstractInputs(eqx.Module):
 
 
 class Vectors(AbstractInputs):
-    """Rows as they are."""
+    """Rows as they are.
+
+    **Fields:**
+
+    - `x`: the rows.
+    """
 
     x: Inexact[Array, "*rows d_in"]
 
@@ -80,7 +85,12 @@ class Vectors(AbstractInputs):
 
 
 class Nothing(AbstractInputs):
-    """A layer that adds a parameter to what does not depend on it: no inputs at all."""
+    """A layer that adds a parameter to what does not depend on it: no inputs at all.
+
+    **Fields:**
+
+    - `rows`: the shape of the axes before the (missing) last one.
+    """
 
     rows: tuple[int, ...] = eqx.field(static=True)
 
@@ -100,7 +110,13 @@ class Nothing(AbstractInputs):
 
 
 class OneHot(AbstractInputs):
-    """Unit vectors, given by where they are 1."""
+    """Unit vectors, given by where they are 1.
+
+    **Fields:**
+
+    - `index`: where the 1 is.
+    - `size`: the length of the vectors.
+    """
 
     index: Int[Array, "*rows"]
     size: int = eqx.field(static=True)
@@ -129,7 +145,14 @@ class OneHot(AbstractInputs):
 
 
 class Window(eqx.Module):
-    """Which positions of an input a convolution's kernel looks at."""
+    """Which positions of an input a convolution's kernel looks at.
+
+    **Fields:**
+
+    - `kernel`: its size along every axis.
+    - `stride`: between two places of the kernel.
+    - `dilation`: between two entries of the kernel.
+    """
 
     kernel: tuple[int, ...] = eqx.field(static=True)
     stride: tuple[int, ...] = eqx.field(static=True)
@@ -176,7 +199,12 @@ class Window(eqx.Module):
 
 class Patches(AbstractInputs):
     """What a convolution multiplies its kernel with: `x: [*lead, channels, *spatial]`,
-    padded already. Written out, a row holds `channels * prod(kernel)` numbers."""
+    padded already. Written out, a row holds `channels * prod(kernel)` numbers.
+
+    **Fields:**
+
+    - `window`: which positions the kernel looks at.
+    """
 
     x: Inexact[Array, "..."]
     window: Window

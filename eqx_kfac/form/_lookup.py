@@ -13,6 +13,10 @@ class Lookup(AbstractForm):
     r"""$z = W^\top e_i$: a layer with a `weight` of shape `[*stack, number, size]`, of
     which it returns the row `i`. Its inputs are unit vectors, so that their second moment
     is diagonal: how often each row was looked up.
+
+    **Fields:**
+
+    - `number`: how many rows the weight has.
     """
 
     number: int = eqx.field(static=True)

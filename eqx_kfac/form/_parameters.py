@@ -15,6 +15,11 @@ class Parameters(AbstractForm):
     output, but the parameters themselves, once per example
     ([`eqx_kfac.Tag.parameters`][]). The gradients there are those of single examples,
     however the layer uses its parameters.
+
+    **Fields:**
+
+    - `leaves`: the names of the parameters.
+    - `ranks`: how many axes each has in one layer.
     """
 
     leaves: tuple[str, ...] = eqx.field(static=True)

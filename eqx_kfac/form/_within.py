@@ -10,7 +10,13 @@ from ._inputs import AbstractInputs
 
 class Within(AbstractForm):
     """The weight of a layer that another layer wraps; not its bias, which the wrapper may
-    treat in another way."""
+    treat in another way.
+
+    **Fields:**
+
+    - `form`: that of the layer within.
+    - `name`: the field of the wrapper that holds it.
+    """
 
     form: AbstractForm
     name: str = eqx.field(static=True)

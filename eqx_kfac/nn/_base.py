@@ -16,9 +16,15 @@ from ._inputs import check_floating, check_input
 
 
 class AbstractTagged(eqx.Module):
-    """A layer with a tag, made as the layer of Equinox that it is a subclass of."""
+    """A layer with a tag, made as the layer of Equinox that it is a subclass of.
 
-    tag: eqx.AbstractVar[Any]  # A `Tag`, or several by name.
+    **Fields:**
+
+    - `tag`: an [`eqx_kfac.Tag`][], or several by name.
+    - `default`: the block, unless another one is given.
+    """
+
+    tag: eqx.AbstractVar[Any]
     default: ClassVar[AbstractBlock]
 
     # Subclasses have a constructor, too: else, type checkers make one from the fields.

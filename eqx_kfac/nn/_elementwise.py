@@ -85,6 +85,10 @@ class Parameter(eqx.Module):
     """An array to be trained that belongs to no layer: a positional embedding, a scale,
     an initial state. In a module's `__call__`, `self.position(x)` is its value.
 
+    **Fields:**
+
+    - `tag`: an [`eqx_kfac.Tag`][].
+
     !!! Example
 
         ```python

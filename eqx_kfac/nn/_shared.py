@@ -30,6 +30,10 @@ class Shared(eqx.nn.Shared):
     has as inputs, the other has as outputs.
 
     [`eqx_kfac.convert`][] makes it.
+
+    **Fields:**
+
+    - `ties`: which layers share which parameters.
     """
 
     ties: tuple[Tie, ...] = eqx.field(static=True)
