@@ -294,7 +294,8 @@ def verdict(task: Task, results: list[Result]) -> str:
     best, other, number = lower.median, higher.median, len(lower.runs)
     pairs = zip(lower.runs, higher.runs)
     wins = sum(a.final_loss < b.final_loss for a, b in pairs)
-    seeds = "one seed" if number == 1 else f"lower with {wins} of {number} seeds"
+    several = f"medians of {number} seeds, lower with {wins} of them"
+    seeds = "one seed" if number == 1 else several
     return (
         f"{task.name}: after {best.steps[-1]} steps {lower.name} has the lower training "
         f"loss, {best.losses[-1]:.4e} in {best.seconds[-1]:.2f} s, and {higher.name} has "

@@ -342,10 +342,11 @@ def verdict(results: list[Result]) -> str:
         min(runs, key=lambda run: run.final_loss) is runs[0]
         for runs in zip(*(result.runs for result in ranked))
     )
-    seeds = "one seed" if number == 1 else f"the lowest with {wins} of {number} seeds"
+    several = f"medians of {number} seeds, the lowest with {wins} of them"
+    seeds = "one seed" if number == 1 else several
     return (
-        f"After {ranked[0].median.steps[-1]} steps {first} has the lowest training loss above the entropy, "
-        f"before {' and '.join(others)}: {seeds}."
+        f"After {ranked[0].median.steps[-1]} steps {first} has the lowest training loss "
+        f"above the entropy, before {' and '.join(others)}: {seeds}."
     )
 
 
