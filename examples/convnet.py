@@ -219,8 +219,9 @@ def train(
             state, seconds = trainer.init(model), 0.0
             run = Run(seed, model, [0], [float(mean_loss(model, data))], [0.0])
             for i in range(looks):
+                inputs = list(zip(chosen[i], keys[i]))
                 began = time.perf_counter()
-                for index, key in zip(chosen[i], keys[i]):
+                for index, key in inputs:
                     model, state = step(model, state, jnp.float32(rate or 0), index, key)
                 jax.block_until_ready(model)
                 seconds += time.perf_counter() - began

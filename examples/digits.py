@@ -213,7 +213,7 @@ def train(
     bar: tqdm,
 ) -> Run:
     state, final = trainer.init(model, rate), eqx.filter_jit(trainer.final)
-    keys = jax.random.split(jax.random.key(1 + seed), len(batches))
+    keys = list(jax.random.split(jax.random.key(1 + seed), len(batches)))
     look_every = max(1, len(batches) // 60)
     seconds, first = 0.0, float(mean_loss(task.loss_fn, model, data))
     run = Run(seed, model, [0], [first], [0.0])

@@ -273,7 +273,7 @@ def train(
     name, bound = f"{method.name}, seed {seed}", steps if seconds is None else None
     with tqdm(total=bound, desc=name, unit=" steps", disable=None) as bar:
         while len(run[0]) < steps if seconds is None else total < seconds:
-            start, key = time.perf_counter(), jr.fold_in(keys[3], len(run[0]))
+            key, start = jr.fold_in(keys[3], len(run[0])), time.perf_counter()
             model, state, walkers, *found = step(model, state, walkers, key)
             found = [float(a) for a in found]
             total += time.perf_counter() - start
@@ -326,9 +326,10 @@ def verdict(ours: list[Run], adams: list[Run]) -> str:
     low, high, number = median(lower), median(higher), len(ours)
     wins = sum(a.energy < b.energy for a, b in zip(lower, higher, strict=True))
     several = f"medians of {number} seeds, lower with {wins} of them"
+    by, error = high.energy - low.energy, np.hypot(low.error, high.error)
     return (
-        f"{low.method} has the lower energy, by {1e3 * (high.energy - low.energy):.2f} +- "
-        f"{1e3 * np.hypot(low.error, high.error):.2f} mHa, and a spread of "
+        f"{low.method} has the lower energy, by {1e3 * by:.2f} +- {1e3 * error:.2f} mHa, "
+        f"and a spread of "
         f"{low.spread:.3f} Ha against {high.spread:.3f} of {high.method} "
         f"({'one seed' if number == 1 else several})."
     )

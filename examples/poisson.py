@@ -388,8 +388,10 @@ def plot(results: dict[str, list[Run]], path: Path) -> None:
             axis.plot(thick.seconds, thick.errors, color=colour, linewidth=2.2)
             for run in ranked:
                 axis.plot(run.seconds, run.errors, color=colour, linewidth=0.8, alpha=0.6)
-        axis.set_xscale("symlog", linthresh=0.5)
         axis.set_xlim(left=0)
+        if axis.get_xlim()[1] > 2:
+            axis.set_xscale("symlog", linthresh=0.5)
+            axis.xaxis.set_major_formatter("{x:g}")
         axis.set_yscale("log")
         axis.set_title(name, loc="left", fontweight="bold")
         axis.set_xlabel("seconds (without compiling)")
