@@ -386,21 +386,7 @@ def plot(
 
 
 # %%
-class Options(argparse.Namespace):
-    data: Path | None
-    seconds: float
-    steps: int
-    batch: int | None
-    target: float
-    seed: int
-    seeds: int
-    out: Path
-    checkpoints: Path
-    resume: bool
-    toy: bool
-
-
-def parse(argv: list[str] | None = None) -> Options:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="A deep autoencoder, five optimizers.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -420,7 +406,7 @@ def parse(argv: list[str] | None = None) -> Options:
     add("--toy", action="store_true", help="small and quick, unless options say else")
     if parser.parse_known_args(argv)[0].toy:
         parser.set_defaults(steps=20, batch=64)
-    options = parser.parse_args(argv, namespace=Options())
+    options = parser.parse_args(argv)
     if min(options.steps, options.batch or 1, options.seeds) < 1:
         parser.error("--steps, --batch and --seeds must be at least 1")
     return options

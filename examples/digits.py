@@ -238,7 +238,7 @@ def compare(
     trainers: list[Trainer],
     models: list[eqx.Module],
     data: Data,
-    options: "Options",
+    options: argparse.Namespace,
     bar: tqdm,
 ) -> list[list[Result]]:
     """For every optimizer the results of its learning rates, the best one first. The
@@ -354,16 +354,7 @@ def plot(tasks: list[Task], all_grids: list[list[list[Result]]], path: Path) -> 
 
 
 # %%
-class Options(argparse.Namespace):
-    steps: int
-    batch: int
-    seed: int
-    seeds: int
-    out: Path
-    toy: bool
-
-
-def parse(argv: list[str] | None = None) -> Options:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="K-FAC and Adam on handwritten digits.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -377,7 +368,7 @@ def parse(argv: list[str] | None = None) -> Options:
     add("--toy", action="store_true", help="small and quick, unless options say else")
     if parser.parse_known_args(argv)[0].toy:
         parser.set_defaults(steps=20)
-    options = parser.parse_args(argv, namespace=Options())
+    options = parser.parse_args(argv)
     if min(options.steps, options.batch, options.seeds) < 1:
         parser.error("--steps, --batch and --seeds must be at least 1")
     return options

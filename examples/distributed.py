@@ -146,7 +146,7 @@ def _abstract(a: Array) -> jax.ShapeDtypeStruct:
 
 
 # %%
-def train(options: "Options") -> list[float]:
+def train(options: argparse.Namespace) -> list[float]:
     """The loss after every step."""
     images = load(options.data)
     devices, optimizer = Devices(), kfac.KFAC()
@@ -208,23 +208,7 @@ def plot(losses: list[float], path: Path) -> None:
 
 
 # %%
-class Options(argparse.Namespace):
-    data: Path | None
-    steps: int
-    batch: int
-    seed: int
-    every: int
-    devices: int
-    processes: int
-    process: int
-    coordinator: str
-    out: Path
-    checkpoints: Path
-    resume: bool
-    toy: bool
-
-
-def parse(argv: list[str] | None = None) -> Options:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="K-FAC on many devices.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -246,7 +230,7 @@ def parse(argv: list[str] | None = None) -> Options:
     add("--toy", action="store_true", help="small and quick, unless options say else")
     if parser.parse_known_args(argv)[0].toy:
         parser.set_defaults(steps=12, batch=64, every=3)
-    options = parser.parse_args(argv, namespace=Options())
+    options = parser.parse_args(argv)
     if min(options.steps, options.batch, options.every) < 1:
         parser.error("--steps, --batch and --every must be at least 1")
     return options

@@ -245,7 +245,7 @@ class Run(NamedTuple):
 
 
 def train(
-    method: Method, options: "Options", seed: int, seconds: float | None = None
+    method: Method, options: argparse.Namespace, seed: int, seconds: float | None = None
 ) -> Run:
     """So many steps, or as many as fit into `seconds`. Compiling is not counted."""
     atom = ATOMS[options.atom]
@@ -372,22 +372,7 @@ def plot(name: str, methods: list[list[Run]], path: Path) -> None:
 
 
 # %%
-class Options(argparse.Namespace):
-    atom: str
-    steps: int
-    batch: int
-    width: int
-    depth: int
-    moves: int
-    seed: int
-    seeds: int
-    rate: float
-    times: float
-    out: Path
-    toy: bool
-
-
-def parse(argv: list[str] | None = None) -> Options:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Variational Monte Carlo of an atom.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -407,7 +392,7 @@ def parse(argv: list[str] | None = None) -> Options:
     add("--toy", action="store_true", help="small and quick, unless options say else")
     if parser.parse_known_args(argv)[0].toy:
         parser.set_defaults(steps=4, batch=16, width=8)
-    options = parser.parse_args(argv, namespace=Options())
+    options = parser.parse_args(argv)
     if min(options.steps, options.batch, options.seeds) < 1:
         parser.error("--steps, --batch and --seeds must be at least 1")
     return options

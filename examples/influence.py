@@ -243,7 +243,7 @@ class Run(NamedTuple):
         return float(self.wrong[highest].mean())
 
 
-def run(options: "Options", seed: int, bar: tqdm) -> Run:
+def run(options: argparse.Namespace, seed: int, bar: tqdm) -> Run:
     width, tests = (8, 20) if options.toy else (32, 100)
     train, test = load(options.examples, tests, seed)
     mlp = eqx.nn.MLP(64, 10, width, 1, activation=jnp.tanh, key=jr.key(seed))
@@ -270,7 +270,8 @@ def run(options: "Options", seed: int, bar: tqdm) -> Run:
 
 def table(runs: list[Run]) -> str:
     lines = [
-        f"{'curvature':<14} {'seed':>4} {'LDS':>6} {'wrong labels found':>19} {'seconds':>8}"
+        f"{'curvature':<14} {'seed':>4} {'LDS':>6} {'wrong labels found':>19} "
+        f"{'seconds':>8}"
     ]
     for results in zip(*(run.results for run in runs)):
         for run, result in zip(runs, results):
@@ -288,11 +289,13 @@ def verdict(runs: list[Run]) -> str:
 
     def best(numbers):
         medians = np.median(numbers, axis=0)
-        i = int(np.nanargmax(medians))
-        wins = int(np.sum(np.nanargmax(numbers, axis=1) == i))
+        tied = np.flatnonzero(medians == np.nanmax(medians))
+        highest = numbers[:, tied] == np.nanmax(numbers, axis=1, keepdims=True)
+        wins = int(np.sum(np.any(highest, axis=1)))
         several = f"median of {len(runs)} seeds, the highest with {wins} of them"
         seeds = "one seed" if len(runs) == 1 else several
-        return f"{names[i]}, {medians[i]:.3f} ({seeds})"
+        text = " and ".join(names[i] for i in tied)
+        return f"{text}, {np.nanmax(medians):.3f} ({seeds})"
 
     accuracy = np.median([run.accuracy for run in runs])
     return (
@@ -358,17 +361,7 @@ def plot(runs: list[Run], path: Path) -> None:
 
 
 # %%
-class Options(argparse.Namespace):
-    examples: int
-    halves: int
-    steps: int
-    seed: int
-    seeds: int
-    out: Path
-    toy: bool
-
-
-def parse(argv: list[str] | None = None) -> Options:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Influence functions on digits.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -383,7 +376,7 @@ def parse(argv: list[str] | None = None) -> Options:
     add("--toy", action="store_true", help="small and quick, unless options say else")
     if parser.parse_known_args(argv)[0].toy:
         parser.set_defaults(examples=100, halves=10, steps=30)
-    options = parser.parse_args(argv, namespace=Options())
+    options = parser.parse_args(argv)
     if min(options.steps, options.halves, options.seeds) < 1:
         parser.error("--steps, --halves and --seeds must be at least 1")
     return options

@@ -132,7 +132,7 @@ def negative_log_likelihood(mean: Array, variance: Array, y: Array) -> Float[Arr
     return 0.5 * jnp.mean(squared + jnp.log(2 * jnp.pi * variance))
 
 
-def regression(options: "Options", bar: tqdm) -> tuple[list[Band], Any, Any]:
+def regression(options: argparse.Namespace, bar: tqdm) -> tuple[list[Band], Any, Any]:
     keys = jr.split(jr.key(options.seed), 3)
     width = 8 if options.toy else 50
     model = kfac.convert(eqx.nn.MLP(1, 1, width, 2, activation=jnp.tanh, key=keys[0]))
@@ -238,7 +238,7 @@ def cooled(posterior: kfac.Laplace, x: Any, y: Any) -> kfac.Laplace:
     return at(grid[jnp.argmax(jax.lax.map(log_likelihood, grid))])
 
 
-def digits(options: "Options", seed: int, bar: tqdm) -> dict[str, Score]:
+def digits(options: argparse.Namespace, seed: int, bar: tqdm) -> dict[str, Score]:
     number, width = (150, 8) if options.toy else (400, 64)
     data = load(number, seed)
     model = kfac.convert(
@@ -333,15 +333,7 @@ def plot(bands: list[Band], data: Any, grid: Any, path: Path) -> None:
 
 
 # %%
-class Options(argparse.Namespace):
-    steps: int
-    seed: int
-    seeds: int
-    out: Path
-    toy: bool
-
-
-def parse(argv: list[str] | None = None) -> Options:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Laplace posteriors.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -354,7 +346,7 @@ def parse(argv: list[str] | None = None) -> Options:
     add("--toy", action="store_true", help="small and quick, unless options say else")
     if parser.parse_known_args(argv)[0].toy:
         parser.set_defaults(steps=20, seeds=1)
-    options = parser.parse_args(argv, namespace=Options())
+    options = parser.parse_args(argv)
     if min(options.steps, options.seeds) < 1:
         parser.error("--steps and --seeds must be at least 1")
     return options

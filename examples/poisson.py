@@ -300,7 +300,7 @@ def train(
     return run
 
 
-def compete(equation: Equation, options: "Options", seed: int) -> list[Run]:
+def compete(equation: Equation, options: argparse.Namespace, seed: int) -> list[Run]:
     """All methods from the same model."""
     keys = jr.split(jr.key(seed))
     inside, edge = (40, 12) if options.toy else (900, 120)
@@ -405,19 +405,7 @@ def plot(results: dict[str, list[Run]], path: Path) -> None:
 
 
 # %%
-class Options(argparse.Namespace):
-    equations: list[str]
-    steps: int
-    newton_steps: int
-    seed: int
-    seeds: int
-    width: int
-    times: float
-    out: Path
-    toy: bool
-
-
-def parse(argv: list[str] | None = None) -> Options:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="K-FAC and Adam on differential equations.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -434,7 +422,7 @@ def parse(argv: list[str] | None = None) -> Options:
     add("--toy", action="store_true", help="small and quick, unless options say else")
     if parser.parse_known_args(argv)[0].toy:
         parser.set_defaults(steps=5, newton_steps=2, width=8)
-    options = parser.parse_args(argv, namespace=Options())
+    options = parser.parse_args(argv)
     if min(options.steps, options.newton_steps, options.seeds) < 1:
         parser.error("--steps, --newton-steps and --seeds must be at least 1")
     return options

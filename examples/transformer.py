@@ -386,16 +386,7 @@ def plot(grids: list[list[Result]], path: Path) -> None:
 
 
 # %%
-class Options(argparse.Namespace):
-    steps: int
-    batch: int
-    seed: int
-    seeds: int
-    out: Path
-    toy: bool
-
-
-def parse(argv: list[str] | None = None) -> Options:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="K-FAC and AdamW on a small language model.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -409,7 +400,7 @@ def parse(argv: list[str] | None = None) -> Options:
     add("--toy", action="store_true", help="small and quick, unless options say else")
     if parser.parse_known_args(argv)[0].toy:
         parser.set_defaults(steps=20, batch=16)
-    options = parser.parse_args(argv, namespace=Options())
+    options = parser.parse_args(argv)
     if min(options.steps, options.batch, options.seeds) < 1:
         parser.error("--steps, --batch and --seeds must be at least 1")
     return options
