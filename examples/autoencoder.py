@@ -18,12 +18,12 @@
 #
 #     python examples/autoencoder.py                      # a few minutes on two CPU cores
 #     python examples/autoencoder.py --data path/to/mnist
+#     python examples/autoencoder.py --seeds 3            # as many runs of each
 #     python examples/autoencoder.py --resume             # go on after an interruption
 #     python examples/autoencoder.py --toy                # seconds: does everything run?
 
 # %%
 import argparse
-import functools as ft
 import gzip
 import json
 import time
@@ -34,18 +34,14 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 from jaxtyping import Float, PRNGKeyArray
+from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from tqdm import tqdm
 
 import eqx_kfac as kfac
-
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
 
 
 # %% [markdown]
@@ -130,7 +126,8 @@ def untuned(batch: int = 500) -> Trainer:
     return kfac_trainer("K-FAC", kfac.KFAC(), batch)
 
 
-def adaptive(batch: int = 1000, part: int = 125) -> Trainer:
+def adaptive(batch: int = 1000) -> Trainer:
+    part = min(125, batch)  # Of a batch, for curvature.
     quadratic = kfac.QuadraticModel(examples=part)
     optimizer = kfac.KFAC(
         quadratic,
@@ -143,7 +140,7 @@ def adaptive(batch: int = 1000, part: int = 125) -> Trainer:
     return kfac_trainer("K-FAC, adaptive", optimizer, batch)
 
 
-def fixed(batch: int = 1000, part: int = 125) -> Trainer:
+def fixed(batch: int = 1000) -> Trainer:
     optimizer = kfac.KFAC(
         learning_rate=0.05,
         momentum=0.7,
@@ -151,7 +148,7 @@ def fixed(batch: int = 1000, part: int = 125) -> Trainer:
         norm_constraint=0.1,
         averaging=None,
         curvature_period=1,
-        fisher=kfac.MonteCarlo(examples=part),
+        fisher=kfac.MonteCarlo(examples=min(125, batch)),
         inverse_period=10,
         ema=0.9,
     )
@@ -274,23 +271,23 @@ def train(
     curve = Curve([0], [0.0], [float(cross_entropy(model, images))], compile_seconds)
     if resume and checkpoint is not None and checkpoint.with_suffix(".json").exists():
         model, state, curve = restore(checkpoint, model, state)
-    with tqdm(
-        desc=trainer.name, unit=" steps", initial=curve.steps[-1], disable=None
-    ) as bar:
+    begun, name = curve.steps[-1], f"{trainer.name}, seed {seed}"
+    with tqdm(desc=name, unit=" steps", initial=begun, disable=None) as bar:
         while not stop(curve):
             first, seconds = curve.steps[-1], curve.seconds[-1]
             rate = damping = 0.0
-            for step in range(first, first + look_every):
+            last = min(first + look_every, stop.steps)
+            for step in range(first, last):
                 batch = batch_at(step, x, trainer.batch, seed)
                 key = jax.random.fold_in(jax.random.key(seed), step)
                 began = time.perf_counter()
                 model, state, rate, damping = trainer.step(model, state, batch, key)
                 jax.block_until_ready(model)
                 seconds += time.perf_counter() - began
-            curve.steps.append(first + look_every)
+            curve.steps.append(last)
             curve.seconds.append(seconds)
             curve.losses.append(float(cross_entropy(final(model, state), images)))
-            bar.update(look_every)
+            bar.update(last - first)
             shown = dict(loss=curve.losses[-1], rate=float(rate), damping=float(damping))
             bar.set_postfix({name: f"{value:.4g}" for name, value in shown.items()})
             if checkpoint is not None:
@@ -303,102 +300,138 @@ def train(
 
 
 # %%
-def table(trainers: list[Trainer], curves: list[Curve], target: float) -> str:
+def first(run: Curve, target: float) -> tuple[float, float]:
+    """What a run is compared by: the seconds until the target, and then the loss."""
+    reached, loss = run.reached(target), run.losses[-1]
+    return reached[1] if reached else np.inf, loss if np.isfinite(loss) else np.inf
+
+
+def median(runs: list[Curve], target: float) -> Curve:
+    return sorted(runs, key=lambda run: first(run, target))[len(runs) // 2]
+
+
+def table(
+    trainers: list[Trainer], curves: list[list[Curve]], seeds: range, target: float
+) -> str:
     lines = [
-        f"{'method':<18} {'batch':>5} {'loss':>8} {'steps':>6} {'seconds':>8} "
-        f"{'s/step':>7} {'compile s':>9}   to {target:g}"
+        f"{'method':<18} {'batch':>5} {'seed':>4} {'loss':>8} {'steps':>6} "
+        f"{'seconds':>8} {'s/step':>7} {'compile s':>9}   to {target:g}"
     ]
-    for trainer, curve in zip(trainers, curves):
-        steps, seconds = curve.steps[-1], curve.seconds[-1]
-        reached = curve.reached(target)
-        text = f"{reached[0]} steps, {reached[1]:.1f} s" if reached else "not reached"
-        lines.append(
-            f"{trainer.name:<18} {trainer.batch:>5} {curve.losses[-1]:>8.2f} {steps:>6} "
-            f"{seconds:>8.1f} {seconds / max(steps, 1):>7.3f} "
-            f"{curve.compile_seconds:>9.1f}   {text}"
-        )
+    for trainer, runs in zip(trainers, curves):
+        for seed, run in zip(seeds, runs):
+            steps, seconds, reached = run.steps[-1], run.seconds[-1], run.reached(target)
+            text = f"{reached[0]} steps, {reached[1]:.1f} s" if reached else "not reached"
+            lines.append(
+                f"{trainer.name:<18} {trainer.batch:>5} {seed:>4} {run.losses[-1]:>8.2f} "
+                f"{steps:>6} {seconds:>8.1f} {seconds / max(steps, 1):>7.3f} "
+                f"{run.compile_seconds:>9.1f}   {text}"
+            )
     return "\n".join(lines)
 
 
-COLOURS = ["#d1495b", "#edae49", "#30638e", "#7a9e7e", "#5f4b66"]
+def verdict(names: list[str], curves: list[list[Curve]], target: float) -> str:
+    medians = {name: median(runs, target) for name, runs in zip(names, curves)}
+    best = min(medians, key=lambda name: first(medians[name], target))
+    reached, loss = medians[best].reached(target), medians[best].losses[-1]
+    winners = [min(runs, key=lambda run: first(run, target)) for runs in zip(*curves)]
+    wins = sum(any(w is run for run in curves[names.index(best)]) for w in winners)
+    several = f"medians of {len(winners)} seeds, with {wins} of them"
+    seeds = "one seed" if len(winners) == 1 else several
+    if reached is None:
+        return f"No method reached {target:g}; lowest is {best}, {loss:.2f} ({seeds})."
+    return (
+        f"{best} is the first to reach {target:g}, after {reached[0]} steps and "
+        f"{reached[1]:.1f} s ({seeds})."
+    )
 
 
-def plot(names: list[str], curves: list[Curve], target: float, path: Path) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+COLOURS = {
+    "K-FAC": "#d1495b",
+    "K-FAC, adaptive": "#edae49",
+    "K-FAC, fixed": "#5f4b66",
+    "Adam": "#30638e",
+    "SGD with momentum": "#66a182",
+}
+
+
+def plot(
+    runs: dict[str, list[Curve]], colours: list[str], target: float, path: Path
+) -> None:
+    """The median run of every name is thick."""
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    axes: Any = figure.subplots(1, 2, sharey=True)
     for axis, against in zip(axes, ("steps", "seconds")):
-        for name, curve, colour in zip(names, curves, COLOURS):
-            axis.plot(getattr(curve, against), curve.losses, label=name, color=colour)
+        for (name, curves), colour in zip(runs.items(), colours, strict=True):
+            thick, style = median(curves, target), dict(linewidth=2.2, label=name)
+            axis.plot(getattr(thick, against), thick.losses, color=colour, **style)
+            for curve in curves:
+                thin = dict(color=colour, linewidth=0.8, alpha=0.6)
+                axis.plot(getattr(curve, against), curve.losses, **thin)
         axis.axhline(target, color="0.6", linewidth=0.8, linestyle=":")
         axis.set_yscale("log")
         axis.set_xlabel("steps" if against == "steps" else "seconds (without compiling)")
-        axis.grid(True, which="both", color="0.93")
+        axis.grid(True, which="both", color="0.92")
         axis.spines[["top", "right"]].set_visible(False)
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter("{x:g}")
         axis.set_xlim(left=0)
-    axes[0].set_xscale("symlog", linthresh=100)
-    axes[0].set_ylabel("cross-entropy, mean over images")
-    axes[1].legend(frameon=False)
-    figure.tight_layout()
+    if axes[0].get_xlim()[1] > 200:
+        axes[0].set_xscale("symlog", linthresh=100)
+    axes[0].set_ylabel("cross-entropy, nats per image")
+    axes[0].set_title("deep autoencoder", loc="left", fontweight="bold")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 # %%
-class Arguments(argparse.Namespace):
-    data: Path | None
-    seconds: float
-    steps: int
-    target: float
-    seed: int
-    out: Path
-    resume: bool
-    toy: bool
-
-
-def parse(argv: list[str] | None = None) -> Arguments:
-    parser = argparse.ArgumentParser(description="A deep autoencoder, five optimizers.")
-    parser.add_argument("--data", type=Path, help="a folder with MNIST's image files")
-    parser.add_argument(
-        "--seconds", type=float, default=60, help="of steps, per optimizer"
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="A deep autoencoder, five optimizers.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument(
-        "--steps", type=int, default=100_000, help="per optimizer, at most"
-    )
-    parser.add_argument("--target", type=float, default=54.0, help="stop at this loss")
-    parser.add_argument("--seed", type=int, default=0, help="initialisation and batches")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/autoencoder"), help="folder"
-    )
-    parser.add_argument("--resume", action="store_true", help="go on from checkpoints")
-    parser.add_argument("--toy", action="store_true", help="a tiny network, few steps")
-    arguments = parser.parse_args(argv, namespace=Arguments())
-    if arguments.toy:
-        arguments.steps = min(arguments.steps, 20)
-    return arguments
+    add = parser.add_argument
+    add("--data", type=Path, help="folder of MNIST's files; none: scikit-learn's digits")
+    add("--seconds", type=float, default=60, help="of steps, per optimizer")
+    add("--steps", type=int, default=100_000, help="per optimizer, at most")
+    add("--batch", type=int, help="images in a batch; none: what each optimizer likes")
+    add("--target", type=float, default=54.0, help="stop at this loss")
+    add("--seed", type=int, default=0, help="of initialisation and batches, the first")
+    add("--seeds", type=int, default=1, help="how many")
+    add("--out", type=Path, default=Path("runs/autoencoder.png"), help="picture")
+    folder = Path("runs/autoencoder")
+    add("--checkpoints", type=Path, default=folder, help="folder of checkpoints")
+    add("--resume", action="store_true", help="go on from checkpoints")
+    add("--toy", action="store_true", help="small and quick, unless options say else")
+    if parser.parse_known_args(argv)[0].toy:
+        parser.set_defaults(steps=20, batch=64)
+    options = parser.parse_args(argv)
+    if min(options.steps, options.batch or 1, options.seeds) < 1:
+        parser.error("--steps, --batch and --seeds must be at least 1")
+    return options
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse(argv)
-    x = load(arguments.data)
-    widths = (32, 8) if arguments.toy else (1000, 500, 250, 30)
-    model = kfac.convert(network(widths, jax.random.key(arguments.seed)))
-    trainers = [untuned(), adaptive(), fixed(), adam(), sgd()]
-    if arguments.toy:
-        small = [adaptive(64, 64), fixed(64, 64), adam(batch=64), sgd(batch=64)]
-        trainers = [untuned(64), *small]
-    stop = Stop(arguments.target, arguments.seconds, arguments.steps)
-    curves = []
-    for i, trainer in enumerate(trainers):
-        checkpoint = arguments.out / f"checkpoint-{i}"
-        run = ft.partial(train, checkpoint=checkpoint, resume=arguments.resume)
-        curves.append(run(trainer, model, x, stop, arguments.seed))
-    print(table(trainers, curves, arguments.target))
-    plot(
-        [t.name for t in trainers], curves, arguments.target, arguments.out / "curves.png"
-    )
-    print(f"Curves: {arguments.out / 'curves.png'}")
+    options = parse(argv)
+    x, target = load(options.data), options.target
+    widths = (32, 8) if options.toy else (1000, 500, 250, 30)
+    given = {} if options.batch is None else {"batch": options.batch}
+    trainers = [make(**given) for make in (untuned, adaptive, fixed, adam, sgd)]
+    stop = Stop(target, options.seconds, options.steps)
+    seeds = range(options.seed, options.seed + options.seeds)
+    curves: list[list[Curve]] = [[] for _ in trainers]
+    for seed in seeds:
+        model = kfac.convert(network(widths, jax.random.key(seed)))
+        for i, (trainer, runs) in enumerate(zip(trainers, curves)):
+            kept = options.checkpoints / f"seed-{seed}-optimizer-{i}"
+            run = train(trainer, model, x, stop, seed, 10, kept, options.resume)
+            runs.append(run)
+    names = [trainer.name for trainer in trainers]
+    print(table(trainers, curves, seeds, target))
+    print(verdict(names, curves, target))
+    plot(dict(zip(names, curves)), [COLOURS[n] for n in names], target, options.out)
+    print(f"Picture: {options.out}")
 
 
 if __name__ == "__main__":

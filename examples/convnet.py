@@ -8,6 +8,7 @@
 # with.
 #
 #     python examples/convnet.py            # about two minutes on two CPU cores
+#     python examples/convnet.py --seeds 3  # as many runs of each
 #     python examples/convnet.py --toy      # seconds: does everything run?
 
 # %%
@@ -20,19 +21,15 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
+from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from tqdm import tqdm
 
 import eqx_kfac as kfac
-
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
 
 
 # %% [markdown]
@@ -158,8 +155,7 @@ def sgd(rates: tuple[float, ...]) -> Trainer:
 
 # %%
 class Run(NamedTuple):
-    trainer: str
-    rate: float | None
+    seed: int
     model: Any
     steps: list[int]
     losses: list[float]  # Over all training data.
@@ -178,57 +174,65 @@ class Run(NamedTuple):
 
 
 class Result(NamedTuple):
-    """All runs of one optimizer."""
+    """One optimizer with one learning rate, a run from every seed."""
 
+    name: str
+    rate: float | None
     runs: list[Run]
     compile_seconds: float
 
     @property
-    def best(self) -> Run:
-        return min(self.runs, key=lambda run: run.final_loss)
+    def median(self) -> Run:
+        return sorted(self.runs, key=lambda run: run.final_loss)[len(self.runs) // 2]
 
 
-def named(trainer: str, rate: float | None) -> str:
-    return trainer if rate is None else f"{trainer}, learning rate {rate:g}"
+def named(result: Result) -> str:
+    rate = "" if result.rate is None else f", learning rate {result.rate:g}"
+    return f"{result.name}{rate}"
 
 
 def train(
     trainer: Trainer,
-    model: Any,
+    models: list[Any],
     data: Data,
-    batches: Int[np.ndarray, "looks steps batch"],
+    batches: list[Int[np.ndarray, "looks steps batch"]],
+    seeds: range,
     bar: tqdm,
-) -> Result:
-    looks, each, _ = batches.shape
-    keys = jax.random.split(jax.random.key(1), (looks, each))
-    first, runs = float(mean_loss(model, data)), []
+) -> list[Result]:
+    """Of every learning rate, the best one first. Model and batches: for each seed."""
+    looks, each, _ = batches[0].shape
 
     @eqx.filter_jit
     def step(model, state, rate, index, key):
         return trainer.step(model, state, rate, data.x[index], data.y[index], key)
 
-    began = time.perf_counter()
+    began, model = time.perf_counter(), models[0]
     final = eqx.filter_jit(trainer.final)
-    inputs = jnp.float32(trainer.rates[0] or 0), batches[0, 0], keys[0, 0]
+    inputs = jnp.float32(trainer.rates[0] or 0), batches[0][0, 0], jax.random.key(1)
     jax.block_until_ready(step(model, trainer.init(model), *inputs))
-    compile_seconds = time.perf_counter() - began
+    results, compiling = [], time.perf_counter() - began
     for rate in trainer.rates:
-        bar.set_description(named(trainer.name, rate))
-        now, state, seconds = model, trainer.init(model), 0.0
-        run = Run(trainer.name, rate, model, [0], [first], [0.0])
-        for i in range(looks):
-            began = time.perf_counter()
-            for index, key in zip(batches[i], keys[i]):
-                now, state = step(now, state, jnp.float32(rate or 0), index, key)
-            jax.block_until_ready(now)
-            seconds += time.perf_counter() - began
-            run.steps.append((i + 1) * each)
-            run.losses.append(float(mean_loss(final(now, state), data)))
-            run.seconds.append(seconds)
-            bar.update(each)
-            bar.set_postfix(loss=f"{run.losses[-1]:.3g}")
-        runs.append(run._replace(model=final(now, state)))
-    return Result(runs, compile_seconds)
+        result = Result(trainer.name, rate, [], compiling)
+        bar.set_description(named(result))
+        for model, chosen, seed in zip(models, batches, seeds):
+            keys = jax.random.split(jax.random.key(1 + seed), (looks, each))
+            state, seconds = trainer.init(model), 0.0
+            run = Run(seed, model, [0], [float(mean_loss(model, data))], [0.0])
+            for i in range(looks):
+                inputs = list(zip(chosen[i], keys[i]))
+                began = time.perf_counter()
+                for index, key in inputs:
+                    model, state = step(model, state, jnp.float32(rate or 0), index, key)
+                jax.block_until_ready(model)
+                seconds += time.perf_counter() - began
+                run.steps.append((i + 1) * each)
+                run.losses.append(float(mean_loss(final(model, state), data)))
+                run.seconds.append(seconds)
+                bar.update(each)
+                bar.set_postfix(loss=f"{run.losses[-1]:.3g}")
+            result.runs.append(run._replace(model=final(model, state)))
+        results.append(result)
+    return sorted(results, key=lambda result: result.median.final_loss)
 
 
 # %% [markdown]
@@ -238,96 +242,118 @@ def train(
 # %%
 def table(results: list[Result], test_data: Data, target: float) -> str:
     lines = [
-        f"{'method':<18} {'rate':>7} {'training loss':>13} {'test accuracy':>13} "
-        f"{'steps':>6} {'seconds':>8} {'ms/step':>8} {'compile s':>9}   to {target:g}"
+        f"{'method':<18} {'rate':>7} {'seed':>4} {'training loss':>13} "
+        f"{'test accuracy':>13} {'steps':>6} {'seconds':>8} {'ms/step':>8} "
+        f"{'compile s':>9}   to {target:g}"
     ]
     for result in results:
-        best, reached = result.best, result.best.reached(target)
-        text = f"{reached[0]} steps, {reached[1]:.2f} s" if reached else "not reached"
-        steps, seconds = best.steps[-1], best.seconds[-1]
-        rate = "-" if best.rate is None else f"{best.rate:g}"
-        lines.append(
-            f"{best.trainer:<18} {rate:>7} {best.losses[-1]:>13.3e} "
-            f"{float(accuracy(best.model, test_data)):>13.4f} {steps:>6} {seconds:>8.2f} "
-            f"{1000 * seconds / steps:>8.2f} {result.compile_seconds:>9.1f}   {text}"
-        )
+        rate = "-" if result.rate is None else f"{result.rate:g}"
+        for run in result.runs:
+            reached, steps, seconds = run.reached(target), run.steps[-1], run.seconds[-1]
+            text = f"{reached[0]} steps, {reached[1]:.2f} s" if reached else "not reached"
+            lines.append(
+                f"{result.name:<18} {rate:>7} {run.seed:>4} {run.losses[-1]:>13.3e} "
+                f"{float(accuracy(run.model, test_data)):>13.4f} {steps:>6} "
+                f"{seconds:>8.2f} {1000 * seconds / steps:>8.2f} "
+                f"{result.compile_seconds:>9.1f}   {text}"
+            )
     return "\n".join(lines)
 
 
-COLOURS = ["#d1495b", "#30638e", "#7a9e7e"]
+def verdict(results: list[Result]) -> str:
+    ranked = sorted(results, key=lambda result: result.median.final_loss)
+    first, *others = [f"{r.name} ({r.median.losses[-1]:.3e})" for r in ranked]
+    number = len(ranked[0].runs)
+    wins = sum(
+        min(runs, key=lambda run: run.final_loss) is runs[0]
+        for runs in zip(*(result.runs for result in ranked))
+    )
+    several = f"medians of {number} seeds, the lowest with {wins} of them"
+    seeds = "one seed" if number == 1 else several
+    return (
+        f"After {ranked[0].median.steps[-1]} steps {first} has the lowest training loss, "
+        f"before {' and '.join(others)}: {seeds}."
+    )
 
 
-def plot(results: list[Result], path: Path) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+COLOURS = {"K-FAC": "#d1495b", "AdamW": "#30638e", "SGD with momentum": "#66a182"}
+
+
+def plot(grids: list[list[Result]], path: Path) -> None:
+    """The median run of the best learning rate is thick; its other seeds are thin, other
+    learning rates dotted."""
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    axes: Any = figure.subplots(1, 2, sharey=True)
+    runs = [run for best, *_ in grids for run in best.runs]
     for axis, against in zip(axes, ("steps", "seconds")):
-        for result, colour in zip(results, COLOURS):
-            for run in result.runs:
-                best = run is result.best
-                label = named(run.trainer, run.rate) if best else None
-                width, alpha = (2.2, 1.0) if best else (0.9, 0.3)
-                style = dict(color=colour, linewidth=width, alpha=alpha, zorder=2 + best)
-                axis.plot(getattr(run, against), run.losses, label=label, **style)
+        for best, *others in grids:
+            styles = [(best.median, dict(linewidth=2.2, zorder=3, label=named(best)))]
+            styles += [(run, dict(linewidth=0.8, alpha=0.6)) for run in best.runs]
+            dotted = dict(linewidth=1, alpha=0.5, linestyle=":")
+            styles += [(result.median, dotted) for result in others]
+            for run, style in styles:
+                colour = COLOURS[best.name]
+                axis.plot(getattr(run, against), run.losses, color=colour, **style)
         axis.set_yscale("log")
-        axis.set_ylim(top=2 * results[0].best.losses[0])
-        longest = max(getattr(result.best, against)[-1] for result in results)
-        axis.set_xlim(0, 1.03 * longest)
+        axis.set_ylim(top=2 * runs[0].losses[0])
+        axis.set_xlim(0, 1.03 * max(getattr(run, against)[-1] for run in runs))
         axis.set_xlabel("steps" if against == "steps" else "seconds (without compiling)")
-        axis.grid(True, color="0.9")
+        axis.grid(True, color="0.92")
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("training loss")
-    axes[0].plot([], [], color="0.7", linewidth=0.9, label="other learning rates")
-    axes[0].legend(frameon=False)
-    figure.tight_layout()
+    axes[0].set_ylabel("training loss, nats")
+    axes[0].set_title("convolutional network", loc="left", fontweight="bold")
+    axes[0].plot([], [], "0.5", linestyle=":", label="other learning rates")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 # %%
-class Arguments(argparse.Namespace):
-    steps: int
-    batch: int
-    target: float
-    seed: int
-    out: Path
-    toy: bool
-
-
-def parse(argv: list[str] | None = None) -> Arguments:
-    parser = argparse.ArgumentParser(description="Three optimizers, one small convnet.")
-    parser.add_argument("--steps", type=int, default=300, help="steps of every run")
-    parser.add_argument("--batch", type=int, default=128, help="images in a batch")
-    parser.add_argument("--target", type=float, default=1e-2, help="when is this reached")
-    parser.add_argument("--seed", type=int, default=0, help="initialisation and batches")
-    parser.add_argument("--out", type=Path, default=Path("runs/convnet.png"), help="plot")
-    parser.add_argument("--toy", action="store_true", help="a tiny network, few steps")
-    arguments = parser.parse_args(argv, namespace=Arguments())
-    if arguments.steps < 1 or arguments.batch < 1:
-        parser.error("--steps and --batch must be at least 1")
-    if arguments.toy:
-        arguments.steps = min(arguments.steps, 20)
-        arguments.batch = min(arguments.batch, 32)
-    return arguments
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Three optimizers, one small convolutional network.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--steps", type=int, default=300, help="steps of every run")
+    add("--batch", type=int, default=128, help="images in a batch")
+    add("--target", type=float, default=1e-2, help="a loss: when is it reached?")
+    add("--seed", type=int, default=0, help="of initialisation and batches, the first")
+    add("--seeds", type=int, default=1, help="how many")
+    add("--out", type=Path, default=Path("runs/convnet.png"), help="picture")
+    add("--toy", action="store_true", help="small and quick, unless options say else")
+    if parser.parse_known_args(argv)[0].toy:
+        parser.set_defaults(steps=20, batch=32)
+    options = parser.parse_args(argv)
+    if min(options.steps, options.batch, options.seeds) < 1:
+        parser.error("--steps, --batch and --seeds must be at least 1")
+    return options
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse(argv)
+    options = parse(argv)
     data, test_data = load()
-    widths = (4,) if arguments.toy else (16, 32, 32)
-    model = kfac.convert(network(widths, jax.random.key(arguments.seed)))
-    adamw_rates, sgd_rates = (3e-3, 1e-2, 3e-2), (0.1, 0.3, 1.0)
-    if arguments.toy:
-        adamw_rates, sgd_rates = (3e-3, 1e-2), (0.1,)
-    each = max(1, arguments.steps // 60)
-    shape = (arguments.steps // each, each, arguments.batch)
-    batches = np.random.default_rng(arguments.seed).integers(len(data.x), size=shape)
-    trainers = [kfac_trainer(), adamw(adamw_rates), sgd(sgd_rates)]
-    num_runs = sum(len(trainer.rates) for trainer in trainers)
-    with tqdm(total=num_runs * shape[0] * each, unit=" steps", disable=None) as bar:
-        results = [train(trainer, model, data, batches, bar) for trainer in trainers]
-    print(table(results, test_data, arguments.target))
-    plot(results, arguments.out)
-    print(f"Curves: {arguments.out}")
+    seeds = range(options.seed, options.seed + options.seeds)
+    widths = (4,) if options.toy else (16, 32, 32)
+    models = [kfac.convert(network(widths, jax.random.key(seed))) for seed in seeds]
+    each = max(1, options.steps // 60)
+    shape = (options.steps // each, each, options.batch)
+    draws = [np.random.default_rng(seed) for seed in seeds]
+    batches = [draw.integers(len(data.x), size=shape) for draw in draws]
+    trainers = [
+        kfac_trainer(),
+        adamw((3e-3, 1e-2) if options.toy else (3e-3, 1e-2, 3e-2)),
+        sgd((0.1,) if options.toy else (0.1, 0.3, 1.0)),
+    ]
+    number = sum(len(trainer.rates) for trainer in trainers) * options.seeds
+    with tqdm(total=number * shape[0] * each, unit=" steps", disable=None) as bar:
+        grids = [train(t, models, data, batches, seeds, bar) for t in trainers]
+    best = [results[0] for results in grids]
+    print(table(best, test_data, options.target))
+    print(verdict(best))
+    plot(grids, options.out)
+    print(f"Picture: {options.out}")
 
 
 if __name__ == "__main__":

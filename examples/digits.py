@@ -8,6 +8,7 @@
 # rate from a grid, by the training loss it ends with.
 #
 #     python examples/digits.py            # under a minute on two CPU cores
+#     python examples/digits.py --seeds 3  # as many runs of each
 #     python examples/digits.py --toy      # seconds: does everything run?
 
 # %%
@@ -20,20 +21,16 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from tqdm import tqdm
 
 import eqx_kfac as kfac
-
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.ticker import LogLocator, NullFormatter  # noqa: E402
 
 
 # %% [markdown]
@@ -52,7 +49,7 @@ class Data(NamedTuple):
 
 class Task(NamedTuple):
     name: str
-    model: eqx.Module
+    model: Callable[[PRNGKeyArray], eqx.Module]
     loss_fn: Callable[..., kfac.AbstractLoss]
     test: Callable[..., Float[Array, ""]]
     test_name: str
@@ -71,8 +68,11 @@ def load() -> tuple[Data, Data]:
     return Data(x, y), Data(x_test, y_test)
 
 
-def classifier(widths: tuple[int, ...], key: PRNGKeyArray) -> Task:
-    mlp = eqx.nn.MLP(64, 10, widths[0], len(widths) - 1, activation=jnp.tanh, key=key)
+def classifier(widths: tuple[int, ...]) -> Task:
+    def model(key):
+        width, depth = widths[0], len(widths) - 1
+        mlp = eqx.nn.MLP(64, 10, width, depth, activation=jnp.tanh, key=key)
+        return kfac.convert(mlp)
 
     def loss_fn(model, x, y):
         logits = jax.vmap(model)(x)
@@ -81,18 +81,20 @@ def classifier(widths: tuple[int, ...], key: PRNGKeyArray) -> Task:
     def accuracy(model, x, y):
         return jnp.mean(jnp.argmax(jax.vmap(model)(x), axis=-1) == y)
 
-    return Task("classifier", kfac.convert(mlp), loss_fn, accuracy, "accuracy", 0.0)
+    return Task("classifier", model, loss_fn, accuracy, "accuracy", 0.0)
 
 
-def autoencoder(widths: tuple[int, ...], train: Data, key: PRNGKeyArray) -> Task:
+def autoencoder(widths: tuple[int, ...], train: Data) -> Task:
     sizes = [64, *widths, *widths[-2::-1], 64]
-    keys = jax.random.split(key, len(sizes) - 1)
     linear = (len(widths) - 1, len(sizes) - 2)  # The code and the output.
-    layers = []
-    for i, key in enumerate(keys):
-        layers.append(eqx.nn.Linear(sizes[i], sizes[i + 1], key=key))
-        if i not in linear:
-            layers.append(eqx.nn.Lambda(jnp.tanh))
+
+    def model(key):
+        layers = []
+        for i, key in enumerate(jax.random.split(key, len(sizes) - 1)):
+            layers.append(eqx.nn.Linear(sizes[i], sizes[i + 1], key=key))
+            if i not in linear:
+                layers.append(eqx.nn.Lambda(jnp.tanh))
+        return kfac.convert(eqx.nn.Sequential(layers))
 
     def loss_fn(model, x, y):
         return kfac.SigmoidCrossEntropy(jax.vmap(model)(x), x)
@@ -103,7 +105,6 @@ def autoencoder(widths: tuple[int, ...], train: Data, key: PRNGKeyArray) -> Task
     # Pixels are shades of grey: even a perfect reconstruction has a loss, their entropy.
     p = np.clip(train.x.astype(np.float64), 1e-12, 1 - 1e-12)
     entropy = -np.mean(np.sum(p * np.log(p) + (1 - p) * np.log1p(-p), axis=-1))
-    model = kfac.convert(eqx.nn.Sequential(layers))
     return Task("autoencoder", model, loss_fn, squared_error, "mse", float(entropy))
 
 
@@ -164,9 +165,8 @@ def adam_trainer(task: Task, rates: tuple[float, ...]) -> Trainer:
 
 # %%
 class Run(NamedTuple):
-    trainer: str
-    rate: float | None
-    model: eqx.Module
+    seed: int
+    model: Any
     steps: list[int]
     losses: list[float]  # Over all training data.
     seconds: list[float]
@@ -177,21 +177,28 @@ class Run(NamedTuple):
 
 
 class Result(NamedTuple):
-    """All runs of one optimizer on one task."""
+    """One optimizer with one learning rate, a run from every seed."""
 
+    name: str
+    rate: float | None
     runs: list[Run]
     compile_seconds: float
 
     @property
-    def best(self) -> Run:
-        return min(self.runs, key=lambda run: run.final_loss)
+    def median(self) -> Run:
+        return sorted(self.runs, key=lambda run: run.final_loss)[len(self.runs) // 2]
 
 
-def compile_step(trainer: Trainer, task: Task, x: np.ndarray, y: np.ndarray) -> float:
+@eqx.filter_jit
+def mean_loss(loss_fn, model, data):
+    return loss_fn(model, *data).value
+
+
+def compile_step(trainer: Trainer, model: Any, x: np.ndarray, y: np.ndarray) -> float:
     """The time of the very first step, whose result is thrown away."""
     start = time.perf_counter()
-    state = trainer.init(task.model, trainer.rates[0])
-    jax.block_until_ready(trainer.step(task.model, state, x, y, jax.random.key(0)))
+    state = trainer.init(model, trainer.rates[0])
+    jax.block_until_ready(trainer.step(model, state, x, y, jax.random.key(0)))
     return time.perf_counter() - start
 
 
@@ -199,17 +206,17 @@ def train(
     trainer: Trainer,
     rate: float | None,
     task: Task,
-    data: Data,
+    model: Any,
     batches: Int[np.ndarray, "steps batch"],
-    loss_over_all: Callable[[Any], Float[Array, ""]],
+    seed: int,
+    data: Data,
     bar: tqdm,
 ) -> Run:
-    model, state = task.model, trainer.init(task.model, rate)
-    final = eqx.filter_jit(trainer.final)
-    keys = jax.random.split(jax.random.key(1), len(batches))
+    state, final = trainer.init(model, rate), eqx.filter_jit(trainer.final)
+    keys = list(jax.random.split(jax.random.key(1 + seed), len(batches)))
     look_every = max(1, len(batches) // 60)
-    seconds = 0.0
-    run = Run(trainer.name, rate, model, [0], [float(loss_over_all(model))], [0.0])
+    seconds, first = 0.0, float(mean_loss(task.loss_fn, model, data))
+    run = Run(seed, model, [0], [first], [0.0])
     for start in range(0, len(batches), look_every):
         chunk = range(start, min(start + look_every, len(batches)))
         began = time.perf_counter()
@@ -218,31 +225,43 @@ def train(
             model, state = trainer.step(model, state, x, y, keys[i])
         jax.block_until_ready(model)
         seconds += time.perf_counter() - began
+        loss = float(mean_loss(task.loss_fn, final(model, state), data))
         run.steps.append(chunk.stop)
-        run.losses.append(float(loss_over_all(final(model, state))))
+        run.losses.append(loss)
         run.seconds.append(seconds)
         bar.update(len(chunk))
     return run._replace(model=final(model, state))
 
 
 def compare(
-    task: Task, trainers: list[Trainer], data: Data, batches: np.ndarray, bar: tqdm
-) -> list[Result]:
-    @eqx.filter_jit
-    def loss_over_all(model):
-        return task.loss_fn(model, data.x, data.y).value
-
-    results = []
+    task: Task,
+    trainers: list[Trainer],
+    models: list[eqx.Module],
+    data: Data,
+    options: argparse.Namespace,
+    bar: tqdm,
+) -> list[list[Result]]:
+    """For every optimizer the results of its learning rates, the best one first. The
+    `models`: one for each seed."""
+    found = []
     for trainer in trainers:
         bar.set_description(f"{task.name}, {trainer.name}")
-        first = batches[0]
-        compile_seconds = compile_step(trainer, task, data.x[first], data.y[first])
-        runs = [
-            train(trainer, rate, task, data, batches, loss_over_all, bar)
-            for rate in trainer.rates
+        shape = options.steps, options.batch
+        seeds = range(options.seed, options.seed + options.seeds)
+        batches = [
+            np.random.default_rng(s).integers(len(data.x), size=shape) for s in seeds
         ]
-        results.append(Result(runs, compile_seconds))
-    return results
+        first = batches[0][0]
+        compiling = compile_step(trainer, models[0], data.x[first], data.y[first])
+        results = []
+        for rate in trainer.rates:
+            runs = [
+                train(trainer, rate, task, *each, data, bar)
+                for each in zip(models, batches, seeds)
+            ]
+            results.append(Result(trainer.name, rate, runs, compiling))
+        found.append(sorted(results, key=lambda result: result.median.final_loss))
+    return found
 
 
 # %% [markdown]
@@ -250,55 +269,60 @@ def compare(
 
 
 # %%
-def table(task: Task, results: list[Result], test_data: Data) -> str:
-    lines = []
-    for result in results:
-        best = result.best
-        score = f"{task.test_name} {float(task.test(best.model, *test_data)):.4f}"
-        rate = "-" if best.rate is None else f"{best.rate:g}"
-        lines.append(
-            f"{task.name:<12} {best.trainer:<6} {rate:>9} {best.losses[-1]:>14.4e}"
-            f" {score:>16} {best.steps[-1]:>6} {best.seconds[-1]:>8.3f}"
-            f" {result.compile_seconds:>9.2f}"
-        )
-    return "\n".join(lines)
-
-
 HEADER = (
-    f"{'task':<12} {'method':<6} {'rate':>9} {'training loss':>14} {'test':>16}"
-    f" {'steps':>6} {'seconds':>8} {'compile s':>9}"
+    f"{'task':<12} {'method':<6} {'rate':>6} {'seed':>4} {'training loss':>14} "
+    f"{'test':>16} {'steps':>6} {'seconds':>8} {'compile s':>9}"
 )
 
 
+def table(task: Task, results: list[Result], test_data: Data) -> str:
+    lines = []
+    for result in results:
+        rate = "-" if result.rate is None else f"{result.rate:g}"
+        for run in result.runs:
+            score = f"{task.test_name} {float(task.test(run.model, *test_data)):.4f}"
+            lines.append(
+                f"{task.name:<12} {result.name:<6} {rate:>6} {run.seed:>4} "
+                f"{run.losses[-1]:>14.4e} {score:>16} {run.steps[-1]:>6} "
+                f"{run.seconds[-1]:>8.3f} {result.compile_seconds:>9.2f}"
+            )
+    return "\n".join(lines)
+
+
 def verdict(task: Task, results: list[Result]) -> str:
-    lower, higher = sorted((r.best for r in results), key=lambda run: run.final_loss)
+    lower, higher = sorted(results, key=lambda result: result.median.final_loss)
+    best, other, number = lower.median, higher.median, len(lower.runs)
+    pairs = zip(lower.runs, higher.runs)
+    wins = sum(a.final_loss < b.final_loss for a, b in pairs)
+    several = f"medians of {number} seeds, lower with {wins} of them"
+    seeds = "one seed" if number == 1 else several
     return (
-        f"{task.name}: after {lower.steps[-1]} steps {lower.trainer} reached the lower "
-        f"training loss, {lower.losses[-1]:.4e} in {lower.seconds[-1]:.2f} s; "
-        f"{higher.trainer} reached {higher.losses[-1]:.4e} in {higher.seconds[-1]:.2f} s."
+        f"{task.name}: after {best.steps[-1]} steps {lower.name} has the lower training "
+        f"loss, {best.losses[-1]:.4e} in {best.seconds[-1]:.2f} s, and {higher.name} has "
+        f"{other.losses[-1]:.4e} in {other.seconds[-1]:.2f} s ({seeds})."
     )
 
 
 COLOURS = {"K-FAC": "#d1495b", "Adam": "#30638e"}
 
 
-def draw_curves(axis: Any, results: list[Result], task: Task, against: str) -> None:
-    for result in results:
-        for run in result.runs:
-            best = run is result.best
-            rate = "" if run.rate is None else f", learning rate {run.rate:g}"
-            label = f"{run.trainer}{rate}" if best else None
-            axis.plot(
-                getattr(run, against),
-                np.asarray(run.losses) - task.lowest_loss,
-                color=COLOURS[run.trainer],
-                linewidth=2.2 if best else 0.9,
-                alpha=1.0 if best else 0.3,
-                label=label,
-                zorder=3 if best else 2,
-            )
-    best_runs = [result.best for result in results]
-    start = max(run.losses[0] for run in best_runs) - task.lowest_loss
+def draw_curves(axis: Any, grids: list[list[Result]], task: Task, against: str) -> None:
+    """The median run of the best learning rate is thick; its other seeds are thin, other
+    learning rates dotted."""
+
+    def draw(result, run, **style):
+        above = np.asarray(run.losses) - task.lowest_loss
+        axis.plot(getattr(run, against), above, color=COLOURS[result.name], **style)
+
+    for best, *others in grids:
+        rate = "" if best.rate is None else f", learning rate {best.rate:g}"
+        draw(best, best.median, linewidth=2.2, zorder=3, label=f"{best.name}{rate}")
+        for run in best.runs:
+            draw(best, run, linewidth=0.8, alpha=0.6)
+        for result in others:
+            draw(result, result.median, linewidth=1, alpha=0.5, linestyle=":")
+    runs = [run for best, *_ in grids for run in best.runs]
+    start = max(run.losses[0] for run in runs) - task.lowest_loss
     axis.set_yscale("log")
     axis.set_ylim(top=2 * start)
     bottom, top = axis.get_ylim()
@@ -306,79 +330,73 @@ def draw_curves(axis: Any, results: list[Result], task: Task, against: str) -> N
     axis.yaxis.set_major_locator(LogLocator(subs=subs))
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter(NullFormatter())
-    axis.set_xlim(0, 1.03 * max(getattr(run, against)[-1] for run in best_runs))
+    axis.set_xlim(0, 1.03 * max(getattr(run, against)[-1] for run in runs))
     axis.set_xlabel("steps" if against == "steps" else "seconds (without compiling)")
-    axis.grid(True, which="major", color="0.9")
+    axis.grid(True, color="0.92")
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def plot(tasks: list[Task], all_results: list[list[Result]], path: Path) -> None:
-    figure, axes = plt.subplots(len(tasks), 2, figsize=(10, 7.2), sharey="row")
-    for row, task, results in zip(axes, tasks, all_results):
-        for axis, against in zip(row, ("steps", "seconds")):
-            draw_curves(axis, results, task, against)
-        above = " above the pixels' entropy" if task.lowest_loss else ""
-        row[0].set_ylabel(f"training loss{above}")
-        row[0].set_title(task.name, loc="left", fontweight="bold")
-        row[0].plot([], [], color="0.7", linewidth=0.9, label="other learning rates")
-        row[0].legend(frameon=False)
-    figure.tight_layout()
+def plot(tasks: list[Task], all_grids: list[list[list[Result]]], path: Path) -> None:
+    figure = Figure(figsize=(10, 8), layout="constrained")
+    parts: Any = figure.subfigures(len(tasks), 1)
+    for part, task, grids in zip(parts, tasks, all_grids):
+        axes = part.subplots(1, 2, sharey=True)
+        for axis, against in zip(axes, ("steps", "seconds")):
+            draw_curves(axis, grids, task, against)
+        above = "\nabove the pixels' entropy" if task.lowest_loss else ""
+        axes[0].set_ylabel(f"training loss, nats{above}")
+        axes[0].set_title(task.name, loc="left", fontweight="bold")
+        axes[0].plot([], [], "0.5", linestyle=":", label="other learning rates")
+        handles, labels = axes[0].get_legend_handles_labels()
+        part.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 # %%
-class Arguments(argparse.Namespace):
-    steps: int
-    batch: int
-    seed: int
-    out: Path
-    toy: bool
-
-
-def parse(argv: list[str] | None = None) -> Arguments:
-    parser = argparse.ArgumentParser(description="K-FAC and Adam on handwritten digits.")
-    parser.add_argument("--steps", type=int, default=300, help="steps of every run")
-    parser.add_argument("--batch", type=int, default=256, help="examples in a batch")
-    parser.add_argument("--seed", type=int, default=0, help="initialisation and batches")
-    parser.add_argument("--out", type=Path, default=Path("runs/digits.png"), help="plot")
-    parser.add_argument("--toy", action="store_true", help="tiny networks and few steps")
-    arguments = parser.parse_args(argv, namespace=Arguments())
-    if arguments.steps < 1 or arguments.batch < 1:
-        parser.error("--steps and --batch must be at least 1")
-    if arguments.toy:
-        arguments.steps = min(arguments.steps, 20)
-    return arguments
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="K-FAC and Adam on handwritten digits.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--steps", type=int, default=300, help="steps of every run")
+    add("--batch", type=int, default=256, help="images in a batch")
+    add("--seed", type=int, default=0, help="of initialisation and batches, the first")
+    add("--seeds", type=int, default=1, help="how many")
+    add("--out", type=Path, default=Path("runs/digits.png"), help="picture")
+    add("--toy", action="store_true", help="small and quick, unless options say else")
+    if parser.parse_known_args(argv)[0].toy:
+        parser.set_defaults(steps=20)
+    options = parser.parse_args(argv)
+    if min(options.steps, options.batch, options.seeds) < 1:
+        parser.error("--steps, --batch and --seeds must be at least 1")
+    return options
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse(argv)
+    options = parse(argv)
     data, test_data = load()
-    key_c, key_a = jax.random.split(jax.random.key(arguments.seed))
-    if arguments.toy:
-        tasks = [classifier((16,), key_c), autoencoder((16, 4), data, key_a)]
-        adam_rates = 1e-2, 3e-2
-    else:
-        tasks = [classifier((128, 128), key_c), autoencoder((128, 64, 16), data, key_a)]
-        adam_rates = 1e-3, 3e-3, 1e-2, 3e-2, 1e-1
-
-    shape = (arguments.steps, arguments.batch)
-    batches = np.random.default_rng(arguments.seed).integers(len(data.x), size=shape)
-    num_runs = len(tasks) * (len(adam_rates) + 1)
-    all_results = []
-    with tqdm(total=num_runs * arguments.steps, unit=" steps", disable=None) as bar:
-        for task in tasks:
-            trainers = [kfac_trainer(task), adam_trainer(task, adam_rates)]
-            all_results.append(compare(task, trainers, data, batches, bar))
-
+    small, code = ((16,), (16, 4)) if options.toy else ((128, 128), (128, 64, 16))
+    rates = (1e-2, 3e-2) if options.toy else (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+    tasks = [classifier(small), autoencoder(code, data)]
+    seeds = range(options.seed, options.seed + options.seeds)
+    keys = jax.vmap(jax.random.split)(jax.vmap(jax.random.key)(jnp.asarray(seeds)))
+    total = len(tasks) * (len(rates) + 1) * options.seeds * options.steps
+    with tqdm(total=total, unit=" steps", disable=None) as bar:
+        all_grids = []
+        for i, task in enumerate(tasks):
+            trainers = [kfac_trainer(task), adam_trainer(task, rates)]
+            models = [task.model(key) for key in keys[:, i]]
+            all_grids.append(compare(task, trainers, models, data, options, bar))
+    best = [[results[0] for results in grids] for grids in all_grids]
     print(HEADER)
-    for task, results in zip(tasks, all_results):
+    for task, results in zip(tasks, best):
         print(table(task, results, test_data))
-    for task, results in zip(tasks, all_results):
+    for task, results in zip(tasks, best):
         print(verdict(task, results))
-    plot(tasks, all_results, arguments.out)
-    print(f"Curves: {arguments.out}")
+    plot(tasks, all_grids, options.out)
+    print(f"Picture: {options.out}")
 
 
 if __name__ == "__main__":

@@ -31,19 +31,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import matplotlib
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PyTree
+from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from tqdm import tqdm
 
 import eqx_kfac as kfac
-
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
 
 
 # %% [markdown]
@@ -64,10 +60,10 @@ def load(folder: Path | None) -> Float[np.ndarray, "images pixels"]:
     return (pixels.reshape(-1, 784) / 255).astype(np.float32)
 
 
-def network(pixels: int, widths: tuple[int, ...]) -> eqx.nn.Sequential:
+def network(pixels: int, widths: tuple[int, ...], seed: int) -> eqx.nn.Sequential:
     """An autoencoder of tagged layers."""
     sizes = [pixels, *widths, *widths[-2::-1], pixels]
-    keys = jax.random.split(jax.random.key(0), len(sizes) - 1)
+    keys = jax.random.split(jax.random.key(seed), len(sizes) - 1)
     layers = []
     for d_in, d_out, key in zip(sizes[:-1], sizes[1:], keys, strict=True):
         layers += [kfac.Linear(d_in, d_out, key=key), eqx.nn.Lambda(jnp.tanh)]
@@ -150,26 +146,29 @@ def _abstract(a: Array) -> jax.ShapeDtypeStruct:
 
 
 # %%
-def train(args: argparse.Namespace) -> list[float]:
+def train(options: argparse.Namespace) -> list[float]:
     """The loss after every step."""
-    images = load(args.data)
+    images = load(options.data)
     devices, optimizer = Devices(), kfac.KFAC()
-    widths = (16, 8) if args.toy else (128, 64, 16)
-    model = devices.everywhere(network(images.shape[1], widths))
+    widths = (16, 8) if options.toy else (128, 64, 16)
+    model = devices.everywhere(network(images.shape[1], widths, options.seed))
     state = optimizer.init(model)  # Beside the model.
-    checkpoints = Checkpoints(args.out / "checkpoints", args.every)
+    checkpoints = Checkpoints(options.checkpoints, options.every)
 
     @eqx.filter_jit(donate="all-except-first")
     def train_step(key, model, state, x):
         return optimizer.step(loss_fn, model, state, x, key=key)
 
-    begin, losses = 0, devices.everywhere(jnp.full(args.steps, jnp.nan))
-    if args.resume:
+    begin, losses = 0, devices.everywhere(jnp.full(options.steps, jnp.nan))
+    if options.resume:
         begin, (model, state, losses) = checkpoints.restore((model, state, losses))
-    steps = range(begin + 1, args.steps + 1)
-    for step in tqdm(steps, desc="K-FAC", disable=args.process > 0 or None):
-        chosen = np.random.default_rng(step).integers(len(images), size=args.batch)
-        x, key = devices.split(images[chosen]), jax.random.key(step)
+    keys = jax.random.key(options.seed)
+    quiet = options.process > 0 or None  # The first process has the bar.
+    steps = range(begin + 1, options.steps + 1)
+    for step in tqdm(steps, desc="K-FAC", unit=" steps", disable=quiet):
+        rng = np.random.default_rng([options.seed, step])
+        chosen = rng.integers(len(images), size=options.batch)
+        x, key = devices.split(images[chosen]), jax.random.fold_in(keys, step)
         model, state, info = train_step(key, model, state, x)
         losses = losses.at[step - 1].set(info.loss)
         checkpoints.save(step, (model, state, losses))
@@ -177,50 +176,79 @@ def train(args: argparse.Namespace) -> list[float]:
     return losses.tolist()
 
 
-def report(losses: list[float], args: argparse.Namespace) -> None:
-    """Prints a table and draws the curve."""
-    print(f"{jax.device_count()} devices, {jax.process_count()} processes")
-    print(f"{'step':>6} {'loss':>18}")
-    for step in sorted({1, *range(args.every, args.steps, args.every), args.steps}):
-        print(f"{step:6d} {losses[step - 1]:18.12g}")
-    fig, ax = plt.subplots(figsize=(5, 3.2), layout="constrained")
-    ax.plot(range(1, len(losses) + 1), losses)
-    ax.set(xlabel="step", ylabel="cross-entropy", title="One batch over all devices")
-    fig.savefig(args.out / "distributed.png", dpi=150)
-    print(f"The curve is in {args.out / 'distributed.png'}.")
+# %% [markdown]
+# ## What came out
 
 
-def arguments() -> argparse.Namespace:
+# %%
+def table(losses: list[float], every: int) -> str:
+    lines = [f"{'step':>6} {'loss':>18}"]
+    for step in sorted({1, *range(every, len(losses), every), len(losses)}):
+        lines.append(f"{step:6d} {losses[step - 1]:18.12g}")
+    return "\n".join(lines)
+
+
+def verdict(losses: list[float]) -> str:
+    return (
+        f"The loss went from {losses[0]:.4g} to {losses[-1]:.4g} in {len(losses)} steps "
+        f"(one seed; devices: {jax.device_count()}, processes: {jax.process_count()})."
+    )
+
+
+def plot(losses: list[float], path: Path) -> None:
+    figure = Figure(figsize=(5, 3.6), layout="constrained")
+    axis = figure.subplots()
+    axis.plot(range(1, len(losses) + 1), losses, color="#d1495b", linewidth=2.2)
+    axis.set_title("one batch over all devices", loc="left", fontweight="bold")
+    axis.set(xlabel="steps", ylabel="cross-entropy, nats per image")
+    axis.grid(True, color="0.92")
+    axis.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+# %%
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="K-FAC on many devices.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--data", type=Path, help="folder of MNIST files")
-    add("--out", type=Path, default=Path("results/distributed"), help="folder")
+    add("--data", type=Path, help="folder of MNIST's files; none: scikit-learn's digits")
     add("--steps", type=int, default=200, help="in all")
-    add("--batch", type=int, default=512, help="examples, on all devices together")
+    add("--batch", type=int, default=512, help="images, on all devices together")
+    add("--seed", type=int, default=0, help="of initialisation and batches")
     add("--every", type=int, default=20, help="steps between two checkpoints")
     add("--devices", type=int, default=8, help="of each process, if made of a CPU")
     add("--processes", type=int, default=1, help="how many there are")
     add("--process", type=int, default=0, help="which of them this is")
     add("--coordinator", default="localhost:12355", help="where the first one listens")
+    add("--out", type=Path, default=Path("runs/distributed.png"), help="picture")
+    folder = Path("runs/distributed")
+    add("--checkpoints", type=Path, default=folder, help="folder of checkpoints")
     add("--resume", action="store_true", help="go on from the last checkpoint")
-    add("--toy", action="store_true", help="a small network, few steps")
-    if parser.parse_known_args()[0].toy:
+    add("--toy", action="store_true", help="small and quick, unless options say else")
+    if parser.parse_known_args(argv)[0].toy:
         parser.set_defaults(steps=12, batch=64, every=3)
-    return parser.parse_args()
+    options = parser.parse_args(argv)
+    if min(options.steps, options.batch, options.every) < 1:
+        parser.error("--steps, --batch and --every must be at least 1")
+    return options
 
 
-def main() -> None:
-    args = arguments()
-    jax.config.update("jax_num_cpu_devices", args.devices)
-    if args.processes > 1:
-        jax.distributed.initialize(args.coordinator, args.processes, args.process)
-    args.out.mkdir(parents=True, exist_ok=True)
-    losses = train(args)
-    if args.process == 0:
-        report(losses, args)
+def main(argv: list[str] | None = None) -> None:
+    options = parse(argv)
+    jax.config.update("jax_num_cpu_devices", options.devices)
+    if options.processes > 1:
+        jax.distributed.initialize(
+            options.coordinator, options.processes, options.process
+        )
+    losses = train(options)
+    if options.process == 0:
+        print(table(losses, options.every))
+        print(verdict(losses))
+        plot(losses, options.out)
+        print(f"Picture: {options.out}")
 
 
 if __name__ == "__main__":

@@ -16,23 +16,19 @@ import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import matplotlib
 import numpy as np
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import eqx_kfac as kfac
-
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
 
 
 # %% [markdown]
@@ -239,6 +235,7 @@ def with_adam(rate: float) -> Method:
 
 class Run(NamedTuple):
     method: str
+    seed: int
     energies: list[float]  # Of the walkers, step by step.
     deviations: list[float]  # Of their local energies.
     seconds: list[float]
@@ -247,27 +244,15 @@ class Run(NamedTuple):
     spread: float
 
 
-class Options(argparse.Namespace):
-    atom: str
-    steps: int
-    walkers: int
-    width: int
-    depth: int
-    moves: int
-    seed: int
-    rate: float
-    times: float
-    out: Path
-    toy: bool
-
-
-def train(method: Method, options: Options, seconds: float | None) -> Run:
+def train(
+    method: Method, options: argparse.Namespace, seed: int, seconds: float | None = None
+) -> Run:
     """So many steps, or as many as fit into `seconds`. Compiling is not counted."""
     atom = ATOMS[options.atom]
-    keys = jr.split(jr.key(options.seed), 4)
+    keys = jr.split(jr.key(seed), 4)
     network = Wavefunction(atom, options.width, options.depth, keys[0])
     model = kfac.convert(network, kfac.TNT())
-    shape = options.walkers, atom.electrons, 3
+    shape = options.batch, atom.electrons, 3
     walkers = Walkers(jr.normal(keys[1], shape), jnp.asarray(0.3))
     warm_up = eqx.filter_jit(lambda m, w, k: moved(kfac.revert(m), w, k, 200))
     walkers = warm_up(model, walkers, keys[2])
@@ -285,10 +270,10 @@ def train(method: Method, options: Options, seconds: float | None) -> Run:
     jax.block_until_ready(step(model, state, walkers, keys[3]))
     run: tuple[list[float], ...] = [], [], []
     steps, total = options.steps, 0.0
-    bar = tqdm(total=steps if seconds is None else None, desc=method.name, disable=None)
-    with bar:
+    name, bound = f"{method.name}, seed {seed}", steps if seconds is None else None
+    with tqdm(total=bound, desc=name, unit=" steps", disable=None) as bar:
         while len(run[0]) < steps if seconds is None else total < seconds:
-            start, key = time.perf_counter(), jr.fold_in(keys[3], len(run[0]))
+            key, start = jr.fold_in(keys[3], len(run[0])), time.perf_counter()
             model, state, walkers, *found = step(model, state, walkers, key)
             found = [float(a) for a in found]
             total += time.perf_counter() - start
@@ -310,7 +295,7 @@ def train(method: Method, options: Options, seconds: float | None) -> Run:
     # Walkers are independent; a walker at several times is not.
     error = each.mean(axis=0).std() / np.sqrt(each.shape[1])
     energy, spread = float(each.mean()), float(each.std())
-    return Run(method.name, run[0], run[1], run[2], energy, float(error), spread)
+    return Run(method.name, seed, *run, energy, float(error), spread)
 
 
 # %% [markdown]
@@ -320,42 +305,74 @@ def train(method: Method, options: Options, seconds: float | None) -> Run:
 # %%
 def table(atom: Atom, runs: list[Run]) -> str:
     lines = [
-        f"{'method':<12} {'energy':>11} {'above exact, mHa':>20} {'spread of E_L':>14} "
-        f"{'steps':>6} {'seconds':>8}"
+        f"{'method':<12} {'seed':>4} {'energy':>11} {'above exact, mHa':>20} "
+        f"{'spread of E_L':>14} {'steps':>6} {'seconds':>8}"
     ]
     for run in runs:
         above = f"{1e3 * (run.energy - atom.exact):.2f} +- {1e3 * run.error:.2f}"
         lines.append(
-            f"{run.method:<12} {run.energy:>11.5f} {above:>20} {run.spread:>14.4f} "
-            f"{len(run.energies):>6} {run.seconds[-1]:>8.1f}"
+            f"{run.method:<12} {run.seed:>4} {run.energy:>11.5f} {above:>20} "
+            f"{run.spread:>14.4f} {len(run.energies):>6} {run.seconds[-1]:>8.1f}"
         )
     return "\n".join(lines)
 
 
-def draw(name: str, runs: list[Run], path: Path) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8))
-    colours = ["#d1495b", "#30638e", "#66a182", "#edae49"]
-    for run, colour in zip(runs, colours, strict=False):
+def median(runs: list[Run]) -> Run:
+    return sorted(runs, key=lambda run: run.energy)[len(runs) // 2]
+
+
+def verdict(ours: list[Run], adams: list[Run]) -> str:
+    lower, higher = sorted([ours, adams], key=lambda runs: median(runs).energy)
+    low, high, number = median(lower), median(higher), len(ours)
+    wins = sum(a.energy < b.energy for a, b in zip(lower, higher, strict=True))
+    several = f"medians of {number} seeds, lower with {wins} of them"
+    by, error = high.energy - low.energy, np.hypot(low.error, high.error)
+    return (
+        f"{low.method} has the lower energy, by {1e3 * by:.2f} +- {1e3 * error:.2f} mHa, "
+        f"and a spread of "
+        f"{low.spread:.3f} Ha against {high.spread:.3f} of {high.method} "
+        f"({'one seed' if number == 1 else several})."
+    )
+
+
+COLOURS = ["#d1495b", "#30638e"]
+
+
+def plot(name: str, methods: list[list[Run]], path: Path) -> None:
+    """The median run of either method is thick, those of its other seeds are thin."""
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    axes: Any = figure.subplots(1, 2)
+
+    def draw(run, **style):
         above = np.abs(np.asarray(run.energies) - ATOMS[name].exact)
         width = max(1, len(above) // 30)
         smooth = np.convolve(above, np.ones(width) / width, mode="valid")
-        axes[0].plot(run.seconds[width - 1 :], smooth, color=colour, label=run.method)
-        axes[1].plot(run.seconds, run.deviations, color=colour, label=run.method)
-    titles = "distance from the exact energy, Ha", "spread of the local energies, Ha"
-    for axis, title in zip(axes, titles, strict=True):
+        axes[0].plot(run.seconds[width - 1 :], smooth, **style)
+        axes[1].plot(run.seconds, run.deviations, **style)
+
+    for runs, colour in zip(methods, COLOURS, strict=True):
+        thick = median(runs)
+        for run in runs:
+            if run is not thick:
+                draw(run, color=colour, linewidth=0.8, alpha=0.6)
+        draw(thick, color=colour, linewidth=1.8, label=thick.method)
+    labels = "distance from the exact energy, Ha", "spread of the local energies, Ha"
+    for axis, label in zip(axes, labels, strict=True):
         axis.set_yscale("log")
-        axis.set_title(title, loc="left")
+        axis.set_xlim(left=0)
+        axis.set_ylabel(label)
         axis.set_xlabel("seconds (without compiling)")
         axis.grid(True, color="0.92")
         axis.spines[["top", "right"]].set_visible(False)
-    axes[1].legend(frameon=False)
-    figure.tight_layout()
+    axes[0].set_title(name, loc="left", fontweight="bold")
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=2, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
-def parse(argv: list[str] | None = None) -> Options:
+# %%
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Variational Monte Carlo of an atom.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -363,31 +380,38 @@ def parse(argv: list[str] | None = None) -> Options:
     add = parser.add_argument
     add("--atom", choices=ATOMS, default="helium", help="which")
     add("--steps", type=int, default=300, help="steps of K-FAC")
-    add("--walkers", type=int, default=512, help="how many")
+    add("--batch", type=int, default=512, help="walkers")
     add("--width", type=int, default=32, help="of the layers")
     add("--depth", type=int, default=2, help="how many layers")
     add("--moves", type=int, default=10, help="of the walkers, between two steps")
-    add("--seed", type=int, default=0, help="of everything")
+    add("--seed", type=int, default=0, help="of everything, the first")
+    add("--seeds", type=int, default=1, help="how many")
     add("--rate", type=float, default=0.2, help="learning rate of K-FAC")
     add("--times", type=float, default=1.0, help="Adam's seconds, in K-FAC's")
-    add("--out", type=Path, default=Path("runs/helium.png"), help="plot")
-    add("--toy", action="store_true", help="few walkers and steps")
-    options = parser.parse_args(argv, namespace=Options())
-    if options.toy:
-        options.steps, options.walkers, options.width = 4, 16, 8
+    add("--out", type=Path, default=Path("runs/helium.png"), help="picture")
+    add("--toy", action="store_true", help="small and quick, unless options say else")
+    if parser.parse_known_args(argv)[0].toy:
+        parser.set_defaults(steps=4, batch=16, width=8)
+    options = parser.parse_args(argv)
+    if min(options.steps, options.batch, options.seeds) < 1:
+        parser.error("--steps, --batch and --seeds must be at least 1")
     return options
 
 
 def main(argv: list[str] | None = None) -> None:
     options = parse(argv)
-    runs = [train(with_kfac(options.rate), options, None)]
-    seconds = options.times * runs[0].seconds[-1]
-    rates = (1e-2,) if options.toy else (1e-3, 3e-3, 1e-2)
-    adams = [train(with_adam(rate), options, seconds) for rate in rates]
-    runs.append(min(adams, key=lambda run: run.energy))
-    print(table(ATOMS[options.atom], runs))
-    draw(options.atom, runs, options.out)
-    print(f"Curves: {options.out}")
+    seeds = range(options.seed, options.seed + options.seeds)
+    ours = [train(with_kfac(options.rate), options, seed) for seed in seeds]
+    times = [options.times * run.seconds[-1] for run in ours]
+    adams = []
+    for rate in (1e-2,) if options.toy else (1e-3, 3e-3, 1e-2):
+        each = zip(seeds, times)
+        adams.append([train(with_adam(rate), options, *pair) for pair in each])
+    adam = min(adams, key=lambda runs: median(runs).energy)
+    print(table(ATOMS[options.atom], ours + adam))
+    print(verdict(ours, adam))
+    plot(options.atom, [ours, adam], options.out)
+    print(f"Picture: {options.out}")
 
 
 if __name__ == "__main__":

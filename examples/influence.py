@@ -24,19 +24,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import matplotlib
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int
+from matplotlib.figure import Figure
 from scipy.stats import rankdata
 from sklearn.datasets import load_digits
 from tqdm import tqdm
 
 import eqx_kfac as kfac
-
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
 
 
 # %% [markdown]
@@ -222,12 +218,6 @@ def methods(model: Any, data: Data) -> list[Method]:
 
 
 # %%
-def precision(scores: np.ndarray, data: Data, number: int) -> float:
-    """How many of the `number` highest are wrong."""
-    highest = np.argsort(-scores)[:number]
-    return float(np.mean(data.y[highest] != data.truth[highest]))
-
-
 class Result(NamedTuple):
     name: str
     score: float  # `nan` for what says nothing about test examples.
@@ -235,113 +225,173 @@ class Result(NamedTuple):
     seconds: float
 
 
-def table(results: list[Result], data: Data) -> str:
-    number = int(np.sum(data.y != data.truth))
-    lines = [f"{'curvature':<14} {'LDS':>6} {'wrong labels found':>19} {'seconds':>8}"]
-    for name, score, own, seconds in results:
-        found = precision(own, data, number)
-        lines.append(f"{name:<14} {score:>6.3f} {found:>19.3f} {seconds:>8.2f}")
+class Run(NamedTuple):
+    """What came out with one seed."""
+
+    seed: int
+    data: Data
+    results: list[Result]
+    accuracy: float
+
+    @property
+    def wrong(self) -> np.ndarray:
+        return self.data.y != self.data.truth
+
+    def precision(self, result: Result) -> float:
+        """Of as many of the highest as there are wrong ones, how many are wrong?"""
+        highest = np.argsort(-result.own)[: self.wrong.sum()]
+        return float(self.wrong[highest].mean())
+
+
+def run(options: argparse.Namespace, seed: int, bar: tqdm) -> Run:
+    width, tests = (8, 20) if options.toy else (32, 100)
+    train, test = load(options.examples, tests, seed)
+    mlp = eqx.nn.MLP(64, 10, width, 1, activation=jnp.tanh, key=jr.key(seed))
+    start = kfac.convert(mlp)
+    rng, number = np.random.default_rng(seed), len(train.x)
+    orders = [rng.permutation(number) for _ in range(options.halves)]
+    halves = np.stack([order < number // 2 for order in orders])
+    model = eqx.filter_jit(make_train(train, options.steps))(start, None)
+    bar.set_description(f"retraining on halves, seed {seed}")
+    actual, results = retrained(start, train, test, halves, options.steps, bar), []
+    for method in methods(model, train):
+        bar.set_description(f"{method.name}, seed {seed}")
+        began = time.perf_counter()
+        scores = np.asarray(method.scores(model, test, train))
+        seconds = time.perf_counter() - began
+        score = datamodelling_score(scores, halves, actual)
+        own = np.asarray(method.own(model, train))
+        results.append(Result(method.name, score, own, seconds))
+        bar.update()
+    results.append(Result("(loss)", np.nan, np.asarray(losses(model, train)), 0.0))
+    right = np.argmax(jax.vmap(model)(test.x), axis=1) == test.truth
+    return Run(seed, train, results, float(np.mean(right)))
+
+
+def table(runs: list[Run]) -> str:
+    lines = [
+        f"{'curvature':<14} {'seed':>4} {'LDS':>6} {'wrong labels found':>19} "
+        f"{'seconds':>8}"
+    ]
+    for results in zip(*(run.results for run in runs)):
+        for run, result in zip(runs, results):
+            lines.append(
+                f"{result.name:<14} {run.seed:>4} {result.score:>6.3f} "
+                f"{run.precision(result):>19.3f} {result.seconds:>8.2f}"
+            )
     return "\n".join(lines)
 
 
-COLOURS = ["#8d99ae", "#d1495b", "#edae49", "#00798c", "#30638e"]
+def verdict(runs: list[Run]) -> str:
+    scores = np.array([[r.score for r in run.results] for run in runs])
+    found = np.array([[run.precision(r) for r in run.results] for run in runs])
+    names = [result.name for result in runs[0].results]
+
+    def best(numbers):
+        medians = np.median(numbers, axis=0)
+        tied = np.flatnonzero(medians == np.nanmax(medians))
+        highest = numbers[:, tied] == np.nanmax(numbers, axis=1, keepdims=True)
+        wins = int(np.sum(np.any(highest, axis=1)))
+        several = f"median of {len(runs)} seeds, the highest with {wins} of them"
+        seeds = "one seed" if len(runs) == 1 else several
+        text = " and ".join(names[i] for i in tied)
+        return f"{text}, {np.nanmax(medians):.3f} ({seeds})"
+
+    accuracy = np.median([run.accuracy for run in runs])
+    return (
+        f"The highest LDS is that of {best(scores)}; most wrong labels are found by "
+        f"{best(found)}. The network's test accuracy is {accuracy:.3f}."
+    )
 
 
-def plot(results: list[Result], data: Data, path: Path) -> None:
-    figure = plt.figure(figsize=(11, 3.8))
-    parts: Any = figure.subfigures(1, 3, width_ratios=[1, 1.2, 1.1])
-    left, middle, right = parts
-    axis = left.subplots()
-    scored = [r for r in results if np.isfinite(r.score)]
-    axis.bar([r.name for r in scored], [r.score for r in scored], color=COLOURS)
-    axis.tick_params(axis="x", labelsize=7)
-    axis.set_title("foretelling retraining: LDS", loc="left", fontsize=10)
+COLOURS = {
+    "identity": "#8d99ae",
+    "K-FAC": "#d1495b",
+    "EKFAC": "#edae49",
+    "Gauss-Newton": "#00798c",
+    "(loss)": "0.2",
+}
 
-    axis = middle.subplots()
-    wrong = data.y != data.truth
-    looked = np.arange(1, len(wrong) + 1)
-    for result, colour in zip(results, COLOURS):
-        found = np.cumsum(wrong[np.argsort(-result.own)]) / wrong.sum()
-        axis.plot(looked / len(wrong), found, color=colour, label=result.name)
-    axis.plot([0, 1], [0, 1], color="0.8", label="random order", zorder=0)
-    axis.set_xlabel("part of the examples looked at")
-    axis.set_ylabel("part of the wrong labels found")
-    axis.legend(frameon=False, fontsize=7)
 
-    best = next(r for r in results if r.name == "EKFAC")
-    axes = right.subplots(2, 4)
-    for axis, i in zip(axes.flat, np.argsort(-best.own)):
+def plot(runs: list[Run], path: Path) -> None:
+    """Bars and thick lines are medians over seeds; digits are those of the first."""
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    parts: Any = figure.subfigures(1, 3, width_ratios=[1, 1.1, 1.1])
+    left, middle = parts[0].subplots(), parts[1].subplots()
+    for i, name in enumerate(COLOURS):
+        results, colour = [run.results[i] for run in runs], COLOURS[name]
+        scores = [result.score for result in results]
+        if np.isfinite(scores).all():
+            left.bar(name, np.median(scores), color=colour)
+            left.scatter([name] * len(scores), scores, s=12, color="0.2", zorder=2)
+        curves = [
+            100 * np.cumsum(run.wrong[np.argsort(-result.own)]) / run.wrong.sum()
+            for run, result in zip(runs, results)
+        ]
+        looked = 100 * np.arange(1, len(curves[0]) + 1) / len(curves[0])
+        for curve in curves:
+            middle.plot(looked, curve, color=colour, linewidth=0.8, alpha=0.6)
+        thick = np.median(curves, axis=0)
+        middle.plot(looked, thick, color=colour, linewidth=1.8, label=name)
+    left.tick_params(axis="x", labelsize=8)
+    left.set_ylabel("LDS (rank correlation)")
+    left.set_title("foretelling retraining", loc="left", fontweight="bold")
+    middle.plot([0, 100], [0, 100], color="0.8", label="random order", zorder=0)
+    middle.set_xlim(0, 30)
+    middle.set_xlabel("examples looked at, %")
+    middle.set_ylabel("wrong labels found, %")
+    middle.set_title("finding wrong labels", loc="left", fontweight="bold")
+    for axis in (left, middle):
+        axis.grid(True, axis="y", color="0.92", zorder=0)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    handles, labels = middle.get_legend_handles_labels()
+    how: Any = dict(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    parts[1].legend(handles, labels, **how)
+
+    best = next(r for r in runs[0].results if r.name == "EKFAC")
+    data, wrong = runs[0].data, runs[0].wrong
+    for axis, i in zip(parts[2].subplots(2, 4).flat, np.argsort(-best.own)):
         axis.imshow(data.x[i].reshape(8, 8), cmap="gray_r")
         axis.set_axis_off()
-        colour = "#d1495b" if wrong[i] else "k"
-        axis.set_title(f"“{data.y[i]}”", fontsize=9, color=colour)
-    right.suptitle("highest of EKFAC, by their labels", fontsize=10)
+        axis.set_title(f"“{data.y[i]}”", color="#d1495b" if wrong[i] else "k")
+    parts[2].suptitle("highest of EKFAC, by their labels", fontweight="bold")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130, bbox_inches="tight")
-    plt.close(figure)
+    figure.savefig(path, dpi=130)
 
 
 # %%
-class Arguments(argparse.Namespace):
-    examples: int
-    halves: int
-    steps: int
-    seed: int
-    out: Path
-    toy: bool
-
-
-def parse(argv: list[str] | None = None) -> Arguments:
-    parser = argparse.ArgumentParser(description="Influence functions on digits.")
-    parser.add_argument("--examples", type=int, default=1000, help="to train on")
-    parser.add_argument("--halves", type=int, default=100, help="retrainings")
-    parser.add_argument("--steps", type=int, default=400, help="of every training")
-    parser.add_argument("--seed", type=int, default=0, help="data and initialisation")
-    parser.add_argument("--out", type=Path, default=Path("runs/influence.png"))
-    parser.add_argument("--toy", action="store_true", help="small and quick")
-    arguments = parser.parse_args(argv, namespace=Arguments())
-    if arguments.toy:
-        arguments.examples, arguments.halves, arguments.steps = 100, 10, 30
-    return arguments
-
-
-def make_model(width: int, key: PRNGKeyArray) -> Any:
-    return kfac.convert(eqx.nn.MLP(64, 10, width, 1, activation=jnp.tanh, key=key))
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Influence functions on digits.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--examples", type=int, default=1000, help="to train on, all at every step")
+    add("--halves", type=int, default=100, help="retrainings")
+    add("--steps", type=int, default=400, help="of every training")
+    add("--seed", type=int, default=0, help="of data and initialisation, the first")
+    add("--seeds", type=int, default=1, help="how many")
+    add("--out", type=Path, default=Path("runs/influence.png"), help="picture")
+    add("--toy", action="store_true", help="small and quick, unless options say else")
+    if parser.parse_known_args(argv)[0].toy:
+        parser.set_defaults(examples=100, halves=10, steps=30)
+    options = parser.parse_args(argv)
+    if min(options.steps, options.halves, options.seeds) < 1:
+        parser.error("--steps, --halves and --seeds must be at least 1")
+    return options
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse(argv)
-    width, tests = (8, 20) if arguments.toy else (32, 100)
-    train, test = load(arguments.examples, tests, arguments.seed)
-    start = make_model(width, jr.key(arguments.seed))
-    rng = np.random.default_rng(arguments.seed)
-    number = len(train.x)
-    halves = np.stack(
-        [rng.permutation(number) < number // 2 for _ in range(arguments.halves)]
-    )
-    model = eqx.filter_jit(make_train(train, arguments.steps))(start, None)
-    results = []
-    with tqdm(total=arguments.halves + 4, unit=" models", disable=None) as bar:
-        bar.set_description("retraining on halves")
-        actual = retrained(start, train, test, halves, arguments.steps, bar)
-        for method in methods(model, train):
-            bar.set_description(method.name)
-            began = time.perf_counter()
-            scores = np.asarray(method.scores(model, test, train))
-            seconds = time.perf_counter() - began
-            score = datamodelling_score(scores, halves, actual)
-            own = np.asarray(method.own(model, train))
-            results.append(Result(method.name, score, own, seconds))
-            bar.update()
-    results.append(Result("(loss)", np.nan, np.asarray(losses(model, train)), 0.0))
-
-    right = np.mean(np.argmax(jax.vmap(model)(test.x), axis=1) == test.truth)
-    print(
-        f"test accuracy {right:.3f}, {np.mean(train.y != train.truth):.3f} wrong labels"
-    )
-    print(table(results, train))
-    plot(results, train, arguments.out)
-    print(f"Picture: {arguments.out}")
+    options = parse(argv)
+    total = options.seeds * (options.halves + 4)
+    with tqdm(total=total, unit=" models", disable=None) as bar:
+        seeds = range(options.seed, options.seed + options.seeds)
+        runs = [run(options, seed, bar) for seed in seeds]
+    print(table(runs))
+    print(verdict(runs))
+    plot(runs, options.out)
+    print(f"Picture: {options.out}")
 
 
 if __name__ == "__main__":

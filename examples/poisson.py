@@ -30,17 +30,13 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
-import matplotlib
 import numpy as np
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import eqx_kfac as kfac
-
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
 
 
 # %% [markdown]
@@ -247,6 +243,7 @@ def with_gauss_newton(loss_fn: Callable) -> Method:
 # %%
 class Run(NamedTuple):
     method: str
+    kind: str  # Adam, at whatever rate.
     seed: int
     steps: list[int]
     seconds: list[float]
@@ -288,7 +285,8 @@ def train(
     if steps is None:
         *_, spent = block(30, model, state, 0, 30)
         steps = max(1, int(30 * seconds / spent))
-    run = Run(method.name, seed, [0], [0.0], [float(look(model, state))])
+    kind = method.name.split(", 0")[0]
+    run = Run(method.name, kind, seed, [0], [0.0], [float(look(model, state))])
     every = max(1, steps // 50)
     name = f"{equation.name}, {method.name}, seed {seed}"
     with tqdm(total=steps, desc=name, unit=" steps", disable=None) as bar:
@@ -302,18 +300,7 @@ def train(
     return run
 
 
-class Arguments(argparse.Namespace):
-    equations: list[str]
-    steps: int
-    newton_steps: int
-    seeds: int
-    width: int
-    times: float
-    out: Path
-    toy: bool
-
-
-def compete(equation: Equation, options: Arguments, seed: int) -> list[Run]:
+def compete(equation: Equation, options: argparse.Namespace, seed: int) -> list[Run]:
     """All methods from the same model."""
     keys = jr.split(jr.key(seed))
     inside, edge = (40, 12) if options.toy else (900, 120)
@@ -344,49 +331,81 @@ def compete(equation: Equation, options: Arguments, seed: int) -> list[Run]:
 
 
 # %%
-def table(equation: Equation, runs: list[Run]) -> str:
+def table(results: dict[str, list[Run]]) -> str:
     lines = [
         f"{'equation':<10} {'method':<18} {'seed':>4} {'relative error':>14} "
         f"{'steps':>7} {'seconds':>8}"
     ]
-    for run in runs:
-        lines.append(
-            f"{equation.name:<10} {run.method:<18} {run.seed:>4} {run.last:>14.2e} "
-            f"{run.steps[-1]:>7} {run.seconds[-1]:>8.2f}"
-        )
+    for name, runs in results.items():
+        for run in runs:
+            lines.append(
+                f"{name:<10} {run.method:<18} {run.seed:>4} {run.last:>14.2e} "
+                f"{run.steps[-1]:>7} {run.seconds[-1]:>8.2f}"
+            )
     return "\n".join(lines)
 
 
-COLOURS = ["#d1495b", "#edae49", "#30638e", "#66a182"]
+def by_kind(runs: list[Run]) -> dict[str, list[Run]]:
+    """The runs of every method, from the lowest to the highest error."""
+    ranked = sorted(runs, key=lambda run: run.last)
+    return {kind: [run for run in ranked if run.kind == kind] for kind in COLOURS}
 
 
-def draw(results: dict[str, list[Run]], path: Path) -> None:
-    figure, axes = plt.subplots(
-        1, len(results), figsize=(5 * len(results), 3.8), squeeze=False
+def median(ranked: list[Run]) -> Run:
+    return ranked[len(ranked) // 2]
+
+
+def verdict(name: str, runs: list[Run]) -> str:
+    medians = [median(ranked) for ranked in by_kind(runs).values()]
+    first, *others = sorted(medians, key=lambda run: run.last)
+    seeds = sorted({run.seed for run in runs})
+    lowest = [min((r for r in runs if r.seed == i), key=lambda r: r.last) for i in seeds]
+    wins = sum(run.kind == first.kind for run in lowest)
+    several = f"medians of {len(seeds)} seeds, the lowest with {wins} of them"
+    texts = [f"{run.kind} ({run.last:.2e})" for run in others]
+    return (
+        f"{name}: {first.kind} has the lowest error, {first.last:.2e}, before "
+        f"{', '.join(texts)}: {'one seed' if len(seeds) == 1 else several}."
     )
-    for axis, (name, runs) in zip(axes[0], results.items(), strict=True):
-        kinds = ["K-FAC, rules", "K-FAC", "Adam", "Gauss-Newton, CG"]
-        for run in runs:
-            method = "Adam" if run.method.startswith("Adam") else run.method
-            colour = COLOURS[kinds.index(method)]
-            label = method if run.seed == 0 else None
-            axis.plot(run.seconds, run.errors, color=colour, label=label, alpha=0.85)
-        axis.set_xscale("symlog", linthresh=0.5)
+
+
+COLOURS = {
+    "K-FAC, rules": "#edae49",
+    "K-FAC": "#d1495b",
+    "Adam": "#30638e",
+    "Gauss-Newton, CG": "#00798c",
+}
+
+
+def plot(results: dict[str, list[Run]], path: Path) -> None:
+    """The median run of every method is thick, those of its other seeds are thin."""
+    number = len(results)
+    figure = Figure(figsize=(max(7, 4.5 * number), 4.4), layout="constrained")
+    axes = figure.subplots(1, number, squeeze=False)[0]
+    for axis, (name, runs) in zip(axes, results.items(), strict=True):
+        for kind, ranked in by_kind(runs).items():
+            thick, colour = median(ranked), COLOURS[kind]
+            axis.plot(thick.seconds, thick.errors, color=colour, linewidth=2.2)
+            for run in ranked:
+                axis.plot(run.seconds, run.errors, color=colour, linewidth=0.8, alpha=0.6)
         axis.set_xlim(left=0)
+        if axis.get_xlim()[1] > 2:
+            axis.set_xscale("symlog", linthresh=0.5)
+            axis.xaxis.set_major_formatter("{x:g}")
         axis.set_yscale("log")
         axis.set_title(name, loc="left", fontweight="bold")
         axis.set_xlabel("seconds (without compiling)")
         axis.grid(True, color="0.92")
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("relative error on unseen points")
-    axes[0][-1].legend(frameon=False)
-    figure.tight_layout()
+    axes[0].set_ylabel("relative error on unseen points")
+    lines = [axes[0].plot([], [], color=c, label=kind)[0] for kind, c in COLOURS.items()]
+    figure.legend(handles=lines, loc="outside lower center", ncols=4, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
-def parse(argv: list[str] | None = None) -> Arguments:
+# %%
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="K-FAC and Adam on differential equations.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -395,28 +414,32 @@ def parse(argv: list[str] | None = None) -> Arguments:
     add("--equations", nargs="+", choices=EQUATIONS, default=["poisson"], help="which")
     add("--steps", type=int, default=500, help="steps of K-FAC")
     add("--newton-steps", type=int, default=30, help="exact steps")
+    add("--seed", type=int, default=0, help="of initialisation and points, the first")
     add("--seeds", type=int, default=1, help="how many")
     add("--width", type=int, default=32, help="of the two hidden layers")
     add("--times", type=float, default=4.0, help="Adam's seconds, in K-FAC's")
-    add("--out", type=Path, default=Path("runs/poisson.png"), help="plot")
-    add("--toy", action="store_true", help="few points and steps")
-    options = parser.parse_args(argv, namespace=Arguments())
-    if options.toy:
-        options.steps, options.newton_steps, options.width = 5, 2, 8
+    add("--out", type=Path, default=Path("runs/poisson.png"), help="picture")
+    add("--toy", action="store_true", help="small and quick, unless options say else")
+    if parser.parse_known_args(argv)[0].toy:
+        parser.set_defaults(steps=5, newton_steps=2, width=8)
+    options = parser.parse_args(argv)
+    if min(options.steps, options.newton_steps, options.seeds) < 1:
+        parser.error("--steps, --newton-steps and --seeds must be at least 1")
     return options
 
 
 def main(argv: list[str] | None = None) -> None:
     options = parse(argv)
-    results = {}
-    for name in options.equations:
-        equation = EQUATIONS[name]
-        seeds = range(options.seeds)
-        runs = [run for seed in seeds for run in compete(equation, options, seed)]
-        results[name] = runs
-        print(table(equation, runs))
-    draw(results, options.out)
-    print(f"Curves: {options.out}")
+    seeds = range(options.seed, options.seed + options.seeds)
+    results = {
+        name: [run for i in seeds for run in compete(EQUATIONS[name], options, i)]
+        for name in options.equations
+    }
+    print(table(results))
+    for name, runs in results.items():
+        print(verdict(name, runs))
+    plot(results, options.out)
+    print(f"Picture: {options.out}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@
 # its learning rate, which decays to zero by a cosine, from a grid.
 #
 #     python examples/transformer.py        # a few minutes on two CPU cores
+#     python examples/transformer.py --seeds 3
 #     python examples/transformer.py --toy  # seconds: does everything run?
 
 # %%
@@ -29,17 +30,13 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import eqx_kfac as kfac
-
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
 
 
 # %% [markdown]
@@ -161,7 +158,7 @@ def right_answers(model, text):
 # %%
 class Trainer(NamedTuple):
     name: str
-    model: Any
+    tagged: Callable[[Transformer], Any]  # The model as this optimizer wants it.
     rates: tuple[float | None, ...]  # `None`: nothing to choose.
     init: Callable[[Any], Any]
     # (model, state, learning rate, text, key) -> (model, state)
@@ -169,20 +166,18 @@ class Trainer(NamedTuple):
     final: Callable[[Any, Any], Any]  # (model, state) -> the model to look at
 
 
-def kfac_trainer(
-    name: str, sharing: kfac.Expand | kfac.Reduce, model: Transformer
-) -> Trainer:
-    model = kfac.convert(model, kfac.Kronecker(sharing))
+def kfac_trainer(name: str, sharing: kfac.Expand | kfac.Reduce) -> Trainer:
+    tagged = lambda model: kfac.convert(model, kfac.Kronecker(sharing))
     optimizer = kfac.KFAC()
 
     def step(model, state, rate, text, key):
         model, state, _ = optimizer.step(loss_fn, model, state, text, key=key)
         return model, state
 
-    return Trainer(name, model, (None,), optimizer.init, step, kfac.averaged)
+    return Trainer(name, tagged, (None,), optimizer.init, step, kfac.averaged)
 
 
-def adamw(model: Transformer, rates: tuple[float, ...]) -> Trainer:
+def adamw(rates: tuple[float, ...]) -> Trainer:
     decay = optax.add_decayed_weights(1e-4)
     direction = optax.chain(optax.scale_by_adam(), decay)
 
@@ -197,7 +192,8 @@ def adamw(model: Transformer, rates: tuple[float, ...]) -> Trainer:
         updates = jax.tree.map(lambda u: -rate * u, updates)
         return eqx.apply_updates(model, updates), state
 
-    return Trainer("AdamW", model, rates, init, step, lambda model, state: model)
+    same, final = lambda model: model, lambda model, state: model
+    return Trainer("AdamW", same, rates, init, step, final)
 
 
 # %% [markdown]
@@ -210,8 +206,7 @@ def adamw(model: Transformer, rates: tuple[float, ...]) -> Trainer:
 
 # %%
 class Run(NamedTuple):
-    trainer: str
-    rate: float | None
+    seed: int
     model: Any
     steps: list[int]
     losses: list[float]  # Above the entropy of the text.
@@ -223,17 +218,20 @@ class Run(NamedTuple):
 
 
 class Result(NamedTuple):
-    """All runs of one optimizer."""
+    """One optimizer with one learning rate, a run from every seed."""
 
+    name: str
+    rate: float | None
     runs: list[Run]
     compile_seconds: float
 
     @property
-    def best(self) -> Run:
-        return min(self.runs, key=lambda run: run.final_loss)
+    def median(self) -> Run:
+        return sorted(self.runs, key=lambda run: run.final_loss)[len(self.runs) // 2]
 
 
 class Corpus(NamedTuple):
+    seed: int
     batches: Int[np.ndarray, "looks steps batch characters"]
     seen: Int[np.ndarray, "lines characters"]  # Of the training expressions.
     test: Int[np.ndarray, "lines characters"]
@@ -246,6 +244,7 @@ def write(steps: int, batch: int, expressions_per_line: int, seed: int) -> Corpu
     test, known = known[: len(known) // 10], known[len(known) // 10 :]
     each = max(1, steps // 50)
     return Corpus(
+        seed,
         lines(known, (steps // each, each, batch), expressions_per_line, rng),
         lines(known, (256,), expressions_per_line, rng),
         lines(test, (256,), expressions_per_line, rng),
@@ -266,42 +265,48 @@ def many_steps(step, model, state, rates, batches, keys):
     return eqx.combine(arrays, static)
 
 
-def named(trainer: str, rate: float | None) -> str:
-    return trainer if rate is None else f"{trainer}, learning rate {rate:g}"
+def named(result: Result) -> str:
+    rate = "" if result.rate is None else f", learning rate {result.rate:g}"
+    return f"{result.name}{rate}"
 
 
-def train(trainer: Trainer, corpus: Corpus, bar: tqdm) -> Result:
-    looks, each = corpus.batches.shape[:2]
-    keys = jax.random.split(jax.random.key(1), (looks, each))
+def train(
+    trainer: Trainer, models: list[Transformer], corpora: list[Corpus], bar: tqdm
+) -> list[Result]:
+    """Of every learning rate, the best one first. Model and corpus: for each seed."""
+    looks, each = corpora[0].batches.shape[:2]
     decay = optax.cosine_decay_schedule(1.0, looks * each)(np.arange(looks * each))
     decay = np.asarray(decay).reshape(looks, each)
+    models, final = [trainer.tagged(m) for m in models], eqx.filter_jit(trainer.final)
 
-    def look(model):
+    def look(model, corpus):
         return float(mean_loss(model, corpus.seen)) - corpus.entropy
 
-    final = eqx.filter_jit(trainer.final)
-    model, runs, first = trainer.model, [], look(trainer.model)
-    began = time.perf_counter()
-    inputs = decay[0], corpus.batches[0], keys[0]
+    began, model = time.perf_counter(), models[0]
+    inputs = decay[0], corpora[0].batches[0], jax.random.split(jax.random.key(1), each)
     jax.block_until_ready(many_steps(trainer.step, model, trainer.init(model), *inputs))
-    compile_seconds = time.perf_counter() - began
+    results, compiling = [], time.perf_counter() - began
     for rate in trainer.rates:
-        bar.set_description(named(trainer.name, rate))
-        model, state, seconds = trainer.model, trainer.init(trainer.model), 0.0
-        run = Run(trainer.name, rate, model, [0], [first], [0.0])
-        for i in range(looks):
-            inputs = np.float32(rate or 0) * decay[i], corpus.batches[i], keys[i]
-            began = time.perf_counter()
-            model, state = many_steps(trainer.step, model, state, *inputs)
-            jax.block_until_ready(model)
-            seconds += time.perf_counter() - began
-            run.steps.append((i + 1) * each)
-            run.losses.append(look(final(model, state)))
-            run.seconds.append(seconds)
-            bar.update(each)
-            bar.set_postfix(loss=f"{run.losses[-1]:.3g}")
-        runs.append(run._replace(model=final(model, state)))
-    return Result(runs, compile_seconds)
+        result = Result(trainer.name, rate, [], compiling)
+        bar.set_description(named(result))
+        for model, corpus in zip(models, corpora):
+            keys = jax.random.split(jax.random.key(1 + corpus.seed), (looks, each))
+            state, seconds = trainer.init(model), 0.0
+            run = Run(corpus.seed, model, [0], [look(model, corpus)], [0.0])
+            for i in range(looks):
+                inputs = np.float32(rate or 0) * decay[i], corpus.batches[i], keys[i]
+                began = time.perf_counter()
+                model, state = many_steps(trainer.step, model, state, *inputs)
+                jax.block_until_ready(model)
+                seconds += time.perf_counter() - began
+                run.steps.append((i + 1) * each)
+                run.losses.append(look(final(model, state), corpus))
+                run.seconds.append(seconds)
+                bar.update(each)
+                bar.set_postfix(loss=f"{run.losses[-1]:.3g}")
+            result.runs.append(run._replace(model=final(model, state)))
+        results.append(result)
+    return sorted(results, key=lambda result: result.median.final_loss)
 
 
 # %% [markdown]
@@ -309,101 +314,119 @@ def train(trainer: Trainer, corpus: Corpus, bar: tqdm) -> Result:
 
 
 # %%
-def table(results: list[Result], corpus: Corpus) -> str:
+def table(results: list[Result], corpora: list[Corpus]) -> str:
     rows = [
-        f"{'method':<14} {'rate':>6} {'loss - entropy':>14} {'test':>8} "
+        f"{'method':<14} {'rate':>6} {'seed':>4} {'loss - entropy':>14} {'test':>8} "
         f"{'right answers':>13} {'steps':>6} {'seconds':>8} {'ms/step':>8} "
         f"{'compile s':>9}"
     ]
     for result in results:
-        best = result.best
-        test = float(mean_loss(best.model, corpus.test)) - corpus.entropy
-        right = float(right_answers(best.model, corpus.test))
-        steps, seconds = best.steps[-1], best.seconds[-1]
-        rate = "-" if best.rate is None else f"{best.rate:g}"
-        rows.append(
-            f"{best.trainer:<14} {rate:>6} {best.losses[-1]:>14.4f} {test:>8.4f} "
-            f"{right:>13.4f} {steps:>6} {seconds:>8.2f} {1000 * seconds / steps:>8.2f} "
-            f"{result.compile_seconds:>9.1f}"
-        )
+        rate = "-" if result.rate is None else f"{result.rate:g}"
+        for run, corpus in zip(result.runs, corpora):
+            test = float(mean_loss(run.model, corpus.test)) - corpus.entropy
+            right = float(right_answers(run.model, corpus.test))
+            steps, seconds = run.steps[-1], run.seconds[-1]
+            rows.append(
+                f"{result.name:<14} {rate:>6} {run.seed:>4} {run.losses[-1]:>14.4f} "
+                f"{test:>8.4f} {right:>13.4f} {steps:>6} {seconds:>8.2f} "
+                f"{1000 * seconds / steps:>8.2f} {result.compile_seconds:>9.1f}"
+            )
     return "\n".join(rows)
 
 
-COLOURS = ["#d1495b", "#edae49", "#30638e"]
+def verdict(results: list[Result]) -> str:
+    ranked = sorted(results, key=lambda result: result.median.final_loss)
+    first, *others = [f"{r.name} ({r.median.losses[-1]:.4f})" for r in ranked]
+    number = len(ranked[0].runs)
+    wins = sum(
+        min(runs, key=lambda run: run.final_loss) is runs[0]
+        for runs in zip(*(result.runs for result in ranked))
+    )
+    several = f"medians of {number} seeds, the lowest with {wins} of them"
+    seeds = "one seed" if number == 1 else several
+    return (
+        f"After {ranked[0].median.steps[-1]} steps {first} has the lowest training loss "
+        f"above the entropy, before {' and '.join(others)}: {seeds}."
+    )
 
 
-def plot(results: list[Result], path: Path) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+COLOURS = {"K-FAC, expand": "#d1495b", "K-FAC, reduce": "#5f4b66", "AdamW": "#30638e"}
+
+
+def plot(grids: list[list[Result]], path: Path) -> None:
+    """The median run of the best learning rate is thick; its other seeds are thin, other
+    learning rates dotted."""
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    axes: Any = figure.subplots(1, 2, sharey=True)
+    runs = [run for best, *_ in grids for run in best.runs]
     for axis, against in zip(axes, ("steps", "seconds")):
-        for result, colour in zip(results, COLOURS):
-            for run in result.runs:
-                best = run is result.best
-                label = named(run.trainer, run.rate) if best else None
-                width, alpha = (2.2, 1.0) if best else (0.9, 0.3)
-                style = dict(color=colour, linewidth=width, alpha=alpha, zorder=2 + best)
-                axis.plot(getattr(run, against), run.losses, label=label, **style)
+        for best, *others in grids:
+            styles = [(best.median, dict(linewidth=2.2, zorder=3, label=named(best)))]
+            styles += [(run, dict(linewidth=0.8, alpha=0.6)) for run in best.runs]
+            dotted = dict(linewidth=1, alpha=0.5, linestyle=":")
+            styles += [(result.median, dotted) for result in others]
+            for run, style in styles:
+                colour = COLOURS[best.name]
+                axis.plot(getattr(run, against), run.losses, color=colour, **style)
         axis.set_yscale("log")
-        axis.set_ylim(top=2 * results[0].best.losses[0])
-        longest = max(getattr(result.best, against)[-1] for result in results)
-        axis.set_xlim(0, 1.03 * longest)
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
+        axis.set_ylim(top=2 * runs[0].losses[0])
+        axis.set_xlim(0, 1.03 * max(getattr(run, against)[-1] for run in runs))
         axis.set_xlabel("steps" if against == "steps" else "seconds (without compiling)")
-        axis.grid(True, color="0.9")
+        axis.grid(True, color="0.92")
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("training loss above the text's entropy")
-    axes[0].plot([], [], color="0.7", linewidth=0.9, label="other learning rates")
-    axes[0].legend(frameon=False)
-    figure.tight_layout()
+    axes[0].set_ylabel("training loss above\nthe text's entropy, nats")
+    axes[0].set_title("transformer", loc="left", fontweight="bold")
+    axes[0].plot([], [], "0.5", linestyle=":", label="other learning rates")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 # %%
-class Arguments(argparse.Namespace):
-    steps: int
-    batch: int
-    seed: int
-    out: Path
-    toy: bool
-
-
-def parse(argv: list[str] | None = None) -> Arguments:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="K-FAC and AdamW on a small language model."
+        description="K-FAC and AdamW on a small language model.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=300, help="steps of every run")
-    parser.add_argument("--batch", type=int, default=64, help="lines in a batch")
-    parser.add_argument("--seed", type=int, default=0, help="initialisation and text")
-    parser.add_argument("--out", type=Path, default=Path("runs/transformer.png"))
-    parser.add_argument("--toy", action="store_true", help="a tiny network, few steps")
-    arguments = parser.parse_args(argv, namespace=Arguments())
-    if arguments.steps < 1 or arguments.batch < 1:
-        parser.error("--steps and --batch must be at least 1")
-    if arguments.toy:
-        arguments.steps = min(arguments.steps, 20)
-        arguments.batch = min(arguments.batch, 16)
-    return arguments
+    add = parser.add_argument
+    add("--steps", type=int, default=300, help="steps of every run")
+    add("--batch", type=int, default=64, help="lines in a batch")
+    add("--seed", type=int, default=0, help="of initialisation and text, the first")
+    add("--seeds", type=int, default=1, help="how many")
+    add("--out", type=Path, default=Path("runs/transformer.png"), help="picture")
+    add("--toy", action="store_true", help="small and quick, unless options say else")
+    if parser.parse_known_args(argv)[0].toy:
+        parser.set_defaults(steps=20, batch=16)
+    options = parser.parse_args(argv)
+    if min(options.steps, options.batch, options.seeds) < 1:
+        parser.error("--steps, --batch and --seeds must be at least 1")
+    return options
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse(argv)
-    width, depth, per_line = (8, 1, 1) if arguments.toy else (32, 2, 3)
-    key = jax.random.key(arguments.seed)
-    model = Transformer(per_line * LENGTH, width, depth, key)
-    adamw_rates = (3e-3, 1e-2) if arguments.toy else (3e-3, 1e-2, 3e-2)
-    corpus = write(arguments.steps, arguments.batch, per_line, arguments.seed)
+    options = parse(argv)
+    width, depth, per_line = (8, 1, 1) if options.toy else (32, 2, 3)
+    seeds = range(options.seed, options.seed + options.seeds)
+    keys = [jax.random.key(seed) for seed in seeds]
+    models = [Transformer(per_line * LENGTH, width, depth, key) for key in keys]
+    corpora = [write(options.steps, options.batch, per_line, seed) for seed in seeds]
     trainers = [
-        kfac_trainer("K-FAC, expand", kfac.Expand(), model),
-        kfac_trainer("K-FAC, reduce", kfac.Reduce(), model),
-        adamw(model, adamw_rates),
+        kfac_trainer("K-FAC, expand", kfac.Expand()),
+        kfac_trainer("K-FAC, reduce", kfac.Reduce()),
+        adamw((3e-3, 1e-2) if options.toy else (3e-3, 1e-2, 3e-2)),
     ]
-    looks, each = corpus.batches.shape[:2]
-    num_runs = sum(len(trainer.rates) for trainer in trainers)
-    with tqdm(total=num_runs * looks * each, unit=" steps", disable=None) as bar:
-        results = [train(trainer, corpus, bar) for trainer in trainers]
-    print(table(results, corpus))
-    plot(results, arguments.out)
-    print(f"Curves: {arguments.out}")
+    looks, each = corpora[0].batches.shape[:2]
+    number = sum(len(trainer.rates) for trainer in trainers) * options.seeds
+    with tqdm(total=number * looks * each, unit=" steps", disable=None) as bar:
+        grids = [train(trainer, models, corpora, bar) for trainer in trainers]
+    best = [results[0] for results in grids]
+    print(table(best, corpora))
+    print(verdict(best))
+    plot(grids, options.out)
+    print(f"Picture: {options.out}")
 
 
 if __name__ == "__main__":

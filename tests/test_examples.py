@@ -1,12 +1,17 @@
 """The examples run, and leave behind what they say."""
 
+import argparse
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+import pytest
 
 from tests.test_readme import plain_environment, root
 
@@ -25,52 +30,112 @@ def run(script, *arguments, cache=None):
         env=plain_environment() | kept,
     )
     assert done.returncode == 0, done.stderr
+    bar = re.search(r"\d\d:\d\d[<,]", done.stderr)
+    assert bar is None  # There is no terminal.
     return done.stdout
+
+
+def check_picture(printed, path):
+    """The last line says where it is."""
+    assert printed.splitlines()[-1] == f"Picture: {path}"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 20_000
+
+
+scripts = sorted(path.name for path in (root / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("script", scripts)
+def test_options_are_called_the_same(script):
+    """They all have these, and say what each is, and its default."""
+    path = root / "examples" / script
+    parse = runpy.run_path(str(path), run_name="example")["parse"]
+    parser = parser_of(parse)
+    assert parser.formatter_class is argparse.ArgumentDefaultsHelpFormatter
+    actions = {name: a for a in parser._actions for name in a.option_strings}
+    assert {"--steps", "--seed", "--out", "--toy"} <= set(actions)
+    assert ("--seeds" in actions) == (script != "distributed.py")  # Where one is better.
+    assert actions["--out"].default == Path(f"runs/{path.stem}.png")
+    assert all(action.help for action in actions.values())
+    options = parse(["--toy", "--steps", "3", "--seed", "7"])  # What is said, counts.
+    assert options.steps == 3 and options.seed == 7
+    assert parse(["--toy"]).steps < parse([]).steps
+    assert "--batch" not in actions or parse(["--toy", "--batch", "5"]).batch == 5
+    source = path.read_text()
+    assert source.count("tqdm(") == source.count("disable=")
+    with pytest.raises(SystemExit):
+        parse(["--steps", "0"])
+
+
+def parser_of(parse):
+    """The parser that a `parse` makes."""
+    made, original = [], argparse.ArgumentParser.parse_known_args
+
+    def kept(self, *args, **kwargs):
+        made.append(self)
+        return original(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", kept)
+        parse([])
+    return made[0]
 
 
 def test_digits(tmp_path):
     picture = tmp_path / "deeper" / "digits.png"
-    printed = run("digits.py", "--toy", "--steps", "5", "--out", str(picture))
+    arguments = ["--toy", "--steps", "5", "--seed", "4", "--seeds", "3"]
+    printed = run("digits.py", *arguments, "--out", str(picture))
 
-    header, *rows = printed.splitlines()[:5]
-    assert header.split()[:3] == ["task", "method", "rate"]
-    methods = [tuple(row.split()[:2]) for row in rows]
+    header, *rows = printed.splitlines()[:13]
+    assert header.split()[:4] == ["task", "method", "rate", "seed"]
     tasks = ("classifier", "autoencoder")
-    assert methods == [(task, method) for task in tasks for method in ("K-FAC", "Adam")]
+    assert [
+        (task, method, seed) for task, method, _, seed, *_ in map(str.split, rows)
+    ] == [
+        (task, method, seed)
+        for task in tasks
+        for method in ("K-FAC", "Adam")
+        for seed in "456"
+    ]
     losses = {}
     for row in rows:
-        task, method, rate, loss, measure, score, steps, seconds, compiling = row.split()
+        task, method, rate, seed, loss, measure, score, steps, seconds, compiling = (
+            row.split()
+        )
         assert steps == "5" and measure in ("accuracy", "mse")
         assert rate == "-" if method == "K-FAC" else float(rate) > 0
         assert 0 < float(score) < 1 and 0 <= float(seconds) and 0 < float(compiling)
-        losses[task, method] = float(loss)
+        losses.setdefault((task, method), []).append(float(loss))
 
     # The verdict is about the numbers in the table, whoever wins.
     for task in tasks:
         (verdict,) = re.findall(rf"^{task}: after .*$", printed, re.MULTILINE)
         found = re.search(
-            rf"steps (\S+) reached the lower training loss, ({NUMBER}) .* (\S+) reached "
-            rf"({NUMBER})",
+            rf"steps (\S+) has the lower training loss, ({NUMBER}) in .* and (\S+) has "
+            rf"({NUMBER}) .* \(medians of 3 seeds, lower with (\d) of them\)",
             verdict,
         )
         assert found is not None, verdict
-        lower, low, higher, high = found.groups()
-        assert float(low) == losses[task, lower] <= losses[task, higher] == float(high)
+        lower, low, higher, high, wins = found.groups()
+        ours, theirs = losses[task, lower], losses[task, higher]
+        assert float(low) == sorted(ours)[1] <= sorted(theirs)[1] == float(high)
         assert {lower, higher} == {"K-FAC", "Adam"}
-
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert picture.stat().st_size > 20_000
-    assert str(picture) in printed
+        assert int(wins) == sum(a < b for a, b in zip(ours, theirs))
+    check_picture(printed, picture)
 
 
 def autoencoder(out, *arguments):
     cache = out.parent / "compiled"
-    printed = run("autoencoder.py", "--toy", "--out", str(out), *arguments, cache=cache)
-    header, *rows = printed.splitlines()[:6]
-    assert header.split()[:3] == ["method", "batch", "loss"]
+    picture = out.with_suffix(".png")
+    where = ["--out", str(picture), "--checkpoints", str(out)]
+    printed = run("autoencoder.py", "--toy", *where, *arguments, cache=cache)
+    header, *rows, verdict = printed.splitlines()[:7]
+    assert header.split()[:4] == ["method", "batch", "seed", "loss"]
+    assert verdict.startswith("No method reached 54; ") and "(one seed)" in verdict
+    check_picture(printed, picture)
     losses = {}
     for row in rows:
-        found = re.fullmatch(rf"(.+?) +64 +({NUMBER}) +(\d+) .*(reached|s)", row)
+        found = re.fullmatch(rf"(.+?) +64 +0 +({NUMBER}) +(\d+) .*(reached|s)", row)
         losses[found[1]] = float(found[2]), int(found[3])
     assert list(losses) == [
         "K-FAC",
@@ -90,23 +155,27 @@ def test_autoencoder_resumes_where_it_stopped(tmp_path):
     for method, (loss, steps) in whole.items():
         assert steps == 20 and stopped[method][1] == 10
         assert loss < 530  # It trains, from 556 on, whoever is best.
-    assert (tmp_path / "a/curves.png").read_bytes().startswith(b"\x89PNG")
-    checkpoint = [(tmp_path / name / "checkpoint-0.eqx").read_bytes() for name in "ab"]
-    assert checkpoint[0] == checkpoint[1]  # Bit for bit, the optimizer's state too.
+    kept = [tmp_path / name / "seed-0-optimizer-0.eqx" for name in "ab"]
+    assert (
+        kept[0].read_bytes() == kept[1].read_bytes()
+    )  # Bit for bit, the optimizer's state too.
 
 
 def compared(script, picture, labels, *arguments):
     """The table of a toy run: its rows, by the method they begin with."""
     printed = run(script, "--toy", "--steps", "5", "--out", str(picture), *arguments)
-    header, *rows = printed.splitlines()[: 1 + len(labels)]
-    assert header.split()[:2] == ["method", "rate"]
+    header, *rows, verdict = printed.splitlines()[: 2 + len(labels)]
+    assert header.split()[:3] == ["method", "rate", "seed"]
     found = {}
     for label, row in zip(labels, rows):
         assert row.startswith(label + " ")
         found[label] = row.removeprefix(label).split()
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert picture.stat().st_size > 20_000
-    assert str(picture) in printed
+    lowest = min(found, key=lambda label: float(found[label][2]))
+    assert verdict.startswith(
+        f"After 5 steps {lowest} ({found[lowest][2]}) has the lowest"
+    )
+    assert verdict.endswith(": one seed.")
+    check_picture(printed, picture)
     return found
 
 
@@ -115,7 +184,7 @@ def test_convnet(tmp_path):
     picture = tmp_path / "deeper" / "convnet.png"
     rows = compared("convnet.py", picture, labels, "--target", "2.25")
     for label, row in rows.items():
-        rate, loss, accuracy, steps, *times, number, _, seconds, _ = row
+        rate, _, loss, accuracy, steps, *times, number, _, seconds, _ = row
         assert rate == "-" if label == "K-FAC" else float(rate) > 0
         assert (
             steps == "5" and float(loss) < 2.25
@@ -129,7 +198,7 @@ def test_transformer(tmp_path):
     labels = ["K-FAC, expand", "K-FAC, reduce", "AdamW"]
     picture = tmp_path / "deeper" / "transformer.png"
     rows = compared("transformer.py", picture, labels)
-    for label, (rate, loss, test, right, steps, *times) in rows.items():
+    for label, (rate, _, loss, test, right, steps, *times) in rows.items():
         assert rate == "-" if label.startswith("K-FAC") else float(rate) > 0
         assert steps == "5"
         assert 0 < float(loss) < 1.72  # It trains, from 1.77 on.
@@ -143,7 +212,8 @@ def distributed(out, devices, processes=1, *arguments):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    options = dict(out=out, devices=devices, processes=processes, coordinator=address)
+    options = dict(out=out.with_suffix(".png"), checkpoints=out, devices=devices)
+    options |= dict(processes=processes, coordinator=address)
     named = [f"--{name}={value}" for name, value in options.items()]
     script = [sys.executable, str(root / "examples" / "distributed.py")]
     common = [*script, "--toy", "--steps=200", "--every=20", *named, *arguments]
@@ -170,7 +240,7 @@ def test_distributed_goes_on_after_a_kill(tmp_path):
     """On another number of devices and of processes: to rounding, as if on one device
     from the beginning."""
     runs = distributed(tmp_path / "killed", 2, 2)
-    kept = tmp_path / "killed" / "checkpoints" / "20"
+    kept = tmp_path / "killed" / "20"
     while not kept.exists():  # It gets its name when all of it is written.
         assert all(run.poll() is None for run in runs)
         time.sleep(0.05)
@@ -183,42 +253,45 @@ def test_distributed_goes_on_after_a_kill(tmp_path):
     for step, loss in whole.items():
         assert abs(resumed[step] / loss - 1) <= 1e-9
     assert whole[200] < 0.9 * whole[1]
-    assert (tmp_path / "whole/distributed.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "whole.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_laplace(tmp_path):
     picture = tmp_path / "laplace.png"
-    printed = run("laplace.py", "--toy", "--out", str(picture)).splitlines()
+    text = run("laplace.py", "--toy", "--seeds", "2", "--out", str(picture))
+    printed = text.splitlines()
     blocks = ["MAP", "Kronecker", "EKFAC", "Diagonal"]
     regression, digits = printed[:5], printed[5:12]
     assert [row.split()[0] for row in regression] == ["regression", *blocks]
     names = ["MAP", "last layer", *blocks[1:], "cold"]
     assert [row[:12].strip() for row in digits] == ["digits", *names]
     for row in digits[1:]:
-        right, nll, error, unseen = map(float, row[12:].split())
+        right, nll, error, unseen = map(float, re.sub(r"\+- \S+", "", row[12:]).split())
         assert 0.5 < right <= 1 and 0 < nll < 2 and 0 < error < 1 and 0 <= unseen <= 1
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert str(picture) in printed[-1]
+    assert "means of 2 seeds, the lowest with " in printed[12]
+    check_picture(text, picture)
 
 
 def test_influence(tmp_path):
     picture = tmp_path / "influence.png"
-    printed = run("influence.py", "--toy", "--out", str(picture)).splitlines()
+    text = run("influence.py", "--toy", "--out", str(picture))
+    printed = text.splitlines()
     names = ["identity", "K-FAC", "EKFAC", "Gauss-Newton", "(loss)"]
-    rows = [row.split() for row in printed[2:7]]
+    rows = [row.split() for row in printed[1:6]]
     assert [row[0] for row in rows] == names
-    for name, score, found, _ in rows:
+    for name, _, score, found, _ in rows:
         assert name == "(loss)" or -1 <= float(score) <= 1
         assert 0 <= float(found) <= 1
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert str(picture) in printed[-1]
+    assert "The highest LDS is that of " in printed[6] and "(one seed)" in printed[6]
+    check_picture(text, picture)
 
 
 def test_poisson(tmp_path):
     picture = tmp_path / "poisson.png"
     names = ("heat", "poisson5")
     printed = run("poisson.py", "--toy", "--equations", *names, "--out", str(picture))
-    rows = [line.split() for line in printed.splitlines() if line.startswith(names)]
+    begun = tuple(f"{name} " for name in names)
+    rows = [line.split() for line in printed.splitlines() if line.startswith(begun)]
     for name in names:
         own = [row for row in rows if row[0] == name]
         assert [" ".join(row[1:-4]) for row in own] == [
@@ -228,19 +301,22 @@ def test_poisson(tmp_path):
             "Gauss-Newton, CG",
         ]
         assert all(0 < float(row[-3]) < 10 and float(row[-1]) >= 0 for row in own)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert str(picture) in printed
+        lowest = min(own, key=lambda row: float(row[-3]))
+        verdict = f"^{name}: .* the lowest error, {lowest[-3]}, before .*: one seed\\.$"
+        assert re.search(verdict, printed, re.MULTILINE)
+    check_picture(printed, picture)
 
 
 def test_helium(tmp_path):
     picture = tmp_path / "helium.png"
     printed = run("helium.py", "--toy", "--atom", "beryllium", "--out", str(picture))
-    rows = [row for row in printed.splitlines() if row.startswith(("K-FAC", "Adam"))]
-    assert len(rows) == 2
+    header, *rows, verdict = printed.splitlines()[:4]
+    best = min(rows, key=lambda row: float(row.split()[-8]))
+    assert best.startswith(verdict.split(" has the lower energy")[0])
+    assert "(one seed)" in verdict
     for row in rows:
         *_, energy, above, _, error, spread, steps, seconds = row.split()
         assert abs(float(energy) + 14.66736 - float(above) / 1e3) < 1e-4
         assert float(error) > 0 and float(spread) > 0 and float(seconds) >= 0
         assert int(steps) >= 1
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert str(picture) in printed
+    check_picture(printed, picture)

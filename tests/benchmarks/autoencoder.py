@@ -41,6 +41,9 @@ TARGETS = {
 }
 
 
+COLOURS = ae.COLOURS | {"KFAC()": ae.COLOURS["K-FAC"], "kfac-jax": "#00798c"}
+
+
 class Entry(NamedTuple):
     competitor: str
     setting: str
@@ -162,9 +165,10 @@ def draw(results: list[dict], path: Path) -> None:
         results, key=lambda r: (r["seconds_to_target"] or float("inf"), r["loss"])
     ):
         chosen.setdefault(r["competitor"], r)
-    names = [f"{name}, {r['setting']}" for name, r in chosen.items()]
-    curves = [ae.Curve(**r["curve"]) for r in chosen.values()]
-    ae.plot(names, curves, TARGET, path)
+    curves = {
+        f"{name}, {r['setting']}": [ae.Curve(**r["curve"])] for name, r in chosen.items()
+    }
+    ae.plot(curves, [COLOURS[name] for name in chosen], TARGET, path)
 
 
 def main() -> None:
