@@ -20,7 +20,7 @@ class _Samples(AbstractFisher):
     num_samples: int = eqx.field(static=True, default=1)
     batch_size: int = eqx.field(static=True, default=1)
     examples: int | None = eqx.field(static=True, default=None)
-    drawing: ClassVar[str]  # What it does, for a message.
+    _drawing: ClassVar[str]  # What it does, for a message.
 
     def __init__(
         self, num_samples: int = 1, *, batch_size: int = 1, examples: int | None = None
@@ -48,7 +48,7 @@ class _Samples(AbstractFisher):
     def cotangents(self, losses, index, key):
         if key is None:
             raise ValueError(
-                f"`kfac.{self.name}` {self.drawing}, so it needs randomness: pass "
+                f"`kfac.{self.name}` {self._drawing}, so it needs randomness: pass "
                 "`key=...`, a fresh one every step. (Or use `fisher=kfac.Exact()` or "
                 "`fisher=kfac.Empirical()`, which need none.)"
             )
@@ -74,7 +74,7 @@ class MonteCarlo(_Samples):
         Approximate Curvature*, ICML 2015, section 5.
     """
 
-    drawing = "samples targets from the model"
+    _drawing = "samples targets from the model"
 
     def sample(self, loss, key):
         return loss.score(jax.lax.stop_gradient(loss.sample(key)))
@@ -94,7 +94,7 @@ class CurvatureProp(_Samples):
         Back-propagating Curvature*, ICML 2012.
     """
 
-    drawing = "draws random signs"
+    _drawing = "draws random signs"
 
     def sample(self, loss, key):
         shape, dtype = loss.root_shape, loss.term_weights.dtype

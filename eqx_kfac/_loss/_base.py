@@ -154,10 +154,16 @@ class AbstractLoss(AbstractObjective):
     with `natural = True`: then the Fisher is the Hessian, whatever the targets. Which
     targets are `valid` (by default, those that are finite) only matters for terms of
     weight zero.
+
+    **Fields:**
+
+    - `natural`: whether `outputs` are natural parameters of an exponential family.
+    - `joint`: whether a term depends on the others, so that a micro-batch has other ones.
+    - `targets`: what was observed, for every term.
+    - `weights`: one for every term, or for every example; `None`: all are 1.
     """
 
     natural: ClassVar[bool] = False
-    # Whether a term depends on the others, so that a micro-batch has other ones.
     joint: ClassVar[bool] = False
     targets: eqx.AbstractVar[PyTree]
     weights: eqx.AbstractVar[Array | None]

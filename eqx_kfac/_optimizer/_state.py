@@ -126,7 +126,7 @@ class Iterates(eqx.Module):
 
 
 def _number(name: str) -> Any:
-    return property(lambda self: getattr(self.numbers, name))
+    return property(lambda self: getattr(self.numbers, name), doc=f"`numbers.{name}`.")
 
 
 class KFACState(NamedTuple):

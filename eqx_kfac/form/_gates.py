@@ -15,7 +15,7 @@ class Part(NamedTuple):
 
     **Fields:**
 
-    - `name`: the leaf.
+    - `name`: of the leaf.
     - `of`: into how many parts it is divided.
     """
 
@@ -25,6 +25,7 @@ class Part(NamedTuple):
     of: int = 1
 
     def rows(self, leaf: Array, axis: int) -> tuple[Any, ...]:
+        """The index of these rows of `leaf`, along `axis` (counted from the end)."""
         number = leaf.shape[axis] // self.of
         window = slice(self.start * number, self.stop * number)
         return (..., window) + (slice(None),) * (-axis - 1)

@@ -211,6 +211,7 @@ class Patches(AbstractInputs):
 
     @property
     def lead(self) -> int:
+        """How many axes are before the channels."""
         return self.x.ndim - 1 - len(self.window.kernel)
 
     def first(
