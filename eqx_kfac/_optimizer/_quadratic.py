@@ -56,10 +56,11 @@ class QuadraticModel(AbstractStepRule):
     \delta, \qquad \delta = \alpha d + \mu \, \delta_\text{prev}, \quad
     d = -\hat F^{-1} \nabla h$$
 
-    with $C$ the exact Gauss-Newton matrix of this batch: one forward-mode derivative of
-    the loss function for each of the two directions. Pass it to [`eqx_kfac.KFAC`][] as
-    `learning_rate`, as `momentum`, or as both; what is a number stays as it is and the
-    other is chosen given it.
+    with $C$ the exact Fisher matrix of this batch, which is the Gauss-Newton matrix where
+    outputs are natural parameters (of all losses but [`eqx_kfac.NormalNLL`][]): one
+    forward-mode derivative of the loss function for each of the two directions. Pass it
+    to [`eqx_kfac.KFAC`][] as `learning_rate`, as `momentum`, or as both; what is a number
+    stays as it is and the other is chosen given it.
 
     !!! Example
 

@@ -94,8 +94,8 @@ class Faults(eqx.Module):
 def shown(value: Any) -> str:
     """A number as such; anything else (of several steps, or while tracing), by type."""
     if eqx.is_array(value) and value.ndim == 0 and not isinstance(value, Tracer):
-        number = value.item()
-        return f"{number:.4g}" if isinstance(number, float) else str(number)
+        number = value.item()  # Zero has no sign.
+        return f"{number + 0.0:.4g}" if isinstance(number, float) else str(number)
     if isinstance(value, Faults):
         return repr(value)
     return eqx.tree_pformat(value, struct_as_array=True)
@@ -137,12 +137,13 @@ class KFACState(NamedTuple):
 
     **Fields:**
 
-    - `step`: how many steps there were.
+    - `step`: how many steps were asked for, rejected ones included.
     - `curvature`: shaped like the model, with every tagged layer replaced by its
         averaged factors. (After `kfac.packed`, symmetric matrices are `Packed`.)
     - `inverse`: the same, with the factorisation of the damped factors.
     - `weight`: the total weight of the moving average; 0 before the first estimate.
-    - `velocity`: the previous update; zero after one that led uphill.
+    - `velocity`: the previous update of the tagged layers; zero after one that was
+        rejected because it led uphill.
     - `extent`: the squared length of `velocity` in the metric of the curvature, if a
         `TrustRegion` bounds it.
     - `layer_damping`: the damping of each layer as last chosen by a `LayerDamping`, if
@@ -150,7 +151,8 @@ class KFACState(NamedTuple):
     - `fallback`: the state of the optax optimizer for parameters that no tag covers.
     - `iterates`: the average of the parameters, if there is one.
     - `numbers`: the hyper-parameters, each as last chosen if a rule or a schedule
-        chooses it; also `state.damping` and so on.
+        chooses it (the damping: that of the next step). Each is a property, too:
+        `state.learning_rate`, `state.damping`.
     - `refactorise`: whether the factorisation is due at once: after a rejection the
         damping is another one.
     - `rejected`: how many steps were not taken.
@@ -196,19 +198,23 @@ class Info(eqx.Module):
 
     **Fields:**
 
-    - `loss`: before the step.
-    - `new_loss`: after it (without weight decay), on the same batch.
-    - `aux`: what the loss function returned beside the loss.
-    - `learning_rate`: without the norm constraint or the trust region.
+    - `loss`: the objective before the step, penalties included.
+    - `new_loss`: the same after it (without weight decay), on the same batch.
+    - `aux`: what the loss function returned beside the loss; stacked over
+        micro-batches.
+    - `learning_rate`: before the norm constraint or the trust region shortens the step.
     - `momentum`: likewise.
     - `damping`: in this step: before the rule, after calibration.
     - `reduction_ratio`: the change of the loss over what the quadratic model predicted;
         minus infinity if the model promised no descent.
-    - `gradient_norm`: the Euclidean norm of the gradient.
+    - `gradient_norm`: the Euclidean norm of the gradient, over all parameters; infinite
+        where squares overflow.
     - `through_rows`: whether the gradient was preconditioned through the rows, where
-        these are fewer.
-    - `update_norm`: the Euclidean norm of the update; 0 if the step was not taken.
+        these are fewer; `None` if they are fewer nowhere.
+    - `update_norm`: the Euclidean norm of the update without weight decay; 0 if the
+        step was not taken.
     - `rejected`: whether the step was not taken: the parameters stay.
+        `info.choose(new, old)` chooses for anything else that a step changed.
     - `faults`: why.
     """
 
