@@ -56,6 +56,14 @@ MUTANTS = [
     M("_curvature/_block_diagonal.py", "            values = _values(op, shift)", "            values = eigenvalues(op)", "spectra"),
     M("_curvature/_block_diagonal.py", "return spectral(op).map(lambda x: (x + shift) * jnp", "return spectral(op).map(lambda x: x * jnp", "spectra"),
     M("_operator/_symmetric.py", "jnp.log(values + jnp.asarray(damping, values.dtype))", "jnp.log(values)", "spectra"),
+    # What is seen of it.
+    M("debug/_summary.py", "megabytes=size / 1e6", "megabytes=size / 1e3", "verify"),
+    M("debug/_summary.py", "largest / smallest, np.inf", "largest, np.inf", "verify"),
+    M("debug/_summary.py", "operator.damped(damping).eigenvalues()", "operator.eigenvalues()", "verify"),
+    M("plot/_history.py", "steps = every * np.arange", "steps = np.arange", "plot"),
+    M("plot/_history.py", '(seen["rejected"] > 0) & (seen[name] > 0)', "seen[name] > 0", "plot"),
+    M("plot/_spectra.py", "axis.axhline(dampings[0][0]", "axis.axhline(0.0", "plot"),
+    M("plot/_spectra.py", "axis.hlines(own, 1", "axis.hlines(dampings[0], 1", "plot"),
     # What is kept of a layer's curvature.
     M("_block/_kronecker.py", "input_factor=second * scale", "input_factor=second", "scaling identities"),
     M("_block/_kronecker.py", "outputs / count.astype", "outputs / rows.astype", "scaling"),

@@ -108,6 +108,14 @@ def test_history(infos):
     assert 2 not in lines(axes["norms"])["update norm"][:, 0]
 
 
+def test_history_marks_only_steps_that_were_not_taken(infos):
+    """What cannot be factorised keeps its last inverse, and the step is taken."""
+    numbers = [info.as_dict() for info in infos]
+    numbers[1]["faults/factorisation"] = numbers[2]["faults/factorisation"] = True
+    shown = lines(plot.history(numbers)[0])
+    assert shown["rejected: factorisation (1)"][:, 0].tolist() == [2]
+
+
 def test_history_of_what_a_scan_stacks(infos):
     """One `info` of all steps, a part of them each, or dictionaries."""
     arrays = [eqx.filter(info, eqx.is_array) for info in infos]
