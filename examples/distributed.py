@@ -108,6 +108,14 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=every)
         self.manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
+    def check_empty(self, folder: Path) -> None:
+        """Orbax would keep what is there, and nothing of a run that begins anew."""
+        if self.manager.latest_step() is not None:
+            raise SystemExit(
+                f"There are checkpoints in {folder}. Go on from them by `--resume`, "
+                "remove them, or choose another folder by `--checkpoints`."
+            )
+
     def save(self, step: int, tree: PyTree) -> None:
         """Returns at once; devices go on while files are written."""
         self.manager.save(step, args=ocp.args.StandardSave(_by_path(tree)))
@@ -162,6 +170,8 @@ def train(options: argparse.Namespace) -> list[float]:
     begin, losses = 0, devices.everywhere(jnp.full(options.steps, jnp.nan))
     if options.resume:
         begin, (model, state, losses) = checkpoints.restore((model, state, losses))
+    else:
+        checkpoints.check_empty(options.checkpoints)
     keys = jax.random.key(options.seed)
     quiet = options.process > 0 or None  # The first process has the bar.
     steps = range(begin + 1, options.steps + 1)
@@ -226,7 +236,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/distributed.png"), help="picture")
     folder = Path("runs/distributed")
     add("--checkpoints", type=Path, default=folder, help="folder of checkpoints")
-    add("--resume", action="store_true", help="go on from the last checkpoint")
+    add("--resume", action="store_true", help="from the last checkpoint, same --steps")
     add("--toy", action="store_true", help="small and quick, unless options say else")
     if parser.parse_known_args(argv)[0].toy:
         parser.set_defaults(steps=12, batch=64, every=3)
