@@ -1,48 +1,70 @@
-"""Whatever is public says what it is: docstrings, and a line for every field."""
+"""Whatever is public says what it is: docstrings, every field, every argument."""
 
 import inspect
-import re
 
 import equinox as eqx
 import pytest
 
 import eqx_kfac
-from eqx_kfac import form, plot
+from eqx_kfac import debug, form, nn, plot
 
 
 def ours(value):
     return getattr(value, "__module__", "").startswith("eqx_kfac")
 
 
-PUBLIC = {
+found = {
     value
-    for module in (eqx_kfac, form, plot)
+    for module in (eqx_kfac, nn, form, debug, plot)
     for name, value in vars(module).items()
     if not name.startswith("_") and callable(value) and ours(value)
 }
-CLASSES = sorted(filter(inspect.isclass, PUBLIC), key=lambda cls: cls.__qualname__)
+PUBLIC = sorted(found, key=lambda value: (value.__module__, value.__qualname__))
+CLASSES = list(filter(inspect.isclass, PUBLIC))
 
 
-def own(cls, name):
-    """What a class says itself, of itself or of its constructor."""
-    return getattr(cls.__dict__.get(name), "__doc__", None) or ""
+def said(*classes):
+    """What classes say themselves, of themselves and of their constructors."""
+    own = [doc for cls in classes for doc in (cls, vars(cls).get("__init__"))]
+    return "".join(getattr(value, "__doc__", None) or "" for value in own)
+
+
+def unnamed(names, text):
+    """What is not named in backticks."""
+    return {n for n in names if not n.startswith("_") and f"`{n}`" not in text}
 
 
 def fields(ancestry):
-    names = {name for base in ancestry for name in inspect.get_annotations(base)}
-    return {name for name in names if not name.startswith("_")}
+    return {name for base in ancestry for name in inspect.get_annotations(base)}
 
 
 def undocumented(cls, ours=ours):
-    """The fields that no class in its ancestry names in backticks."""
+    """The fields that neither a class that declares them names, nor the constructor."""
     ancestry = list(filter(ours, cls.__mro__))
-    text = "".join((base.__doc__ or "") + own(base, "__init__") for base in ancestry)
-    return {name for name in fields(ancestry) if not re.search(rf"`{name}\b", text)}
+
+    def text(name):
+        declaring = [base for base in ancestry if name in fields([base])]
+        return said(*declaring) + (cls.__init__.__doc__ or "")
+
+    return {name for name in fields(ancestry) if unnamed([name], text(name))}
+
+
+def unexplained(value, ours=ours):
+    """The parameters of a function or of a constructor that its docstring, or that of
+    a class in its ancestry, does not name."""
+    ancestry = filter(ours, inspect.getmro(value)) if inspect.isclass(value) else ()
+    text = said(value, *ancestry)
+    return unnamed(inspect.signature(value).parameters, text)
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__qualname__)
 def test_every_field_is_documented(cls):
     assert undocumented(cls) == set()
+
+
+@pytest.mark.parametrize("value", PUBLIC, ids=lambda value: value.__qualname__)
+def test_every_argument_is_documented(value):
+    assert unexplained(value) == set()
 
 
 def test_what_is_not_documented_is_found():
@@ -52,28 +74,36 @@ def test_what_is_not_documented_is_found():
         first: int
 
     class Derived(Base):
-        """Says nothing of the other two, firsts and seconds."""
+        """Says nothing of the other two, firsts and `seconds`."""
 
         second: int
         third: int
 
-        def __init__(self, third):
+        def __init__(self, third, fourth):
             """**Arguments:** `third`."""
 
-    here = lambda cls: cls in (Base, Derived)
-    assert undocumented(Base, here) == set()
-    assert undocumented(Derived, here) == {"second"}
-    assert undocumented(Derived, lambda cls: cls is Derived) == {"second"}
+        def __call__(self):
+            pass
+
+    class Again(Derived):
+        """Has the `second` of another class."""
+
+    here = lambda cls: cls in (Base, Derived, Again)
+    assert undocumented(Base, here) == unexplained(Base, here) == set()
+    assert undocumented(Derived, here) == undocumented(Again, here) == {"second"}
+    assert unexplained(Derived, here) == unexplained(Again, here) == {"fourth"}
+    assert unexplained(Derived.__init__) == {"self", "fourth"}
+    assert list(members(Derived)) == ["__call__"]
+    assert not is_documented(Derived, "__call__")
 
 
 def members(cls):
     """The methods and properties of a class's own."""
     for name, value in vars(cls).items():
         function = getattr(value, "__func__", value)
-        if not name.startswith("_") and isinstance(function, property):
-            yield name, function.fget
-        elif not name.startswith("_") and inspect.isfunction(function):
-            yield name, function
+        is_public = not name.startswith("_") or name == "__call__"
+        if is_public and (isinstance(value, property) or inspect.isfunction(function)):
+            yield name
 
 
 def is_documented(cls, name):
@@ -84,9 +114,10 @@ def is_documented(cls, name):
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__qualname__)
 def test_every_method_is_documented(cls):
-    assert [name for name, _ in members(cls) if not is_documented(cls, name)] == []
+    assert [name for name in members(cls) if not is_documented(cls, name)] == []
 
 
-@pytest.mark.parametrize("value", sorted(PUBLIC, key=repr), ids=lambda v: v.__qualname__)
+@pytest.mark.parametrize("value", PUBLIC, ids=lambda value: value.__qualname__)
 def test_everything_is_documented(value):
-    assert (value.__doc__ or "").strip()
+    written = (value.__doc__ or "").strip()
+    assert written and not written.startswith(f"{value.__name__}(")  # As if by itself.

@@ -63,8 +63,8 @@ class AbstractFactors(eqx.Module):
 
     **Fields:**
 
-    - `l2`: what an [`eqx_kfac.L2`][] term adds to the diagonal, one number for each
-        stacked layer.
+    - `l2`: `[*stack]`: what an [`eqx_kfac.L2`][] term adds to the diagonal, one number
+        for each stacked layer.
     """
 
     l2: eqx.AbstractVar[Float[Array, "*stack"]]

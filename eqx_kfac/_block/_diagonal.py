@@ -17,7 +17,7 @@ class DiagonalFactors(AbstractFactors):
 
     **Fields:**
 
-    - `diagonal`: the diagonal of the block, shaped like the canonical matrix.
+    - `diagonal`: `[*stack, d_out, d_in(+1)]`: the curvature in each entry of the matrix.
     """
 
     diagonal: Float[Array, "*stack d_out d_in"]

@@ -26,10 +26,11 @@ class EKFACFactors(AbstractFactors):
     **Fields:**
 
     - `input_factor`: $A$, or its diagonal, as in [`eqx_kfac.KroneckerFactors`][].
-    - `output_factor`: $G$.
-    - `input_vectors`: $Q_A$, an eigenvector in each column; `None` if $A$ is diagonal.
-    - `output_vectors`: $Q_G$, an eigenvector in each column.
-    - `eigenvalues`: $S$, the corrected eigenvalues: one for each pair of columns.
+    - `output_factor`: $G$, `[*stack, d_out, d_out]`.
+    - `input_vectors`: $Q_A$, `[*stack, d_in(+1), d_in(+1)]`, an eigenvector in each
+        column; zeros before the first refresh; `None` if $A$ is diagonal.
+    - `output_vectors`: $Q_G$, `[*stack, d_out, d_out]`, likewise.
+    - `eigenvalues`: $S$, `[*stack, d_out, d_in(+1)]`: one for each pair of columns.
     """
 
     input_factor: Float[Array, "..."]

@@ -17,7 +17,7 @@ class FullFactors(AbstractFactors):
 
     **Fields:**
 
-    - `matrix`: the whole block, on canonical matrices flattened row by row.
+    - `matrix`: `[*stack, P, P]`, with $P$ the entries of one canonical matrix.
     """
 
     matrix: Float[Array, "*stack size size"]

@@ -18,7 +18,7 @@ class IdentityFactors(AbstractFactors):
 
     **Fields:**
 
-    - `scale`: the multiple of the identity.
+    - `scale`: `[*stack]`: the multiple of the identity.
     - `shape`: of the canonical matrix, `(d_out, d_in(+1))`.
     """
 

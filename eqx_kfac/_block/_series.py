@@ -28,11 +28,13 @@ class SeriesFactors(AbstractFactors):
 
     **Fields:**
 
-    - `input_factor`: $A_0$, the second moment of the inputs.
-    - `input_cross`: $A_1$, their moment from one step to the next.
-    - `output_factor`: $G_0$, the second moment of the gradients at the outputs.
-    - `output_cross`: $G_1$, their moment from one step to the next.
-    - `length`: the mean number of time steps.
+    - `input_factor`: $A_0$, the second moment of the inputs, `[*stack, d_in(+1),
+        d_in(+1)]`.
+    - `input_cross`: $A_1$, their moment from one step to the next, of the same shape.
+    - `output_factor`: $G_0$, the second moment of the gradients at the outputs, `[*stack,
+        d_out, d_out]`.
+    - `output_cross`: $G_1$, their moment from one step to the next, of the same shape.
+    - `length`: `[*stack]`: the mean number of time steps of a sequence.
     """
 
     input_factor: Float[Array, "*stack d_in d_in"]
@@ -78,7 +80,7 @@ class Series(AbstractBlock):
     def __init__(self, kind: str = "symmetric"):
         """**Arguments:**
 
-        - `kind`: which of the two.
+        - `kind`: `"symmetric"` or `"stationary"`, as above.
 
         **Raises:** `ValueError` for another one.
         """

@@ -27,11 +27,11 @@ class Total(eqx.Module):
     **Fields:**
 
     - `inputs`: statistics of the layers' inputs, shaped like the model.
-    - `outputs`: statistics of the gradients at their outputs: of each loss, then of the
-        sum of each pair of them.
-    - `counts`: how many terms each loss has had.
-    - `l2`: the coefficients of L2 terms, added up over batches.
-    - `batches`: how many batches there were.
+    - `outputs`: statistics of the gradients at their outputs, each shaped like the model:
+        of each loss, then of the sum of each pair of them.
+    - `counts`: the terms that each loss has had, added up with their weights: scalars.
+    - `l2`: the coefficients of L2 terms, added up over batches, shaped like the model.
+    - `batches`: how many batches there were, a scalar.
     """
 
     inputs: Model

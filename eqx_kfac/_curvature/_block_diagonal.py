@@ -53,7 +53,8 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
 
     **Fields:**
 
-    - `blocks`: one operator for each tagged layer, with its multiple of the identity.
+    - `blocks`: shaped like the model, with an operator, and the multiple of the identity
+        that is added to it, in the place of every tagged layer.
     - `structure`: the shapes and types of its vectors.
 
     !!! Example

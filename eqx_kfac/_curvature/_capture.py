@@ -31,13 +31,13 @@ class Captured(eqx.Module):
 
     - `inputs`: the layer's inputs, `[*stack, *examples, ...]`; `None` if it has none.
     - `output_gradients`: the gradients at its outputs, of the sum of all loss terms:
-        `[*stack, *examples, ...]`.
-    - `stack`: the number of axes of stacked layers.
-    - `examples`: the number of example axes.
+        `[*stack, *examples, ...]`, or `[cotangents, *stack, *examples, ...]`.
+    - `stack`: the number of axes of stacked layers; 0 for one.
+    - `examples`: the number of example axes; 0 for a layer that is not mapped.
     - `form`: how the layer is linear in its parameters.
-    - `has_weight`: whether the weight is trained.
-    - `has_bias`: whether the bias is trained.
-    - `several`: whether the gradients have an axis of cotangents before all others.
+    - `has_weight`: whether there is a weight, and it is trained.
+    - `has_bias`: whether there is a bias, and it is trained.
+    - `several`: whether the gradients have the axis of cotangents: with a `fisher`.
     """
 
     inputs: Shaped[Array, "..."] | None

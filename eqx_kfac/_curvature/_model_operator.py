@@ -30,8 +30,8 @@ class AbstractModelOperator(AbstractSymmetricOperator):
 
     **Fields:**
 
-    - `args`: what the loss function was called with beside the model.
-    - `kwargs`: the same, by name.
+    - `args`: what the loss function is called with behind the model: the batch.
+    - `kwargs`: what it is called with by name.
     """
 
     loss_fn: Callable

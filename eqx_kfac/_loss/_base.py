@@ -159,8 +159,9 @@ class AbstractLoss(AbstractObjective):
 
     - `natural`: whether `outputs` are natural parameters of an exponential family.
     - `joint`: whether a term depends on the others, so that a micro-batch has other ones.
-    - `targets`: what was observed, for every term.
-    - `weights`: one for every term, or for every example; `None`: all are 1.
+    - `targets`: what was observed, for every term: arrays `[*leading, ...]`; `None` if
+        only curvature is wanted.
+    - `weights`: one for every term, `[*leading]` or its first axes; `None`: all are 1.
     """
 
     natural: ClassVar[bool] = False

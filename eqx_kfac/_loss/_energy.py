@@ -30,6 +30,13 @@ class Energy(AbstractLoss):
     All walkers enter into $\bar E$; those of a micro-batch have another mean, so there
     are none.
 
+    **Fields:**
+
+    - `log_psi`: $\log \psi$, `[walkers, k]`: the real part, and the imaginary one ($k =
+        2$) if it is complex.
+    - `targets`: the real parts of the local energies, `[walkers]`; and how far each part
+        of them is from its mean, after clipping, `[walkers, k]`.
+
     ??? cite "Reference"
 
         D. Pfau, J. Spencer, A. Matthews, W. Foulkes, *Ab initio solution of the

@@ -79,9 +79,11 @@ class Split(eqx.Module):
 
     **Fields:**
 
-    - `rectangle`: the rows, padded with zeros, split over devices.
-    - `rows`: how many of them there are without the padding.
-    - `mesh`: the devices.
+    - `rectangle`: that of `Packed`, with rows of zeros below: `[*stack, padded,
+        columns]`.
+    - `rows`: how many rows there are without the padding.
+    - `over`: the names of the axes of the mesh that the rows are split over.
+    - `mesh`: the shape of the mesh of devices, and the names of its axes.
     """
 
     rectangle: Shaped[Array, "*stack padded columns"]
@@ -131,6 +133,10 @@ def vanishes(factor: Any) -> Bool[Array, ""]:
 def unpacked(tree: PyTree) -> PyTree:
     """Any tree, such as the state of an optimizer, or part of one, with whole matrices in
     the place of packed ones.
+
+    **Arguments:**
+
+    - `tree`: has [`eqx_kfac.Packed`][] or [`eqx_kfac.Split`][] nodes, or none.
 
     **Returns:** a tree that is otherwise the same; see [`eqx_kfac.packed`][] for the
     inverse.

@@ -20,11 +20,11 @@ class SeriesOperator(AbstractSymmetricOperator):
 
     **Fields:**
 
-    - `output_factor`: $G_0$.
-    - `output_cross`: $G_1$.
-    - `input_factor`: $A_0$.
-    - `input_cross`: $A_1$.
-    - `length`: $T$, the number of time steps.
+    - `output_factor`: $G_0$, symmetric positive semidefinite, `[d_out, d_out]`.
+    - `output_cross`: $G_1$, any matrix, `[d_out, d_out]`.
+    - `input_factor`: $A_0$, as $G_0$, `[d_in, d_in]`.
+    - `input_cross`: $A_1$, as $G_1$, `[d_in, d_in]`.
+    - `length`: $T$, the number of time steps: a scalar, which need not be whole.
     - `kind`: `"symmetric"` or `"stationary"`; see [`eqx_kfac.Series`][].
 
     ??? cite "Reference"

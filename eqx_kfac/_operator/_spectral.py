@@ -69,7 +69,7 @@ class SpectralOperator(AbstractSymmetricOperator):
     **Fields:**
 
     - `basis`: $Q$: a Kronecker product of two orthogonal matrices, or a dense one.
-    - `values`: $\lambda$, one eigenvalue for each entry of a matrix.
+    - `values`: $\lambda$, `[d_out, d_in]`: one eigenvalue for each column of $Q$.
     """
 
     basis: Any

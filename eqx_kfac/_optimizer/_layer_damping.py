@@ -54,8 +54,8 @@ class LayerDamping(AbstractLayerDamping):
     noise, so that noise moves a layer by at most $\alpha / (\kappa \sqrt N)$ of its norm.
     Where a signal has faded in the depth of a network, or because its data are of a small
     scale, a fixed damping would hold the layer. A layer without any curvature so far, or
-    whose parameters are zero, has $\lambda$. Pass it to [`eqx_kfac.KFAC`][] as
-    `damping`.
+    whose parameters are zero, has $\lambda$; none has less than $10^{-4} \lambda$. Pass
+    it to [`eqx_kfac.KFAC`][] as `damping`.
 
     In the third term, $\hat F_l$ and $\theta_l$ are those of the weights alone, if a
     layer has any: what is known of a bias does not tell how large the data are. Of an
@@ -85,9 +85,9 @@ class LayerDamping(AbstractLayerDamping):
         r"""**Arguments:**
 
         - `most`: $\lambda > 0$, in units of the loss per squared parameter.
-        - `share`: $r > 0$.
-        - `change`: $\kappa > 0$.
-        - `power`: $p \ge 0$. 0 leaves the loss out.
+        - `share`: $r > 0$, of the typical curvature of the network.
+        - `change`: $\kappa > 0$: the larger, the less a layer may move.
+        - `power`: $p \ge 0$, of the loss. 0 leaves the loss out.
 
         **Raises:** `ValueError` for a number out of its range.
         """

@@ -17,11 +17,12 @@ class Numbers(NamedTuple):
 
     **Fields:**
 
-    - `learning_rate`: by which the direction is multiplied.
-    - `momentum`: by which the previous update is.
-    - `damping`: $\lambda$, which is added to the curvature.
-    - `norm_constraint`: the most that the squared length of an update is, in the metric
-        of the curvature.
+    - `learning_rate`: $\alpha$, by which the preconditioned gradient is multiplied.
+    - `momentum`: $\mu$, by which the previous update is multiplied.
+    - `damping`: $\lambda$, which is added to the curvature, in units of the loss per
+        squared parameter.
+    - `norm_constraint`: the most that the squared length of $\alpha$ times the
+        preconditioned gradient may be, in the metric of the curvature: in nats.
     - `ema`: the decay of the averages of the curvature.
     - `weight_decay`: the rate of decoupled weight decay.
     - `averaging`: the decay of the average of the parameters.
@@ -48,8 +49,12 @@ RANGES = Numbers(
 
 
 class AbstractRule(eqx.Module):
-    """What chooses a number anew, at every step or whenever it is due. `initial` is what
-    the state holds at first."""
+    """What chooses a number anew, at every step or whenever it is due.
+
+    **Fields:**
+
+    - `initial`: the number that the state holds at first.
+    """
 
     initial: eqx.AbstractVar[Any]
 

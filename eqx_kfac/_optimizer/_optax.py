@@ -41,9 +41,13 @@ def scale_by_kfac(
     argument; `curvature=None` keeps the average as it is. Before there is any, and while
     a number is out of its range, the updates of tagged layers are zero.
 
-    **Arguments:** as [`eqx_kfac.KFAC`][], but `fallback` transforms the gradients of the
-    parameters that no tag covers (`optax.scale_by_adam()`, say), and what follows in the
-    chain applies to its result too.
+    **Arguments:**
+
+    - `damping`, `solver`, `inverse_period`, `ema`: as for [`eqx_kfac.KFAC`][], but no
+        rule chooses the damping.
+    - `fallback`: transforms the gradients of the parameters that no tag covers
+        (`optax.scale_by_adam()`, say); what follows in the chain applies to its result
+        too.
 
     **Raises:** `ValueError` from `init`, as [`eqx_kfac.KFAC`][] does; `TypeError` from
     `update` if `curvature` is left out, or lost by a wrapper (`optax.lookahead`, say).
@@ -149,6 +153,12 @@ def kfac(
     steps are rejected) and `value` as extra arguments. The choices that concern
     estimating the curvature (`fisher`, `curvature_period`, `burn_in`) are the caller's,
     who estimates it.
+
+    **Arguments:**
+
+    - `learning_rate`, `momentum`, `damping`, `solver`, `norm_constraint`,
+        `inverse_period`, `ema`, `fallback`: as for [`eqx_kfac.KFAC`][], but no rules that
+        need the loss function.
 
     **Raises:** as [`eqx_kfac.scale_by_kfac`][].
 

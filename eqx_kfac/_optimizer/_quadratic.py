@@ -106,14 +106,15 @@ class Quadratic(eqx.Module):
 
     **Fields:**
 
-    - `matrix`: $M$.
-    - `vector`: $b$.
+    - `matrix`: $M$, `[n, n]` for $n$ directions, symmetric.
+    - `vector`: $b$, `[n]`.
     """
 
     matrix: Float[Array, "n n"]
     vector: Float[Array, " n"]
 
     def __call__(self, coefficients: Float[Array, " n"]) -> Float[Array, ""]:
+        """$q(c)$, of `coefficients` $c$."""
         product = jnp.sum(self.matrix * coefficients[None, :], axis=-1)
         return jnp.sum((product / 2 + self.vector) * coefficients)
 

@@ -59,7 +59,7 @@ class InTurn(eqx.Module):
     def __init__(self, period: int = 50):
         """**Arguments:**
 
-        - `period`: at least 1.
+        - `period`: in how many steps every layer has its turn once, at least 1.
 
         **Raises:** `ValueError` for a number out of its range.
         """

@@ -38,8 +38,9 @@ class Faults(eqx.Module):
 
     **Fields:**
 
-    - `each`: all of them in one array, the last axis in the order below. (At the border
-        of `jit`, every array takes its time.)
+    - `each`: all of them in one array, `[..., 8]`, in the order of `as_dict`: booleans
+        in `Info`, integers in the state. (At the border of `jit`, every array takes its
+        time.)
     """
 
     each: Shaped[Array, "... 8"]
@@ -107,8 +108,9 @@ class Iterates(eqx.Module):
 
     **Fields:**
 
-    - `mean`: the averaged parameters, by path.
-    - `weight`: the total weight of the average; 0 before the first step.
+    - `mean`: the averaged parameters, by path: an array for each inexact one of the
+        model, in at least float32.
+    - `weight`: $w$, the total weight of the average, a scalar; 0 before the first step.
     """
 
     mean: dict[str, Array]
@@ -203,7 +205,7 @@ class Info(eqx.Module):
     - `aux`: what the loss function returned beside the loss; stacked over
         micro-batches.
     - `learning_rate`: before the norm constraint or the trust region shortens the step.
-    - `momentum`: likewise.
+    - `momentum`: before the trust region shortens the step.
     - `damping`: in this step: before the rule, after calibration.
     - `reduction_ratio`: the change of the loss over what the quadratic model predicted;
         minus infinity if the model promised no descent.

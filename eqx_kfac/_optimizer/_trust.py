@@ -81,9 +81,9 @@ class TrustRegion(AbstractTrustRegion):
         """**Arguments:**
 
         - `size`: $c > 0$, in nats.
-        - `share`: $r > 0$; `jnp.inf` leaves the loss out.
+        - `share`: $r > 0$, a part of the loss; `jnp.inf` leaves the loss out.
         - `terms`: $m$: from how many terms of the loss on their number does not matter.
-        - `velocity`: $k > 0$; `jnp.inf` leaves the velocity alone.
+        - `velocity`: $k > 0$, for the whole step; `jnp.inf` leaves the velocity alone.
 
         **Raises:** `ValueError` for a number out of its range.
         """
@@ -133,5 +133,6 @@ class Window(eqx.Module):
         self.share = check_number("share", share, "positive", schedule=False)
 
     def __call__(self, step: Int[Array, ""]) -> Float[Array, ""]:
+        r"""$\xi_t$, given `step` $t$."""
         length = self.share * step.astype(float)
         return length / (1 + length)

@@ -25,10 +25,10 @@ class Influence(eqx.Module):
 
     **Fields:**
 
-    - `loss_fn`: the loss, called as `loss_fn(model, *example)`.
-    - `curvature`: as [`eqx_kfac.curvature`][] returns it.
-    - `damping`: $\lambda$.
-    - `solver`: which solves with the damped curvature.
+    - `loss_fn`: called as `loss_fn(model, *examples)`, for test and training examples.
+    - `curvature`: $C$, as [`eqx_kfac.curvature`][] returns it.
+    - `damping`: $\lambda$, a number or one for every layer.
+    - `solver`: how $(C + \lambda I)^{-1}$ is approximated.
     """
 
     loss_fn: Callable

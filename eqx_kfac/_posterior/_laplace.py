@@ -40,6 +40,11 @@ class Laplace(eqx.Module):
     An [`eqx_kfac.L2`][] term of the loss is a prior, and is taken out of $C$: without it
     nothing is counted twice. Which prior it was says `prior_precision=None`.
 
+    **Fields:**
+
+    - `curvature`: $C$, with the eigendecomposition of every layer. (The others are the
+        arguments of the constructor, numbers as arrays.)
+
     !!! Example
 
         ```python

@@ -21,11 +21,11 @@ class Lanczos(eqx.Module):
 
     **Fields:**
 
-    - `values`: Ritz values, ascending.
-    - `residuals`: $\lVert C v - \lambda v \rVert$ of each: an eigenvalue of the
-        operator is no further away.
-    - `weights`: by how much each counts in the vector that it began with, squared:
-        their sum is 1.
+    - `values`: Ritz values, `[steps]`, ascending.
+    - `residuals`: $\lVert C v - \lambda v \rVert$ of each, `[steps]`: an eigenvalue of
+        the operator is no further away.
+    - `weights`: `[steps]`: by how much each counts in the vector that it began with,
+        squared: their sum is 1.
     """
 
     values: Float[Array, " steps"]
@@ -137,9 +137,9 @@ class SpectralDensity(eqx.Module):
 
     **Fields:**
 
-    - `nodes`: Ritz values of every random vector.
-    - `weights`: of each node; those of one vector add up to 1.
-    - `size`: the number of rows of the operator.
+    - `nodes`: Ritz values of every random vector, `[samples, steps]`.
+    - `weights`: of each node, `[samples, steps]`; those of one vector add up to 1.
+    - `size`: how many eigenvalues the operator has.
     """
 
     nodes: Float[Array, "samples steps"]

@@ -30,8 +30,13 @@ def dense_blocks(
     key: Key | None,
     layer: str,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The approximate block of the layer at a path and the exact one, `[stacked, size,
-    size]`."""
+    """The approximate block of a layer and the exact one, `[stacked, size, size]`.
+
+    **Arguments:**
+
+    - `loss_fn`, `model`, `args`, `kwargs`, `fisher`, `key`: as for [`eqx_kfac.verify`][].
+    - `layer`: the path of the layer.
+    """
     check_whole(fisher, "A picture of a block")
     places = flatten_tags(lambda tag, layer: (tag, layer), model)[0]
     if layer not in dict(places):

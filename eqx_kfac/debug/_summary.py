@@ -19,23 +19,25 @@ from ._table import block_shown, html_table, sizes_shown, table
 
 @dataclasses.dataclass(frozen=True)
 class LayerSummary:
-    """One tagged layer. `trace` and `condition` are `None` without a curvature.
+    """One tagged layer, or a stack of them: numbers are of the whole stack, but for
+    `d_out` and `d_in`. `trace` and `condition` are `None` without a curvature.
 
     **Fields:**
 
     - `path`: where the layer is in the model.
-    - `layer`: its class.
-    - `form`: how it is linear in its parameters.
+    - `layer`: the name of its class.
+    - `form`: how it is linear in its parameters: the name of a class, too.
     - `block`: how its curvature is approximated.
-    - `stack`: the shape of the stack of layers, `()` for one.
+    - `stack`: the shape of the stack of layers, `()` for one; the groups of a
+        convolution are layers, too.
     - `d_out`: rows of the canonical matrix.
     - `d_in`: its columns, without that of the bias.
-    - `bias`: whether there is a bias.
-    - `parameters`: how many there are.
+    - `bias`: whether there is a bias that is trained.
+    - `parameters`: how many are trained.
     - `factors`: how many numbers the factors hold.
-    - `inverse`: how many their factorisation holds.
+    - `inverse`: how many numbers their factorisation holds.
     - `megabytes`: what both take, in 10⁶ bytes.
-    - `trace`: of the block; the sum over stacked layers.
+    - `trace`: of the block, L2 term included, in units of the loss per squared parameter.
     - `condition`: the largest eigenvalue over the smallest, both with the damping; the
         worst of stacked layers.
     """
@@ -58,12 +60,12 @@ class LayerSummary:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Summary:
-    """The result of [`eqx_kfac.summary`][], which prints as a table. `untagged` are the
-    shapes of the parameters that no tag covers, by path.
+    """The result of [`eqx_kfac.summary`][], which prints as a table.
 
     **Fields:**
 
-    - `layers`: one line for each tagged layer.
+    - `layers`: one line for each tagged layer, in the order of the model.
+    - `untagged`: the shapes of the parameters that no tag covers, by path.
     """
 
     layers: tuple[LayerSummary, ...]

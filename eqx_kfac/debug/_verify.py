@@ -29,28 +29,29 @@ from ._table import block_shown, html_table, sizes_shown, table
 
 @dataclasses.dataclass(frozen=True)
 class LayerCheck:
-    r"""The approximate block $\hat F$ of one layer beside its exact one, $F$. Of stacked
-    layers, one number for each.
+    r"""The approximate block $\hat F$ of one layer beside its exact one, $F$. Arrays have
+    one number for each stacked layer, `[*stack]`.
 
     **Fields:**
 
     - `path`: where the layer is in the model.
-    - `form`: how it is linear in its parameters.
+    - `form`: how it is linear in its parameters: the name of a class.
     - `block`: how its curvature is approximated.
     - `stack`: the shape of the stack of layers, `()` for one.
-    - `shape`: of the canonical matrix, in words.
+    - `shape`: that of the canonical matrix, as it is printed.
     - `unseen`: $\lVert \nabla - \sum g \bar x^\top \rVert / \lVert \nabla \rVert$ of a
         gradient of the losses: the share of it that did not pass through the tag.
-    - `shared`: whether an example has several rows.
+    - `shared`: whether it has more rows than there are loss terms: by positions, or by
+        several uses.
     - `error`: $\lVert \hat F - F \rVert / \lVert F \rVert$ (Frobenius); this and the
         next three are NaN for a layer that is too large.
     - `cosine`: $\langle \hat F, F \rangle / (\lVert \hat F \rVert \lVert F \rVert)$.
     - `ratio`: $\operatorname{tr} \hat F / \operatorname{tr} F$: 1 if the scale is
         right.
-    - `diagonal_error`: as `error`, of the diagonals.
-    - `tolerance`: up to which an error is rounding.
-    - `scalar`: whether one of its factors is a number.
-    - `too_large`: whether it has more than `limit` parameters.
+    - `diagonal_error`: as `error`, of the diagonals alone.
+    - `tolerance`: up to which an error is rounding: $10 \sqrt\varepsilon$ of its type.
+    - `scalar`: whether its canonical matrix has one row, or one column.
+    - `too_large`: whether one layer of the stack has more than `limit` parameters.
     - `consistent`: whether `from_matrix` of its form is the inverse of `to_matrix`.
     """
 
@@ -108,7 +109,7 @@ class Verification:
 
     **Fields:**
 
-    - `layers`: one check for each tagged layer.
+    - `layers`: one check for each tagged layer, in the order of the model.
     """
 
     layers: tuple[LayerCheck, ...]
@@ -119,7 +120,7 @@ class Verification:
 
     @property
     def exact(self) -> bool:
-        """Whether every block is."""
+        """Whether every block is exact."""
         return all(check.exact for check in self.layers)
 
     def __repr__(self) -> str:

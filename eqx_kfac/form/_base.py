@@ -15,14 +15,15 @@ _SharedNode = type(eqx.nn.Shared((0, 0), lambda p: p[1], lambda p: p[0]).pytree[
 
 
 class Sizes(NamedTuple):
-    """Of a layer's canonical matrix, without what is missing or frozen.
+    """The sizes of a layer's canonical matrix, without what is missing or frozen.
 
     **Fields:**
 
-    - `stack`: of the maps side by side, each with a matrix of its own.
-    - `d_out`: rows of each.
-    - `d_in`: columns, without that of the bias.
-    - `bias`: whether there is one.
+    - `stack`: the shape of the stack of maps, each with a matrix of its own: stacked
+        layers, then groups.
+    - `d_out`: the number of rows of each matrix.
+    - `d_in`: the number of its columns, without that of the bias.
+    - `bias`: whether there is a column for the bias.
     - `diagonal`: whether second moments of the inputs are diagonal.
     """
 
@@ -34,23 +35,27 @@ class Sizes(NamedTuple):
 
 
 def has_bias(form: "AbstractForm", layer: Layer) -> bool:
-    """Whether the last column of a layer's canonical matrix is a bias beside weights."""
+    """Whether the last column of the canonical matrix of `layer`, which has this `form`,
+    is a bias beside weights."""
     sizes = form.sizes(layer)
     return sizes.bias and sizes.d_in > 0
 
 
 class Rows(NamedTuple):
-    """All that has passed through a layer: inputs `x`, gradients `g` at the outputs, and
-    example weights or `None`. The first `stack` axes of each index separate layers; the
-    next ones are example axes, outermost (the batch) first; then come positions.
+    """All that has passed through a layer. The first `stack` axes of each index separate
+    layers; the next ones are example axes, outermost (the batch) first; then come
+    positions.
 
     **Fields:**
 
-    - `weights`: of examples; `None`: all are 1.
+    - `x`: the inputs, one for every row, without the 1 of the bias.
+    - `g`: the gradients at the outputs, `[*rows, d_out]`.
+    - `weights`: of examples, with the first axes of the rows; `None`: all are 1.
+    - `stack`: how many axes separate layers, or groups of one.
     - `swapped`: whether it is a use of the transposed weight.
     - `derivative`: whether they are derivatives of the layer in its inputs: without the
         bias.
-    - `basis`: what the block wants the statistics in.
+    - `basis`: what `basis` of the block returns; `None` if it has none.
     """
 
     x: AbstractInputs

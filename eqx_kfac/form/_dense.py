@@ -63,8 +63,8 @@ class Dense(AbstractForm):
 
 
 def join(weight: Any, bias: Any) -> Inexact[Array, "*stack d_out d_in"]:
-    """The canonical matrix, of `[*stack, d_out, d_in]` and `[*stack, d_out, 1]`. Either
-    may be `None`."""
+    """The canonical matrix, of a `weight` `[*stack, d_out, d_in]` and a `bias` `[*stack,
+    d_out, 1]`. Either may be `None`."""
     columns = [a for a in (weight, bias) if a is not None]
     return columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=-1)
 

@@ -11,12 +11,13 @@ from ._inputs import Vectors
 
 
 class Part(NamedTuple):
-    """Some rows of a leaf, in fractions of all: from `start / of` to `stop / of`.
+    """Some rows of a leaf, which is divided into parts of equal size.
 
     **Fields:**
 
-    - `name`: of the leaf.
-    - `of`: into how many parts it is divided.
+    - `name`: the name of the leaf.
+    - `start`, `stop`: which parts, as in a slice.
+    - `of`: how many parts there are.
     """
 
     name: str
@@ -38,8 +39,8 @@ class Gates(AbstractForm):
 
     **Fields:**
 
-    - `weights`: where the weight of each input is.
-    - `bias`: where the bias is.
+    - `weights`: the rows of a leaf that are the weight of each input.
+    - `bias`: the rows of a leaf that are the bias.
     """
 
     linear = True

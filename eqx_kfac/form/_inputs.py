@@ -61,7 +61,7 @@ class Vectors(AbstractInputs):
 
     **Fields:**
 
-    - `x`: the rows.
+    - `x`: the rows, `[*rows, d_in]`.
     """
 
     x: Inexact[Array, "*rows d_in"]
@@ -110,12 +110,12 @@ class Nothing(AbstractInputs):
 
 
 class OneHot(AbstractInputs):
-    """Unit vectors, given by where they are 1.
+    r"""Unit vectors, given by where they are 1.
 
     **Fields:**
 
-    - `index`: where the 1 is.
-    - `size`: the length of the vectors.
+    - `index`: where the 1 is, `[*rows]`, integers.
+    - `size`: $d_\text{in}$, the length of the vectors.
     """
 
     index: Int[Array, "*rows"]
@@ -149,9 +149,9 @@ class Window(eqx.Module):
 
     **Fields:**
 
-    - `kernel`: its size along every axis.
-    - `stride`: between two places of the kernel.
-    - `dilation`: between two entries of the kernel.
+    - `kernel`: its number of entries along every spatial axis.
+    - `stride`: how far neighbouring places of the kernel are apart, along every axis.
+    - `dilation`: how far its neighbouring entries are apart, along every axis.
     """
 
     kernel: tuple[int, ...] = eqx.field(static=True)
@@ -198,11 +198,12 @@ class Window(eqx.Module):
 
 
 class Patches(AbstractInputs):
-    """What a convolution multiplies its kernel with: `x: [*lead, channels, *spatial]`,
-    padded already. Written out, a row holds `channels * prod(kernel)` numbers.
+    """What a convolution multiplies its kernel with. Written out, a row holds `channels *
+    prod(kernel)` numbers.
 
     **Fields:**
 
+    - `x`: the input of the convolution, `[*lead, channels, *spatial]`, padded already.
     - `window`: which positions the kernel looks at.
     """
 

@@ -26,9 +26,12 @@ class Parameters(AbstractForm):
     ranks: tuple[int, ...] = eqx.field(static=True)
 
     def __init__(self, **ranks: int):
-        """**Arguments:** the names of the layer's parameters, and how many axes they have
-        in one layer (stacked layers have more): `Parameters(weight=1, bias=1)`. Of a
-        layer within the layer: `Parameters(**{"layer.bias": 1})`."""
+        """**Arguments:**
+
+        - `ranks`: the names of the layer's parameters, and how many axes they have in one
+            layer (stacked layers have more): `Parameters(weight=1, bias=1)`. Of a layer
+            within the layer: `Parameters(**{"layer.bias": 1})`.
+        """
         self.leaves = tuple(ranks)
         self.ranks = tuple(ranks.values())
 

@@ -20,8 +20,8 @@ class AbstractTagged(eqx.Module):
 
     **Fields:**
 
-    - `tag`: an [`eqx_kfac.Tag`][], or several by name.
-    - `default`: the block, unless another one is given.
+    - `tag`: an [`eqx_kfac.Tag`][], or a dictionary of several by name.
+    - `default`: the block of a layer of this class, unless another one is given.
     """
 
     tag: eqx.AbstractVar[Any]
@@ -29,6 +29,13 @@ class AbstractTagged(eqx.Module):
 
     # Subclasses have a constructor, too: else, type checkers make one from the fields.
     def __init__(self, *args: Any, block: AbstractBlock | None = None, **kwargs: Any):
+        """**Arguments:**
+
+        - `args`, `kwargs`: as for the layer of Equinox.
+        - `block`: how its curvature is approximated. `None`: by `default`.
+
+        **Raises:** `TypeError` for something of another kind.
+        """
         super().__init__(*args, **kwargs)
         if block is not None:
             check_block("block", block)

@@ -13,6 +13,12 @@ class MLP(eqx.nn.MLP):
     """`equinox.nn.MLP`, of tagged layers (which have `block`, if it is given)."""
 
     def __init__(self, *args: Any, block: AbstractBlock | None = None, **kwargs: Any):
+        """**Arguments:**
+
+        - `args`, `kwargs`: as for `equinox.nn.MLP`.
+        - `block`: how the curvature of every layer is approximated. `None`: by
+            [`eqx_kfac.Kronecker`][]`()`.
+        """
         super().__init__(*args, **kwargs)
         self.layers = tuple(_tagged(layer, block) for layer in self.layers)
 
@@ -22,6 +28,11 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
     shared position: see [`eqx_kfac.Expand`][]."""
 
     def __init__(self, *args: Any, block: AbstractBlock | None = None, **kwargs: Any):
+        """**Arguments:**
+
+        - `args`, `kwargs`: as for `equinox.nn.MultiheadAttention`.
+        - `block`: as for [`eqx_kfac.MLP`][].
+        """
         super().__init__(*args, **kwargs)
         self.query_proj = _tagged(self.query_proj, block)
         self.key_proj = _tagged(self.key_proj, block)

@@ -186,7 +186,12 @@ def _is_below(path: str, prefix: str) -> bool:
 
 def revert(model: _T) -> _T:
     """The inverse of [`eqx_kfac.convert`][]: every tagged layer becomes the layer of
-    `equinox.nn` that it was; so do `kfac.MLP` and the like."""
+    `equinox.nn` that it was; so do `kfac.MLP` and the like.
+
+    **Arguments:**
+
+    - `model`: any PyTree; what is not tagged stays as it is.
+    """
     for kinds in (_untagged, _composite):  # The inner ones first.
 
         def swap(node, kinds=kinds):

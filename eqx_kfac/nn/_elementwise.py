@@ -87,7 +87,7 @@ class Parameter(eqx.Module):
 
     **Fields:**
 
-    - `tag`: an [`eqx_kfac.Tag`][].
+    - `tag`: an [`eqx_kfac.Tag`][] at the value.
 
     !!! Example
 
@@ -109,7 +109,7 @@ class Parameter(eqx.Module):
     ):
         """**Arguments:**
 
-        - `value`: what it is to begin with, floating-point numbers.
+        - `value`: what it is to begin with, floating-point numbers of any shape.
         - `block`: how its curvature is approximated.
 
         **Raises:** `TypeError` for anything else.

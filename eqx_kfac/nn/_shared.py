@@ -33,13 +33,15 @@ class Shared(eqx.nn.Shared):
 
     **Fields:**
 
-    - `ties`: which layers share which parameters.
+    - `ties`: which tagged layers use whose weight, by their paths.
     """
 
     ties: tuple[Tie, ...] = eqx.field(static=True)
 
     def __init__(self, pytree: PyTree, where: Any, get: Any):
-        """**Arguments:** as `equinox.nn.Shared`, with tagged layers.
+        """**Arguments:**
+
+        - `pytree`, `where`, `get`: as for `equinox.nn.Shared`, with tagged layers.
 
         **Raises:** `ValueError` if a shared array is not the whole weight of two tagged
         layers that are linear, or of layers that are not (so that no use goes unseen), or
