@@ -85,9 +85,9 @@ class LayerDamping(AbstractLayerDamping):
         r"""**Arguments:**
 
         - `most`: $\lambda > 0$, in units of the loss per squared parameter.
-        - `share`: $r > 0$, of the typical curvature of the network.
+        - `share`: $r > 0$, a part of the typical curvature of the network.
         - `change`: $\kappa > 0$: the larger, the less a layer may move.
-        - `power`: $p \ge 0$, of the loss. 0 leaves the loss out.
+        - `power`: $p \ge 0$, the power of the loss. 0 leaves the loss out.
 
         **Raises:** `ValueError` for a number out of its range.
         """
