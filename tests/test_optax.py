@@ -573,3 +573,10 @@ def test_apply_if_finite(standard_promotion):
     plain = kfac.scale_by_kfac()
     expected, _ = plain.update(grads, plain.init(params), params, curvature=curvature)
     assert_same(updates, expected, rtol=1e-11)
+
+
+@pytest.mark.parametrize("rule", [kfac.LayerDamping(), kfac.LevenbergMarquardt()])
+def test_a_preconditioner_alone_has_no_rules(rule):
+    with pytest.raises(ValueError, match="needs the loss function and the model"):
+        kfac.scale_by_kfac(damping=rule)
+    kfac.scale_by_kfac(damping=0.1)

@@ -109,10 +109,13 @@ def check_choices(choices: Mapping[str, Any]) -> None:
     _check_together(choices, rules_of(choices))
 
 
-def check_without_loss(choices: Mapping[str, Any], where: str) -> None:
-    """Raises for choices that need the loss function, or the model, at every step."""
+def check_without_loss(
+    choices: Mapping[str, Any], where: str, *also: type[AbstractRule]
+) -> None:
+    """Raises for choices that need the loss function, or the model, at every step; and
+    for rules of the kinds `also`."""
     names = ("learning_rate", "momentum", "damping", "guard")
-    looking = (AbstractStepRule, AbstractDamping, AbstractGuard)
+    looking = (AbstractStepRule, AbstractDamping, AbstractGuard, *also)
     needing = {n: choices.get(n) for n in names if isinstance(choices.get(n), looking)}
     ema = choices.get("ema")
     if isinstance(ema, MovingAverage) and ema.burn_in > 0:

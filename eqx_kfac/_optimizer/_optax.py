@@ -20,7 +20,7 @@ from ._choices import check_choices, check_without_loss
 from ._factors import check_belongs, Factorising, init_factors
 from ._fallback import init_fallback, update_fallback
 from ._kfac import KFAC
-from ._numbers import in_range, initial, Numbers
+from ._numbers import AbstractRule, in_range, initial, Numbers
 from ._schedule import Due, InTurn
 from ._state import ScaleByKFACState
 
@@ -77,7 +77,7 @@ def scale_by_kfac(
         fallback=fallback,
     )
     check_choices(choices)
-    check_without_loss(choices, "kfac.scale_by_kfac")
+    check_without_loss(choices, "kfac.scale_by_kfac", AbstractRule)
     made = _ScaleByKFAC(**choices)
     return optax.GradientTransformationExtraArgs(made.init, made.update)
 
