@@ -575,7 +575,7 @@ def test_apply_if_finite(standard_promotion):
     assert_same(updates, expected, rtol=1e-11)
 
 
-@pytest.mark.parametrize("rule", [kfac.LayerDamping(), kfac.LevenbergMarquardt()])
+@pytest.mark.parametrize("rule", [kfac.LayerDamping(), kfac.LevenbergMarquardt(0.1)])
 def test_a_preconditioner_alone_has_no_rules(rule):
     with pytest.raises(ValueError, match="needs the loss function and the model"):
         kfac.scale_by_kfac(damping=rule)
