@@ -44,7 +44,8 @@ class KroneckerFactors(AbstractFactors):
 
     **Fields:**
 
-    - `input_factor`: $A$, of shape `[*stack, d_in(+1), d_in(+1)]`, or its diagonal.
+    - `input_factor`: $A$, of shape `[*stack, d_in(+1), d_in(+1)]`, the bias in the last
+        row and column; or its diagonal.
     - `output_factor`: $G$, of shape `[*stack, d_out, d_out]`, or its diagonal.
     """
 

@@ -89,6 +89,7 @@ class Split(eqx.Module):
     rectangle: Shaped[Array, "*stack padded columns"]
     rows: int = eqx.field(static=True)
     over: tuple[str, ...] = eqx.field(static=True)
+    # (What comes out of a `lax.cond` may not know its own.)
     mesh: AbstractMesh = eqx.field(static=True, repr=False)
 
     @classmethod

@@ -141,7 +141,8 @@ class KFACState(NamedTuple):
 
     - `step`: how many steps were asked for, rejected ones included.
     - `curvature`: shaped like the model, with every tagged layer replaced by its
-        averaged factors. (After `kfac.packed`, symmetric matrices are `Packed`.)
+        averaged factors, and every other leaf by `None`. (After `kfac.packed`,
+        symmetric matrices are `Packed`.)
     - `inverse`: the same, with the factorisation of the damped factors.
     - `weight`: the total weight of the moving average; 0 before the first estimate.
     - `velocity`: the previous update of the tagged layers; zero after one that was
@@ -212,7 +213,7 @@ class Info(eqx.Module):
     - `gradient_norm`: the Euclidean norm of the gradient, over all parameters; infinite
         where squares overflow.
     - `through_rows`: whether the gradient was preconditioned through the rows, where
-        these are fewer; `None` if they are fewer nowhere.
+        these are fewer; `None` if they are fewer nowhere, or it is not tried.
     - `update_norm`: the Euclidean norm of the update without weight decay; 0 if the
         step was not taken.
     - `rejected`: whether the step was not taken: the parameters stay.

@@ -49,8 +49,8 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
 
     **Fields:**
 
-    - `state_type`: a tuple of what is kept of the output factor, and of the input
-        factor.
+    - `state_type`: of the state: a tuple of what is kept of the output factor, and of
+        the input factor.
     - `together`: whether several factors are better decomposed at the same time (by
         `vmap`).
     """

@@ -60,6 +60,7 @@ class Tag(eqx.Module):
     form: AbstractForm = eqx.field(static=True)
     block: AbstractBlock = eqx.field(static=True)
     swapped: bool = eqx.field(static=True)
+    # In one tuple: Python goes through every node of every tag at every step.
     places: tuple[Array | None, ...]
     also: "Tag | None"
 
