@@ -108,12 +108,12 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=every)
         self.manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
-    def check_empty(self, folder: Path) -> None:
+    def check_empty(self) -> None:
         """Orbax would keep what is there, and nothing of a run that begins anew."""
         if self.manager.latest_step() is not None:
             raise SystemExit(
-                f"There are checkpoints in {folder}. Go on from them by `--resume`, "
-                "remove them, or choose another folder by `--checkpoints`."
+                f"There are checkpoints in {self.manager.directory}. Go on from them by "
+                "`--resume`, remove them, or choose another folder by `--checkpoints`."
             )
 
     def save(self, step: int, tree: PyTree) -> None:
@@ -171,7 +171,7 @@ def train(options: argparse.Namespace) -> list[float]:
     if options.resume:
         begin, (model, state, losses) = checkpoints.restore((model, state, losses))
     else:
-        checkpoints.check_empty(options.checkpoints)
+        checkpoints.check_empty()
     keys = jax.random.key(options.seed)
     quiet = options.process > 0 or None  # The first process has the bar.
     steps = range(begin + 1, options.steps + 1)

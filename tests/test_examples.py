@@ -253,6 +253,8 @@ def test_distributed_goes_on_after_a_kill(tmp_path):
     for step, loss in whole.items():
         assert abs(resumed[step] / loss - 1) <= 1e-9
     assert whole[200] < 0.9 * whole[1]
+    (anew,) = distributed(tmp_path / "whole", 1)  # Over what is there: refused.
+    assert anew.communicate() == ("", None) and anew.returncode == 1
     assert (tmp_path / "whole.png").read_bytes().startswith(b"\x89PNG")
 
 
