@@ -514,11 +514,11 @@ def wrong(program: Program, found: Oracle, model: Any, curvature: Any) -> list[s
     """The layers whose curvature is not what it should be."""
     bad = []
     layers = zip(
-        kfac._tag.flatten_tags(lambda tag, layer: (tag, layer), model)[0],
+        kfac._tag.trained_layers(model),
         kfac._tag.flatten_tags(lambda tag, layer, f: f, model, curvature)[0],
         strict=True,
     )
-    for (path, (tag, layer)), (_, factors) in layers:
+    for (path, tag, layer), (_, factors) in layers:
         gradients = [
             dict(
                 kfac._tag.flatten_tags(lambda t, m: jax.vmap(t.form.to_matrix)(m), own)[0]

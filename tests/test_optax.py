@@ -166,6 +166,29 @@ def test_kfac_takes_the_steps_of_step(solver):
         assert_same(got_state.inverse, params_of(state).inverse, rtol=1e-9)
 
 
+def test_kfac_takes_the_steps_of_the_recommended_step():
+    """With the rules of `KFAC()`, which need the parameters and the value. (How many
+    terms the loss has, `update` is not told.)"""
+    rules = ("damping", "norm_constraint", "averaging", "inverse_period")
+    auto = dict.fromkeys(rules, "auto") | dict(weight_decay=1e-2)
+    region = kfac.TrustRegion(terms=1)
+    choices = dict(curvature_period=1, weight_decay=1e-2, norm_constraint=region)
+    optimizer = kfac.KFAC(fisher=kfac.Exact(), **choices)
+    step = eqx.filter_jit(optimizer.step)
+    model = make_model()
+    state = optimizer.init(model)
+    for index in range(4):
+        model, state, _ = step(squared, model, state, *make_data(index))
+    got, got_state = train(kfac.kfac(**auto), number=4, with_value=True)
+    assert_same(got, model, rtol=1e-11)
+    got_mean, mean = kfac.averaged(got, got_state), kfac.averaged(model, state)
+    assert_same(got_mean, mean, rtol=1e-11)
+    assert relative(got_mean, model) > 1e-4
+    with pytest.raises(ValueError, match="needs the `value`"):
+        train(kfac.kfac(**auto), number=1)
+    assert relative(train(kfac.kfac(), number=4)[0], model) > 1e-4
+
+
 def test_chain_and_kfac_agree():
     """Constant learning rate, no norm constraint: the two faces are one algorithm."""
     one, _ = train(chain(damping=1e-2, ema=0.9))

@@ -19,10 +19,12 @@ from .._tag import check_covered, is_trainable, map_tags, partition_tagged
 from ._choices import check_choices, check_without_loss
 from ._factors import check_belongs, Factorising, init_factors
 from ._fallback import init_fallback, update_fallback
-from ._kfac import KFAC
-from ._numbers import AbstractRule, in_range, initial, Numbers
+from ._kfac import Auto, KFAC
+from ._layer_damping import AbstractLayerDamping
+from ._numbers import AbstractRule, in_range, initial, Numbers, WeightDecay
 from ._schedule import Due, InTurn
 from ._state import ScaleByKFACState
+from ._trust import AbstractTrustRegion
 
 
 _missing = object()
@@ -137,30 +139,38 @@ class _ScaleByKFAC:
 
 
 def kfac(
-    learning_rate: Numeric,
+    learning_rate: Numeric = 0.1,
     momentum: Numeric = 0.9,
-    damping: Numeric = 0.03,
+    damping: Numeric | AbstractLayerDamping | Auto = 0.03,
     *,
-    solver: AbstractDampedSolver = Cholesky(),
-    norm_constraint: Numeric | None = None,
-    inverse_period: int | InTurn = 5,
+    solver: AbstractDampedSolver | Auto = "auto",
+    norm_constraint: Numeric | AbstractTrustRegion | Auto | None = None,
+    weight_decay: Numeric | WeightDecay | None = None,
+    averaging: Numeric | Auto | None = None,
+    inverse_period: int | InTurn | Auto = 5,
     ema: Numeric = 0.95,
     fallback: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """[`eqx_kfac.KFAC`][] as an optax optimizer: the same arguments, the same steps.
 
     Its `update` takes `curvature` (`None` keeps the average as it is; until there is one,
-    steps are rejected) and `value` as extra arguments. The choices that concern
-    estimating the curvature (`fisher`, `curvature_period`, `burn_in`) are the caller's,
-    who estimates it.
+    steps are rejected) and `value` as extra arguments. How the curvature is estimated
+    (`fisher`, `curvature_period`, burn-in) is up to the caller, who estimates it.
+
+    The defaults are numbers, not the rules of `KFAC()`, because optax's `update` may be
+    called without the loss and without the parameters, which these rules need. Whoever
+    passes both to `update` gets the steps of `KFAC()` with `"auto"` for `damping`,
+    `norm_constraint`, `averaging` and `inverse_period`; except that the trust region does
+    not know how many terms the loss has, and is not smaller for small batches.
 
     **Arguments:**
 
     - `learning_rate`, `momentum`, `damping`, `solver`, `norm_constraint`,
-        `inverse_period`, `ema`, `fallback`: as for [`eqx_kfac.KFAC`][], but no rules that
-        need the loss function.
+        `weight_decay`, `averaging`, `inverse_period`, `ema`, `fallback`: as for
+        [`eqx_kfac.KFAC`][], but no rules that need the loss function.
 
-    **Raises:** as [`eqx_kfac.scale_by_kfac`][].
+    **Raises:** as [`eqx_kfac.scale_by_kfac`][]; `ValueError` from `update` if a choice
+    needs the parameters or the value, and they are missing.
 
     !!! Example
 
@@ -179,7 +189,8 @@ def kfac(
         damping,
         solver=solver,
         norm_constraint=norm_constraint,
-        averaging=None,
+        weight_decay=weight_decay,
+        averaging=averaging,
         inverse_period=inverse_period,
         ema=ema,
         fallback=fallback,

@@ -11,7 +11,7 @@ import jax
 import jax.tree_util as jtu
 from jax.extend.core import JaxprEqn
 
-from .._custom_types import Layer, Model
+from .._custom_types import Model
 from .._loss import L2
 from .._tag import (
     flatten_tags,
@@ -19,6 +19,8 @@ from .._tag import (
     statistic_p,
     Tag,
     tag_p,
+    TaggedLayer,
+    trained_layers,
     unseen_p,
     update_layers,
     with_tags,
@@ -48,25 +50,16 @@ class Call(NamedTuple):
     axes: frozenset  # Of `shard_map`, over which its rows are split.
 
 
-class Place(NamedTuple):
-    """A tag in a model."""
-
-    path: str
-    tag: Tag
-    layer: Layer
-
-
-def places_of(model: Model) -> tuple[list[Place], Model]:
-    """All tags with something to train, and a model-shaped tree of their numbers."""
-    found, treedef = flatten_tags(lambda tag, layer: (tag, layer), model)
-    places = [Place(path, *pair) for path, pair in found]
-    return places, treedef.unflatten(range(len(places)))
+def numbered(model: Model) -> Model:
+    """A model-shaped tree of the numbers of all tags with something to train."""
+    found, treedef = flatten_tags(lambda *_: None, model)
+    return treedef.unflatten(range(len(found)))
 
 
 class Found(NamedTuple):
     """What was found in one trace."""
 
-    places: list[Place]
+    layers: list[TaggedLayer]
     calls: list[Call]
     terms: tuple[tuple[int, ...], ...]  # The shapes of the losses' terms.
     weights: Any  # Of the examples, as an abstract value.
@@ -91,7 +84,7 @@ class Found(NamedTuple):
 
     def is_conditional(self, call: Call) -> bool:
         """Whether a use is on a condition that is another one for each example."""
-        _, tag, layer = self.places[call.number]
+        _, tag, layer = self.layers[call.number]
         return call.left > len(tag.stack(layer))
 
     def repeats(self, call: Call) -> bool:
@@ -147,7 +140,7 @@ def traced(
     spare: bool,
 ) -> Found:
     """Traces a loss function, and follows what flows through it."""
-    places, numbers = places_of(model)
+    numbers = numbered(model)
     filled = _noted(model, numbers, examples, spare)
     params, static = eqx.partition(filled, eqx.is_inexact_array)
     losses, weights, rest, regularised = [], [], [], []
@@ -171,7 +164,7 @@ def traced(
     paths = [jtu.keystr(path) for path, _ in [*paths, *rest]]
     everything = dict(zip(paths, known, strict=True))
     return Found(
-        places,
+        trained_layers(model),
         flow.seen,
         tuple(losses),
         weights[0],

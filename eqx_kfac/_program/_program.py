@@ -22,7 +22,7 @@ from .._tag import (
     with_tags,
 )
 from ._flow import all_sources, Expressions
-from ._found import Call, Found, places_of, source_of, STATISTIC, traced, unseen_of
+from ._found import Call, Found, numbered, source_of, STATISTIC, traced, unseen_of
 
 
 class Program(NamedTuple):
@@ -77,7 +77,7 @@ def prepared(filled: Model, program: Program) -> Model:
     """The model, whose tags are ready to collect, with what they have to know."""
     if program._replace(regularised=False) == Program():
         return filled
-    _, numbers = places_of(filled)
+    numbers = numbered(filled)
     together = dict(program.together)
 
     def prepare(tag, layer, number):
@@ -112,7 +112,7 @@ def _check_unnoticed(found: Found, again: Found) -> None:
 def _check_uses(found: Found, trains: bool) -> None:
     """Raises if parameters pass by their tag."""
     outputs = all_sources(found.outputs)
-    for number, (path, tag, _) in enumerate(found.places):
+    for number, (path, tag, _) in enumerate(found.layers):
         calls = found.of(number)
         untagged = outputs & source_of(number)
         if outputs & unseen_of(number):
@@ -173,7 +173,7 @@ def _check_shared(found: Found, before: Found) -> None:
     """Raises if rows belong to several examples. A layer that is called inside of the
     `vmap` over the examples, if on constants, has got their axis since `before`."""
     for old, call in zip(before.calls, found.calls, strict=True):
-        path = found.places[call.number].path
+        path = found.layers[call.number].path
         if not found.may_be_shared(call):
             continue
         unchanged = found.is_constant(call) and call.examples == old.examples
@@ -191,7 +191,7 @@ def _check_shared(found: Found, before: Found) -> None:
 def _check_examples(found: Found) -> None:
     """Raises if the examples are not where the tags look for them."""
     for call in found.calls:
-        path, tag, _ = found.places[call.number]
+        path, tag, _ = found.layers[call.number]
         block = tag.block
         if call.around.pushed and found.is_conditional(call):
             raise ValueError(
@@ -250,7 +250,7 @@ def _seen(call: Call) -> str:
 def _together(found: Found) -> Iterator[tuple[int, int]]:
     """The tags of layers that an example may use more than once, if their block squares
     examples' gradients: these are to be added up before."""
-    for number, (path, tag, _) in enumerate(found.places):
+    for number, (path, tag, _) in enumerate(found.layers):
         calls = found.of(number)
         several = len(calls) > 1 or any(map(found.repeats, calls))
         if not several or not tag.block.squares_examples:

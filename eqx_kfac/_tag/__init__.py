@@ -25,6 +25,8 @@ from ._tagged import (
     map_tags as map_tags,
     naming_layers as naming_layers,
     tagged_layers as tagged_layers,
+    TaggedLayer as TaggedLayer,
+    trained_layers as trained_layers,
     update_layers as update_layers,
     with_tags as with_tags,
 )

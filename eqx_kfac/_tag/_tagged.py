@@ -3,7 +3,7 @@
 import contextlib
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -58,15 +58,29 @@ def update_layers(fn: Callable, tree: Any, *rest: Any):
     return jtu.tree_map(apply, tree, *rest, is_leaf=is_tagged)
 
 
-def tagged_layers(model: Model) -> list[tuple[str, Tag, Any]]:
-    """`(path, tag, layer)` for every tag of a model."""
+class TaggedLayer(NamedTuple):
+    """A layer in a model, and one of its tags."""
+
+    path: str
+    tag: Tag
+    layer: Any
+
+
+def tagged_layers(model: Model) -> list[TaggedLayer]:
+    """One for every tag of a model."""
     nodes, _ = jtu.tree_flatten_with_path(model, is_leaf=is_tagged)
     found = []
     for path, node in nodes:
         if is_tagged(node):
             tags = [node.tag] if isinstance(node.tag, Tag) else node.tag.values()
-            found += [(jtu.keystr(path), tag, node) for tag in tags]
+            found += [TaggedLayer(jtu.keystr(path), tag, node) for tag in tags]
     return found
+
+
+def trained_layers(model: Model) -> list[TaggedLayer]:
+    """One for every tag with something to train, in the order of `flatten_tags`."""
+    found, _ = flatten_tags(lambda tag, layer: (tag, layer), model)
+    return [TaggedLayer(path, *pair) for path, pair in found]
 
 
 def flatten_tags(

@@ -18,7 +18,7 @@ from .._fisher import AbstractFisher, check_whole, Empirical
 from .._loss import AbstractLoss
 from .._misc import names, trailing
 from .._program import run
-from .._tag import flatten_tags, is_trainable, map_tags, Tag, update_layers
+from .._tag import is_trainable, map_tags, Tag, trained_layers, update_layers
 
 
 def dense_blocks(
@@ -38,11 +38,11 @@ def dense_blocks(
     - `layer`: the path of the layer.
     """
     check_whole(fisher, "A picture of a block")
-    places = flatten_tags(lambda tag, layer: (tag, layer), model)[0]
-    if layer not in dict(places):
-        there = names([path for path, _ in places])
+    layers = {path: (tag, layer) for path, tag, layer in trained_layers(model)}
+    if layer not in layers:
+        there = names(list(layers))
         raise ValueError(f"There is no tagged layer at {layer!r}, but at {there}.")
-    tag, of_path = dict(places)[layer]
+    tag, of_path = layers[layer]
     limit = size_of(tag, of_path)
 
     def both(model, args, key, kwargs):
@@ -52,7 +52,7 @@ def dense_blocks(
         rows = exact_rows(model, loss_fn, args, kwargs, empirical, limit)
         return jtu.tree_leaves(guesses), rows
 
-    small = [path for path, place in places if size_of(*place) <= limit]
+    small = [path for path, pair in layers.items() if size_of(*pair) <= limit]
     found = zip(*eqx.filter_jit(both)(model, args, key, kwargs), strict=True)
     matrix, rows = dict(zip(small, found, strict=True))[layer]
     return dense_pair(tag, of_path, matrix, rows)

@@ -17,10 +17,10 @@ from .._program import Program
 from .._tag import (
     check_order,
     check_tagged,
-    flatten_tags,
     is_trainable,
     map_tags,
     Tag,
+    trained_layers,
     with_tags,
 )
 from ._blocks import approximate_blocks, dense_pair, exact_rows, size_of
@@ -197,8 +197,6 @@ def verify(
     check_order("verify", loss_fn, model, "kfac.verify(loss_fn, model, x, y)")
     check_tagged(model)
     check_whole(fisher, "kfac.verify")
-    found, _ = flatten_tags(lambda tag, layer: (tag, layer), model)
-    places = [(path, *pair) for path, pair in found]
     empirical = isinstance(fisher, Empirical)
 
     def looked_at(model, args, key, kwargs):
@@ -215,8 +213,8 @@ def verify(
     (shares, numbers), count, guesses, rows = found
     compared = iter(zip(guesses, rows, strict=True))
     checks = []
-    for place, share, number in zip(places, shares, numbers, strict=True):
-        path, tag, layer = place
+    for own, share, number in zip(trained_layers(model), shares, numbers, strict=True):
+        path, tag, layer = own
         matrices = None if size_of(tag, layer) > limit else next(compared)
         shared = bool(np.any(np.asarray(number) > np.asarray(count)))
         checks.append(_check(path, tag, layer, np.asarray(share), shared, matrices))
