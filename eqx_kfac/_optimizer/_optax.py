@@ -38,16 +38,16 @@ def scale_by_kfac(
 ) -> optax.GradientTransformationExtraArgs:
     r"""K-FAC preconditioning, $\nabla h \mapsto \hat F^{-1} \nabla h$, as an optax
     transformation to be chained with others. Its `update` takes the curvature as an extra
-    argument; `curvature=None` keeps the average as it is. Before there is any, and while
-    a number is out of its range, the updates of tagged layers are zero.
+    argument; `curvature=None` keeps the average as it is. Before there is any curvature,
+    and while a number is out of its range, the updates of tagged layers are zero.
 
     **Arguments:**
 
     - `damping`, `solver`, `inverse_period`, `ema`: as for [`eqx_kfac.KFAC`][], but no
         rule chooses the damping.
     - `fallback`: transforms the gradients of the parameters that no tag covers
-        (`optax.scale_by_adam()`, say); what follows in the chain applies to its result
-        too.
+        (`optax.scale_by_adam()`, say); whatever follows in the chain also applies to its
+        result.
 
     **Raises:** `ValueError` from `init`, as [`eqx_kfac.KFAC`][] does; `TypeError` from
     `update` if `curvature` is left out, or lost by a wrapper (`optax.lookahead`, say).
@@ -150,9 +150,9 @@ def kfac(
     """[`eqx_kfac.KFAC`][] as an optax optimizer: the same arguments, the same steps.
 
     Its `update` takes `curvature` (`None` keeps the average as it is; until there is one,
-    steps are rejected) and `value` as extra arguments. The choices that concern
-    estimating the curvature (`fisher`, `curvature_period`, `burn_in`) are the caller's,
-    who estimates it.
+    steps are rejected) and `value` as extra arguments. You estimate the curvature
+    yourself, so the choices that concern the estimate (`fisher`, `curvature_period`,
+    `burn_in`) are yours, too.
 
     **Arguments:**
 
