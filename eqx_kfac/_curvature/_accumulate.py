@@ -42,9 +42,9 @@ class Total(eqx.Module):
 
 
 class Accumulator(eqx.Module):
-    r"""The curvature of a loss over a whole data set, from batches of any sizes. It equals
-    the curvature of all of them in one batch. (The mean of factors over batches does not:
-    $A$ is a mean over rows, $G$ a mean over loss terms.)
+    r"""The curvature of a loss over a whole data set, from batches of any sizes. It
+    equals the curvature of all of them in one batch. (The mean of factors over batches
+    does not: $A$ is a mean over rows, $G$ a mean over loss terms.)
 
     !!! Example
 

@@ -158,7 +158,7 @@ class AbstractLoss(AbstractObjective):
     **Fields:**
 
     - `natural`: whether `outputs` are natural parameters of an exponential family.
-    - `joint`: whether a term depends on the others, so that micro-batches would change it.
+    - `joint`: whether a term depends on the others, so micro-batches would change it.
     - `targets`: what was observed, for every term: arrays `[*leading, ...]`; `None` if
         only curvature is wanted.
     - `weights`: one for every term, `[*leading]` or its first axes; `None`: all are 1.

@@ -19,8 +19,8 @@ class Energy(AbstractLoss):
     $$2 \operatorname{Re} \frac1N \sum_n (E_n - \bar E)^* \, \partial \log \psi_n,$$
 
     with $E_n$ clipped. The local energies are constants: no derivative of them is
-    taken. The curvature is the Fisher of $\lvert \psi \rvert^2$ (for a complex $\psi$, the
-    real part of the quantum geometric tensor), $4 \operatorname{Cov}(\partial \log
+    taken. The curvature is the Fisher of $\lvert \psi \rvert^2$ (for a complex $\psi$,
+    the real part of the quantum geometric tensor), $4 \operatorname{Cov}(\partial \log
     \psi)$: steps are those of stochastic reconfiguration.
 
     Exact operators ([`eqx_kfac.Fisher`][], [`eqx_kfac.GaussNewton`][]) and the quadratic

@@ -21,8 +21,8 @@ class Packed(eqx.Module):
     $$M = \begin{pmatrix} A & B \\ B^\top & C \end{pmatrix},$$
 
     the `rectangle` has the lower triangle of $A$ and the upper triangle of $C$ side by
-    side, followed by $B$. Its shape determines $n$. Everything is copied: a matrix that is
-    symmetric bit for bit comes back bit for bit. Stacked layers have leading axes.
+    side, followed by $B$. Its shape determines $n$. Everything is copied: a matrix that
+    is symmetric bit for bit comes back bit for bit. Stacked layers have leading axes.
 
     ??? cite "Reference"
 

@@ -33,9 +33,9 @@ class Laplace(eqx.Module):
     [`eqx_kfac.SquaredError`][] (other losses: 1); $T$ a temperature; and $\delta$ the
     precision of a normal prior around zero.
 
-    All four are array leaves: `eqx.tree_at` changes them, and they take part in `jax.grad`
-    and `jax.vmap`; nothing is decomposed anew. Parameters that no tag covers, or that
-    are frozen, are treated as known exactly.
+    All four are array leaves: `eqx.tree_at` changes them, and they take part in
+    `jax.grad` and `jax.vmap`; nothing is decomposed anew. Parameters that no tag covers,
+    or that are frozen, are treated as known exactly.
 
     An [`eqx_kfac.L2`][] term of the loss is a prior. It is removed from $C$, so that
     nothing is counted twice. `prior_precision=None` takes this prior.
@@ -162,7 +162,6 @@ class Laplace(eqx.Module):
         is concave in $\log\delta$; at its maximum, the parameters are as large as the
         prior says, in the directions that the data determine:
         $\delta \lVert \theta_* \rVert^2 = \operatorname{tr} (\Sigma^{-1} - \delta I)
-        \Sigma$.
         \Sigma$.
 
         **Arguments:**

@@ -163,8 +163,9 @@ class SpectralDensity(eqx.Module):
 
         **Arguments:**
 
-        - `fn`: $f$, applied to an array of eigenvalues. `lambda x: x / (x + damping)` gives
-            the effective dimension, `lambda x: jnp.log(x + damping)` the log-determinant.
+        - `fn`: $f$, applied to an array of eigenvalues. `lambda x: x / (x + damping)`
+            gives the effective dimension, `lambda x: jnp.log(x + damping)` the
+            log-determinant.
         """
         each = self.size * jnp.sum(self.weights * fn(self.nodes), axis=1)
         return jnp.mean(each), jnp.std(each, ddof=1) / len(each) ** 0.5
