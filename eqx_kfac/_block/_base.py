@@ -13,9 +13,9 @@ from ..form import AbstractForm, Rows, Sizes
 
 
 class Statistics(NamedTuple):
-    """What a block collects, as sums over rows. Also the type of a tag's *slots*: then
-    the leaves are `None`, or zeros while curvature is being collected. (Tuples all the
-    way: a tag is in every tree that Python flattens at every step.)
+    """What a block collects, as sums over rows. It is also the type of a tag's *slots*;
+    their leaves are `None`, or zeros while curvature is being collected. (It is made of
+    tuples only, because a tag is in every tree that Python flattens at every step.)
 
     **Fields:**
 
@@ -58,7 +58,7 @@ def no_l2(form: AbstractForm, layer: Layer) -> Float[Array, "*stack"] | None:
 
 class AbstractFactors(eqx.Module):
     """The curvature of one layer, as its block keeps it. `symmetric` names the fields
-    that hold symmetric matrices, or their diagonals: of a matrix, an optimizer with
+    that hold symmetric matrices, or their diagonals. Of such matrices, an optimizer with
     `kfac.packed` keeps one triangle.
 
     **Fields:**
@@ -71,17 +71,17 @@ class AbstractFactors(eqx.Module):
     symmetric: ClassVar[tuple[str, ...]] = ()
 
     def bounds(self) -> PyTree[Array]:
-        """Numbers (of one layer: no stack axes) that are finite only if all are."""
+        """Numbers (for one layer: no stack axes) that are finite only if all are."""
         return self
 
     def is_zero(self) -> Bool[Array, ""]:
-        """Whether the curvature (of one layer: no stack axes), but for `l2`, is known to
-        be zero. Symmetric matrices may be [`eqx_kfac.Packed`][]."""
+        """Whether the curvature (of one layer: no stack axes), except for `l2`, is known
+        to be zero. Symmetric matrices may be [`eqx_kfac.Packed`][]."""
         return jnp.zeros((), bool)
 
 
 class AbstractBlock(eqx.Module):
-    """How a layer's curvature is approximated: what is kept and what operator it is.
+    """How a layer's curvature is approximated: what is kept, and which operator it is.
 
     A block has no arrays: it is static data on the layer's [`eqx_kfac.Tag`][], compared
     and hashed by value.
@@ -94,12 +94,12 @@ class AbstractBlock(eqx.Module):
         of an example.
     - `two_sided`: whether the operator is a Kronecker product on canonical matrices, or
         is diagonal in a basis that is one.
-    - `squares_examples`: whether it is made of squares of single examples' gradients.
+    - `squares_examples`: whether it consists of squares of single examples' gradients.
         If these use the layer more than once, its slots hold the gradients themselves:
         see `together`.
-    - `centres`: whether the mean of the examples' gradients may be taken away: see
+    - `centres`: whether the mean of the examples' gradients may be subtracted: see
         `without`.
-    - `derivatives`: whether it knows that rows of derivatives are without the bias
+    - `derivatives`: whether it supports rows of derivatives, which have no bias
         (`rows.derivative`).
     - `has_basis`: whether the statistics are taken in a basis that the factors have.
     """
@@ -130,7 +130,7 @@ class AbstractBlock(eqx.Module):
         stack: int,
         axes: int,
     ) -> Any:
-        """What `statistics` is given: as the form sees it."""
+        """The argument of `statistics`: the rows as the form sees them."""
         return form.rows(x, g, weights, stack, axes)
 
     @abc.abstractmethod

@@ -33,9 +33,9 @@ class Diagonal(AbstractGradientBlock):
     $$D = \frac1N \sum_n \left(\sum_s g_{ns} \bar x_{ns}^\top\right)^{\circ 2} \in
     \mathbb{R}^{d_\text{out} \times d_\text{in}(+1)},$$
 
-    the mean over the loss terms of the squares of single examples' gradients. The right
-    choice for parameters that scale or shift, and the only one of which no factors are
-    needed. (Of a layer whose weight is shared over positions $s$, every example's
+    the mean over the loss terms of the squares of single examples' gradients. It is the
+    right choice for parameters that scale or shift, and the only one for which no factors
+    are needed. (If a layer's weight is shared over positions $s$, every example's
     gradient is written out.)
 
     ??? cite "Reference"

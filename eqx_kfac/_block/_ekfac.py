@@ -53,13 +53,13 @@ class EKFAC(AbstractBlock):
     \mathbb{R}^{d_\text{out} \times d_\text{in}(+1)}, \qquad
     \nabla_n = \sum_s g_{ns} \bar x_{ns}^\top$$
 
-    Never further from the exact block than $G \otimes A$ (in the Frobenius norm), with
-    the exact trace. Solvers only refresh the eigenbasis, every `inverse_period` steps;
-    $S$ is up to date at every step, at any damping, which is added to it.
+    It is never further from the exact block than $G \otimes A$ (in the Frobenius norm),
+    and has the exact trace. Solvers only refresh the eigenbasis, every `inverse_period`
+    steps; $S$ is up to date at every step, and at any damping, which is added to it.
 
     At an optimizer's first step, when there is no basis yet, the eigenvalues are those of
-    $G \otimes A$. When the basis changes, the diagonal of what $S$ stood for is taken in
-    the new one.
+    $G \otimes A$. When the basis changes, $S$ becomes the diagonal, in the new basis, of
+    what it stood for.
 
     **Fields:**
 
@@ -87,7 +87,7 @@ class EKFAC(AbstractBlock):
     ):
         """**Arguments:**
 
-        - `sharing`, `weighted`: as for [`eqx_kfac.Kronecker`][], of the factors.
+        - `sharing`, `weighted`: as for [`eqx_kfac.Kronecker`][], for the factors.
         - `batch_axes`: as for [`eqx_kfac.Reduce`][].
 
         **Raises:** `TypeError` for something of another kind.

@@ -34,8 +34,8 @@ class Full(AbstractGradientBlock):
     $$F = \frac1N \sum_n \nabla_n \nabla_n^\top \in \mathbb{R}^{P \times P}, \qquad
     \nabla_n = \operatorname{vec} \sum_s g_{ns} \bar x_{ns}^\top$$
 
-    No approximation but that of the Fisher estimate; $P^2$ numbers to keep, and $P^3$
-    operations to invert them. For small layers, and to compare other blocks with.
+    It has no approximation but that of the Fisher estimate; it keeps $P^2$ numbers, and
+    inverting takes $P^3$ operations. For small layers, and to compare other blocks with.
     """
 
     def shapes(self, d_out: int, d_in: int) -> dict[str, tuple[int, ...]]:

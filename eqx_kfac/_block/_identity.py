@@ -37,8 +37,8 @@ class Identity(AbstractGradientBlock):
     $$\frac1P \frac1N \sum_n \left\lVert \sum_s g_{ns} \bar x_{ns}^\top
     \right\rVert^2 I$$
 
-    Gradient descent within the layer, at a scale that fits the other layers' steps. One
-    number to keep.
+    It gives gradient descent within the layer, at a scale that fits the other layers'
+    steps. Only one number is kept.
     """
 
     def shapes(self, d_out: int, d_in: int) -> dict[str, tuple[int, ...]]:

@@ -39,8 +39,8 @@ class OutputMoments(NamedTuple):
 class KroneckerFactors(AbstractFactors):
     r"""The two factors of a layer's curvature $G \otimes A$, and the multiple of the
     identity that an [`eqx_kfac.L2`][] term adds to it. Stacked layers (and the groups of
-    a convolution) have leading axes. Of a diagonal factor (the inputs of an embedding),
-    only the diagonal is kept.
+    a convolution) have leading axes. If a factor is diagonal (the inputs of an
+    embedding), only the diagonal is kept.
 
     **Fields:**
 
@@ -103,13 +103,13 @@ class Kronecker(AbstractBlock):
 
         - `sharing`: [`eqx_kfac.Expand`][], [`eqx_kfac.Reduce`][] or
             [`eqx_kfac.TensorNormal`][].
-        - `weighted`: whether the weights of the loss terms are weights of the layer's
-            inputs too. False for a layer whose inputs are not examples.
+        - `weighted`: whether the weights of the loss terms also weight the layer's
+            inputs. False for a layer whose inputs are not examples.
         - `tied`: whether another layer uses the transposed weight, and adds to the
             statistics; [`eqx_kfac.Shared`][] sets it.
         - `diagonal_input`, `diagonal_output`: whether only the diagonal of a factor is
-            kept, for sides that are too wide for a matrix. (That of an embedding's
-            inputs always is.)
+            kept, for sides that are too wide for a matrix. (The input factor of an
+            embedding is always diagonal.)
 
         **Raises:** `TypeError` for something of another kind.
         """

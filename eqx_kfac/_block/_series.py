@@ -51,20 +51,20 @@ class SeriesFactors(AbstractFactors):
 
 class Series(AbstractBlock):
     r"""The curvature of a recurrent layer $z_t = \bar W \bar x_t$, whose gradients at
-    different time steps, $g_t \bar x_t^\top$, are taken for a chain: from the moments
+    different time steps, $g_t \bar x_t^\top$, are modelled as a chain. The moments
 
     $$A_0 = \mathbb{E}\, \bar x_t \bar x_t^\top, \quad
     A_1 = \mathbb{E}\, \bar x_{t+1} \bar x_t^\top, \quad
     G_0 = \mathbb{E}\, g_t g_t^\top, \quad G_1 = \mathbb{E}\, g_{t+1} g_t^\top$$
 
-    follows the covariance of the gradients at any two steps, and that of their sum.
+    determine the covariance of the gradients at any two steps, and that of their sum.
 
     - `"symmetric"`: $A_1$ and $G_1$ are replaced by their symmetric parts; sequences have
         their mean length.
     - `"stationary"`: sequences are long.
 
-    [`eqx_kfac.Kronecker`][] on the other hand takes time steps for independent. A tag
-    with this block has to be told what comes after what: see
+    [`eqx_kfac.Kronecker`][], in contrast, treats time steps as independent. A tag
+    with this block has to know which step follows which: see
     [`eqx_kfac.scan_cell`][], and `Tag.remember` for cells of your own.
 
     ??? cite "Reference"
@@ -82,7 +82,7 @@ class Series(AbstractBlock):
 
         - `kind`: `"symmetric"` or `"stationary"`, as above.
 
-        **Raises:** `ValueError` for another one.
+        **Raises:** `ValueError` for any other kind.
         """
         if kind not in ("symmetric", "stationary"):
             raise ValueError(

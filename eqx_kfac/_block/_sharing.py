@@ -49,23 +49,23 @@ class Expand(AbstractSharing):
 
 
 class TensorNormal(AbstractSharing):
-    r"""Every (example, position) pair is a row of its own, and either side of it counts
-    by the size of the other: the covariance of a tensor normal distribution of single
-    rows' gradients $g \bar x^\top$,
+    r"""Every (example, position) pair is a row of its own, and either side of it is
+    weighted by the size of the other: the covariance of a tensor normal distribution of
+    single rows' gradients $g \bar x^\top$,
 
     $$A = \frac{\sum \lVert g \rVert^2 \, \bar x \bar x^\top}{\sum \lVert g \rVert^2
     \lVert \bar x \rVert^2}, \qquad G = \frac1N \sum \lVert \bar x \rVert^2 \, g g^\top$$
 
-    So a row without influence on the loss is as if it were not there, and every row may
-    have units of its own: where a weight is used for things of different kinds (values
-    and derivatives, several losses of which some count more), and where [`Expand`]
-    [eqx_kfac.Expand] would take the mean of all inputs, whatever they matter. If no
+    So a row without influence on the loss is ignored, and every row may
+    have units of its own. Use it if a weight is used for things of different kinds
+    (values and derivatives, several losses some of which count more), where [`Expand`]
+    [eqx_kfac.Expand] would take the mean of all inputs, however much they matter. If no
     example has several rows, the trace is that of the exact block.
 
-    As `Expand`, exact for deep linear networks with squared error, and so of any sum of
-    such losses. With several cotangents ([`eqx_kfac.Exact`][]), $A$ is computed for each
-    of them. [`eqx_kfac.TNT`][] does the same with gradients that are added up over the
-    rows of every example.
+    Like `Expand`, it is exact for deep linear networks with squared error, and also for
+    any sum of such losses. With several cotangents ([`eqx_kfac.Exact`][]), $A$ is
+    computed for each of them. [`eqx_kfac.TNT`][] does the same with gradients that are
+    added up over the rows of every example.
 
     ??? cite "Reference"
 
@@ -88,11 +88,11 @@ class Reduce(AbstractSharing):
 
     where $R$ counts the examples that pass through the layer.
 
-    Exact for deep linear networks that pool over positions before the loss (a vision
-    transformer), and as many times cheaper as there are positions.
+    It is exact for deep linear networks that pool over positions before the loss (a
+    vision transformer), and as many times cheaper as there are positions.
 
-    Examples are what the outermost `vmap` around the layer maps over; where several are
-    over examples (environments and time steps, say), `batch_axes` tells how many.
+    Examples are what the outermost `vmap` around the layer maps over. If several `vmap`s
+    are over examples (environments and time steps, say), `batch_axes` tells how many.
 
     ??? cite "Reference"
 

@@ -20,7 +20,7 @@ class TNT(AbstractGradientBlock):
     A = \frac{1}{\operatorname{tr} G} \frac1N \sum_n \nabla_n^\top \nabla_n$$
 
     Its trace is that of the exact block, with any sharing of weights. (The two axes are
-    those of the canonical matrix: of a convolution, output channels and patches.)
+    those of the canonical matrix: for a convolution, output channels and patches.)
 
     ??? cite "Reference"
 

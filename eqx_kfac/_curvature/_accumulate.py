@@ -21,17 +21,17 @@ from ._linearise import factors, linearise, Share
 
 
 class Total(eqx.Module):
-    """What is known after some batches: sums. (The contents are of no interest; the
+    """The sums after some batches. (Their contents are of no interest; the
     type is a PyTree of arrays, to be carried through `jit`, `scan`, and checkpoints.)
 
     **Fields:**
 
     - `inputs`: statistics of the layers' inputs, shaped like the model.
     - `outputs`: statistics of the gradients at their outputs, each shaped like the model:
-        of each loss, then of the sum of each pair of them.
-    - `counts`: the terms that each loss has had, added up with their weights: scalars.
+        for each loss, then for the sum of each pair of them.
+    - `counts`: the number of terms of each loss, added up with their weights: scalars.
     - `l2`: the coefficients of L2 terms, added up over batches, shaped like the model.
-    - `batches`: how many batches there were, a scalar.
+    - `batches`: the number of batches, a scalar.
     """
 
     inputs: Model
@@ -42,9 +42,9 @@ class Total(eqx.Module):
 
 
 class Accumulator(eqx.Module):
-    r"""The curvature of a loss over a whole data set, from batches of any sizes, equal to
-    that of all of them in one. (Means of factors over batches are not: $A$ is a mean over
-    rows, $G$ one over loss terms.)
+    r"""The curvature of a loss over a whole data set, from batches of any sizes. It
+    equals the curvature of all of them in one batch. (The mean of factors over batches
+    does not: $A$ is a mean over rows, $G$ a mean over loss terms.)
 
     !!! Example
 
@@ -58,8 +58,8 @@ class Accumulator(eqx.Module):
         ```
 
     Blocks in a basis ([`eqx_kfac.EKFAC`][]) take two passes. The first finds the basis;
-    its eigenvalues still are those of the Kronecker product. The second has it as
-    `bases`.
+    its eigenvalues are still those of the Kronecker product. The second gets the result
+    as `bases`.
     """
 
     loss_fn: Callable
@@ -84,7 +84,7 @@ class Accumulator(eqx.Module):
 
     def init(self, model: Model, *args: Any, key: Key | None = None, **kwargs: Any):
         """The total of no batches. **Arguments:** those of `add`, with any batch: only
-        shapes are looked at."""
+        shapes are used."""
         shapes = eqx.filter_eval_shape(self._sums, model, args, key, kwargs)
         return zeros_of(shapes)
 

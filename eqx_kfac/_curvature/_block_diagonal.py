@@ -48,13 +48,13 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
     not: pass it to the methods that take it.
 
     Its vectors have the parameters that tags cover, and `None` elsewhere. If tags cover
-    all parameters, they are shaped like `eqx.filter(model, eqx.is_inexact_array)`, as
-    those of [`eqx_kfac.GaussNewton`][], of which its inverse is a preconditioner.
+    all parameters, they are shaped like `eqx.filter(model, eqx.is_inexact_array)`, like
+    those of [`eqx_kfac.GaussNewton`][], for which its inverse is a preconditioner.
 
     **Fields:**
 
     - `blocks`: shaped like the model, with an operator, and the multiple of the identity
-        that is added to it, in the place of every tagged layer.
+        that is added to it, in place of every tagged layer.
     - `structure`: the shapes and types of its vectors.
 
     !!! Example
@@ -76,7 +76,7 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
             optimizer.
         - `model`: the model that it belongs to.
 
-        **Raises:** `ValueError` naming the layers of the model that it has nothing of.
+        **Raises:** `ValueError` naming the layers of the model that it does not cover.
         """
 
         def block(tag, layer, factors):
@@ -155,7 +155,7 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
         return _added(jtu.tree_map(jnp.sum, self.effective_dimensions(damping)))
 
     def effective_dimensions(self, damping: Damping) -> Model:
-        """That of every layer by itself: a tree as that of `per_layer`."""
+        """That of every layer separately: a tree like that of `per_layer`."""
 
         def of_layer(op, shift, number):
             values = _values(op, shift)
@@ -165,27 +165,27 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
         return self._map(lambda block, number: block(of_layer, number), numbers)
 
     def condition_number(self, damping: Damping = 0.0) -> Float[Array, ""]:
-        r"""The largest eigenvalue of $C + \lambda I$ by its smallest."""
+        r"""The largest eigenvalue of $C + \lambda I$ divided by its smallest."""
         values = jtu.tree_leaves(self.damped(damping).eigenvalues())
         largest = ft.reduce(jnp.maximum, [jnp.max(v) for v in values])
         return largest / ft.reduce(jnp.minimum, [jnp.min(v) for v in values])
 
     def eigenvalues(self) -> Model:
         """All eigenvalues: a tree shaped like the model, with `[*stack, d_out, d_in]` in
-        the place of every tagged layer."""
+        place of every tagged layer."""
         return self._map(lambda block: block(_values))
 
     def per_layer(self, numbers: Damping, name: str = "numbers") -> Model:
-        """A tree shaped like the model, with a number in the place of every tagged layer
-        (of stacked layers: one for each, `[*stack]`): a `damping` of which
-        `eqx.tree_at` changes that of single layers.
+        """A tree shaped like the model, with a number in place of every tagged layer
+        (for stacked layers: one for each, `[*stack]`). It can serve as a `damping` in
+        which `eqx.tree_at` changes that of single layers.
 
         **Arguments:**
 
         - `numbers`: one for all, or such a tree.
         - `name`: what an error calls it.
 
-        **Raises:** `ValueError` for negative numbers, and what does not fit the layers.
+        **Raises:** `ValueError` for negative numbers, or if they do not fit the layers.
         """
         treedef = jtu.tree_structure(self._map(lambda _: 0))
         if is_number(plain(numbers)) or is_scalar(numbers):
@@ -214,12 +214,12 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
         return self._map(checked, found)
 
     def l2(self) -> Model:
-        """The curvature of [`eqx_kfac.L2`][] terms (and the damping), that is added to
-        every layer: a tree as that of `per_layer`."""
+        """The curvature of [`eqx_kfac.L2`][] terms (and the damping) that is added to
+        every layer: a tree like that of `per_layer`."""
         return self._map(lambda block: block.shift)
 
     def without_l2(self) -> "BlockDiagonalOperator":
-        """The same operator, without those."""
+        """The same operator, without these."""
         return self._blockwise(lambda block: _without_shift(block, block.operator))
 
     def spectral(self) -> "BlockDiagonalOperator":
@@ -238,7 +238,7 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
 
     def damped(self, damping: Damping) -> "BlockDiagonalOperator":
         r"""$C + \lambda I$, with `damping` $\lambda \ge 0$: a number, or one for every
-        layer, a tree as that of `per_layer`."""
+        layer, in a tree like that of `per_layer`."""
 
         def add(block, number):
             return eqx.tree_at(lambda b: b.shift, block, block.shift + number)
@@ -290,10 +290,10 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
         return jtu.tree_map(fn, self.blocks, *rest, is_leaf=_is_block)
 
     def sum_over_layers(self, fn: Callable, *rest: Any) -> Float[Array, "..."]:
-        """The sum over all layers of `fn(operator, shift, *rest)`: of their operator, the
-        multiple of the identity that is to be added, and what other trees that are shaped
-        like the model have of the layer. (Where these have nothing, it is no part of the
-        sum.)"""
+        """The sum over all layers of `fn(operator, shift, *rest)`: the layer's operator,
+        the multiple of the identity that is to be added, and what other trees that are
+        shaped like the model have for the layer. (A layer for which these have nothing is
+        left out of the sum.)"""
 
         def add(block, *own):
             if any(o is None for o in own):

@@ -53,7 +53,7 @@ class Captured(eqx.Module):
         r"""The two sides of the layer's canonical matrix, whatever its form (patches of a
         convolution, unit vectors of an embedding): $\bar x$ of shape `[*stack, *examples,
         *positions, d_in(+1)]` and $g$ of shape `[*stack, *examples, *positions, d_out]`,
-        behind an axis of cotangents if there is one."""
+        after an axis of cotangents if there is one."""
         axes = self.stack + self.examples
 
         def outputs(g):
@@ -73,7 +73,7 @@ class Captured(eqx.Module):
     def gradients(self) -> Float[Array, "..."]:
         r"""The gradients of single examples with respect to the layer's canonical matrix,
         $\sum g \bar x^\top$ over the positions within the layer: `[*stack, *examples,
-        d_out, d_in(+1)]`, behind an axis of cotangents if there is one."""
+        d_out, d_in(+1)]`, after an axis of cotangents if there is one."""
         x, g = self.rows()
         axes = self.stack + self.form.groups + self.examples
         x = x.reshape(*x.shape[:axes], -1, x.shape[-1])
@@ -94,9 +94,9 @@ def capture(loss_fn: Callable, fisher: AbstractFisher | None = None) -> Callable
 
     - `loss_fn`: as for [`eqx_kfac.curvature`][].
     - `fisher`: which gradients. `None`: those of the losses at the given targets, of
-        their (weighted) *sum*: $N$ times the gradient of the mean, penalties left out. A
+        their (weighted) *sum*: $N$ times the gradient of the mean, without penalties. A
         Fisher estimator such as [`eqx_kfac.Exact`][]: those whose outer products add up
-        to its curvature, `output_gradients` having one more axis in front, over its
+        to its curvature. `output_gradients` then has one more axis in front, over its
         cotangents (one for every sample of [`eqx_kfac.MonteCarlo`][]).
 
     **Returns:**
@@ -106,7 +106,7 @@ def capture(loss_fn: Callable, fisher: AbstractFisher | None = None) -> Callable
     dictionary of several (`GRUCell`), or by `None` if the losses do not depend on it. Its
     `inputs` are `[*stack, *examples, ...]` and its `output_gradients` `[*stack,
     *examples, ...]`, where `...` is the shape of one input and one output of the layer as
-    it was called: of a convolution the image, not its patches; of an embedding the
+    it was called: for a convolution the image, not its patches; for an embedding the
     integer. A layer that is tagged at its parameters (normalisation) has no `inputs`; its
     `output_gradients` `[*examples, size]` are those with respect to its parameters.
 

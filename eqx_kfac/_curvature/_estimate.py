@@ -21,11 +21,12 @@ def value_grad_and_curvature(
     **Returns:**
 
     A function `(model, *args, key=None, **kwargs) -> (value, grads, curvature)`, or
-    `((value, aux), grads, curvature)`. `grads` is shaped like the model. `curvature` is
-    too, with every tagged layer replaced by its factors (see [`eqx_kfac.curvature`][]).
-    `key` is for the Fisher estimate; it is not handed to `loss_fn`.
+    `((value, aux), grads, curvature)`. `grads` is shaped like the model. So is
+    `curvature`, with every tagged layer replaced by its factors (see
+    [`eqx_kfac.curvature`][]). `key` is for the Fisher estimate; it is not passed to
+    `loss_fn`.
 
-    **Raises:** `TypeError` if `loss_fn` returns something else than a loss; `ValueError`
+    **Raises:** `TypeError` if `loss_fn` returns something other than a loss; `ValueError`
     if the Fisher estimate needs a `key` and gets none.
 
     !!! Example

@@ -186,8 +186,8 @@ class Fisher(AbstractOuterProduct):
 
     with targets from the model's own predictive distribution. It equals the
     [`eqx_kfac.GaussNewton`][] matrix if the outputs are natural parameters (softmax,
-    sigmoid, squared error); unlike that, it is always positive semidefinite, and never
-    needs targets. In all else it is like [`eqx_kfac.GaussNewton`][].
+    sigmoid, squared error); unlike that matrix, it is always positive semidefinite, and
+    never needs targets. Otherwise it is like [`eqx_kfac.GaussNewton`][].
 
     !!! Example
 
@@ -221,9 +221,9 @@ class EmpiricalFisher(AbstractOuterProduct):
     $$\frac1N \sum_n w_n J_n^\top s_n s_n^\top J_n, \qquad s_n = \nabla_{\text{outputs}}
     \ell_n,$$
 
-    over loss *terms* $n$: where an example has several (its tokens), their gradients are
-    not added up before the outer product. Not a curvature of the loss: it vanishes where
-    the data are fitted. In all else it is like [`eqx_kfac.GaussNewton`][].
+    over loss *terms* $n$: if an example has several (its tokens), their gradients are
+    not added up before the outer product. It is not a curvature of the loss: it vanishes
+    where the data are fitted. Otherwise it is like [`eqx_kfac.GaussNewton`][].
 
     !!! Example
 
@@ -264,8 +264,8 @@ class EmpiricalFisher(AbstractOuterProduct):
 
 class Hessian(AbstractModelOperator):
     r"""The Hessian $\nabla^2 h$ of the mean objective: of everything that `loss_fn`
-    returns, scalar penalties included. Symmetric, and in general indefinite: conjugate
-    gradients do not apply, `lx.GMRES` and the dense solvers do.
+    returns, including scalar penalties. It is symmetric, and in general indefinite:
+    conjugate gradients do not apply, but `lx.GMRES` and the dense solvers do.
 
     A lineax operator, on vectors shaped like `eqx.filter(model, eqx.is_inexact_array)`.
     A product is the forward-mode derivative of the gradient.

@@ -19,9 +19,9 @@ class AbstractFisher(eqx.Module):
     **Fields:**
 
     - `batch_size`: how many cotangents are pulled back at once.
-    - `examples`: the estimate is of the first so many examples of a batch; `None`: of
-        all.
-    - `centred`: whether the mean over the examples is taken away from what every
+    - `examples`: the estimate uses the first so many examples of a batch; `None`: all
+        of them.
+    - `centred`: whether the mean over the examples is subtracted from what every
         cotangent gives.
     """
 

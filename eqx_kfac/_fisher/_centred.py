@@ -5,16 +5,16 @@ from ._exact import Exact
 
 
 class Centred(Exact):
-    r"""The covariance of gradients, instead of their second moment: of every cotangent
-    that [`eqx_kfac.Exact`][] pulls back, the mean over the batch is taken away,
+    r"""The covariance of gradients, instead of their second moment: for every cotangent
+    that [`eqx_kfac.Exact`][] pulls back, the mean over the batch is subtracted,
 
     $$\frac1N \sum_n \nabla_n \nabla_n^\top - \bar\nabla \bar\nabla^\top, \qquad
     \bar\nabla = \frac1N \sum_n \nabla_n$$
 
-    The Fisher of a density whose norm is not known, such as $\lvert \psi \rvert^2$ (see
-    [`eqx_kfac.Energy`][]). For blocks that are made of single examples' gradients:
-    `TNT`, `Full`, `Diagonal`, `Identity`. Of one loss, without weights, from the whole
-    batch: of a part, the mean is another.
+    This is the Fisher of a density whose norm is not known, such as
+    $\lvert \psi \rvert^2$ (see [`eqx_kfac.Energy`][]). It is for blocks that are built
+    from single examples' gradients: `TNT`, `Full`, `Diagonal`, `Identity`. It supports
+    one loss, without weights, and uses the whole batch, because a part has another mean.
 
     ??? cite "Reference"
 

@@ -21,7 +21,7 @@ class Empirical(AbstractFisher):
     def __init__(self, *, examples: int | None = None):
         """**Arguments:**
 
-        - `examples`: only from the first so many examples of a batch. `None`: from all.
+        - `examples`: use only the first so many examples of a batch. `None`: all.
         """
         self.examples = check_examples(examples)
 

@@ -81,7 +81,7 @@ class _Columns(AbstractFisher):
 
 class Exact(_Columns):
     r"""The Fisher itself, from every column of a square root of the output Fisher: no
-    noise, no key, and as many backward passes as one example has outputs. (Where these
+    noise, no key, and as many backward passes as one example has outputs. (If these
     are natural parameters of the predictive distribution, as logits are, the Fisher is
     also the Gauss-Newton matrix.)
     """

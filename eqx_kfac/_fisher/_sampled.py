@@ -62,11 +62,11 @@ class _Samples(AbstractFisher):
 
 
 class MonteCarlo(_Samples):
-    r"""Scores at targets sampled from the model: an unbiased estimate of the Fisher, one
-    extra backward pass a sample. The default.
+    r"""Scores at targets sampled from the model: an unbiased estimate of the Fisher, with
+    one extra backward pass per sample. The default.
 
     The error falls as $n^{-1/2}$ in the number of samples; averaging over steps does the
-    same, so one sample is usually the best use of time. Needs a `key`.
+    same, so one sample is usually the best use of time. It needs a `key`.
 
     ??? cite "Reference"
 
@@ -82,11 +82,11 @@ class MonteCarlo(_Samples):
 
 class CurvatureProp(_Samples):
     r"""A square root of the output Fisher times random signs: an unbiased estimate of the
-    Fisher, one extra backward pass a sample.
+    Fisher, with one extra backward pass per sample.
 
     It costs what [`eqx_kfac.MonteCarlo`][] costs, and its error falls in the same way.
-    Where every example has one output it has no noise at all: one sample is
-    [`eqx_kfac.Exact`][]. Needs a `key`.
+    If every example has one output, it has no noise at all: one sample is
+    [`eqx_kfac.Exact`][]. It needs a `key`.
 
     ??? cite "Reference"
 

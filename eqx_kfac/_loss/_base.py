@@ -143,11 +143,11 @@ class AbstractLoss(AbstractObjective):
     to one distribution.
 
     A term of weight zero counts for nothing. Its target may be anything: a NaN, or the
-    -1 that pads labels. What the model computes from its inputs has to be finite, for in
-    a backward pass zero times NaN is NaN: pad inputs with zeros.
+    -1 that pads labels. What the model computes from its inputs has to be finite, because
+    zero times NaN is NaN in a backward pass: pad inputs with zeros.
 
     Weights may depend on the model, as those of a focal loss do: value and gradient are
-    those of the quotient above. Curvature takes the weights for constants.
+    those of the quotient above. Curvature treats the weights as constants.
 
     A new loss is a subclass with the three arrays below and the four methods; everything
     else follows. If `outputs` are natural parameters of an exponential family, say so
@@ -158,7 +158,7 @@ class AbstractLoss(AbstractObjective):
     **Fields:**
 
     - `natural`: whether `outputs` are natural parameters of an exponential family.
-    - `joint`: whether a term depends on the others, so that a micro-batch has other ones.
+    - `joint`: whether a term depends on the others, so micro-batches would change it.
     - `targets`: what was observed, for every term: arrays `[*leading, ...]`; `None` if
         only curvature is wanted.
     - `weights`: one for every term, `[*leading]` or its first axes; `None`: all are 1.
@@ -222,12 +222,12 @@ class AbstractLoss(AbstractObjective):
         return jnp.sum(losses * weights)
 
     def valid(self, targets: Shaped[Array, "..."]) -> Bool[Array, "..."]:
-        """Which of some targets (an array of them) can be targets at all."""
+        """Which of some targets (an array of them) are possible at all."""
         return jnp.isfinite(targets)
 
     def present(self, targets: PyTree) -> PyTree:
-        """Targets of all terms, with zeros in the place of those that are not valid where
-        the weight is zero."""
+        """Targets of all terms, with zeros in place of those that are not valid and whose
+        weight is zero."""
         if self.weights is None:
             return targets
         absent = self.term_weights == 0
@@ -273,8 +273,8 @@ class AbstractLoss(AbstractObjective):
 
     def hessian_root(self, v: Float[Array, "*leading r"]) -> PyTree:
         r"""$S v$ with $S S^\top$ the Hessian of each term with respect to `outputs`, for
-        the Gauss-Newton matrix. For natural parameters that is the Fisher's root; a loss
-        that is convex in other outputs may have one of its own (of the same shape)."""
+        the Gauss-Newton matrix. For natural parameters, this is the Fisher's root; a loss
+        that is convex in other outputs may have a root of its own (of the same shape)."""
         if not self.natural:
             name = type(self).__name__
             raise ValueError(
@@ -288,7 +288,7 @@ class AbstractLoss(AbstractObjective):
     def hessian_product(self, v: PyTree) -> PyTree:
         r"""Every term's Hessian $\nabla^2 \ell_n$ with respect to `outputs`, at the
         targets, times a vector, by autodiff. Targets may be left out of a loss with
-        natural parameters. Like `fisher_product` it knows no weights."""
+        natural parameters. Like `fisher_product`, it ignores weights."""
         if self.targets is None and self.natural:
             return self.fisher_product(v)
         if self.targets is None:

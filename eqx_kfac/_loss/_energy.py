@@ -12,30 +12,30 @@ from ._base import AbstractLoss, at_least_float32, check_weights
 
 
 class Energy(AbstractLoss):
-    r"""The energy of a wavefunction, by walkers drawn from $\lvert \psi \rvert^2$
+    r"""The energy of a wavefunction, from walkers drawn from $\lvert \psi \rvert^2$
     (variational Monte Carlo): the mean of the local energies $E_L = H \psi / \psi$. Its
     gradient is
 
     $$2 \operatorname{Re} \frac1N \sum_n (E_n - \bar E)^* \, \partial \log \psi_n,$$
 
-    with $E_n$ clipped: of the local energies, which are constants, no derivative is
-    taken. Its curvature is the Fisher of $\lvert \psi \rvert^2$ (of a complex $\psi$, the
-    real part of the quantum geometric tensor), $4 \operatorname{Cov}(\partial \log
+    with $E_n$ clipped. The local energies are constants: no derivative of them is
+    taken. The curvature is the Fisher of $\lvert \psi \rvert^2$ (for a complex $\psi$,
+    the real part of the quantum geometric tensor), $4 \operatorname{Cov}(\partial \log
     \psi)$: steps are those of stochastic reconfiguration.
 
     Exact operators ([`eqx_kfac.Fisher`][], [`eqx_kfac.GaussNewton`][]) and the quadratic
-    model are of the covariance. Blocks are of the second moment around zero, which is not
-    less, as is usual; with [`eqx_kfac.Centred`][], of the covariance.
+    model use the covariance. Blocks use the second moment around zero, which is not
+    less, as is usual; with [`eqx_kfac.Centred`][], they use the covariance.
 
-    All walkers enter into $\bar E$; those of a micro-batch have another mean, so there
-    are none.
+    All walkers enter into $\bar E$; those of a micro-batch would have another mean, so
+    micro-batches are not supported.
 
     **Fields:**
 
-    - `log_psi`: $\log \psi$, `[walkers, k]`: the real part, and the imaginary one ($k =
+    - `log_psi`: $\log \psi$, `[walkers, k]`: the real part, and the imaginary part ($k =
         2$) if it is complex.
-    - `targets`: the real parts of the local energies, `[walkers]`; and how far each part
-        of them is from its mean, after clipping, `[walkers, k]`.
+    - `targets`: the real parts of the local energies, `[walkers]`; and the distance of
+        each part of them from its mean, after clipping, `[walkers, k]`.
 
     ??? cite "Reference"
 
@@ -56,9 +56,9 @@ class Energy(AbstractLoss):
         - `log_psi`: $\log \psi$, or $\log \lvert \psi \rvert$, of every walker,
             `[walkers]`, real or complex.
         - `local_energies`: `[walkers]`, real or complex.
-        - `clip`: in the gradient, local energies (real and imaginary parts, each by
-            itself) further from their mean than this times their mean distance from it
-            are moved there. `None`: none.
+        - `clip`: in the gradient, local energies (real and imaginary parts
+            separately) that are further from their mean than this times their mean
+            distance from it are moved to that distance. `None`: no clipping.
         - `weights`: a weight for every walker, `[walkers]`.
 
         **Raises:** `ValueError` for other shapes, or a `clip` that is not positive.

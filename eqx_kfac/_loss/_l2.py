@@ -33,7 +33,7 @@ class L2(AbstractObjective):
             a leaf (`lambda p: p.ndim > 1`) or a tree of booleans.
 
         **Raises:** `ValueError` for a negative coefficient, `TypeError` for one that is
-        no number.
+        not a number.
         """
         coefficient = check_number("coefficient", coefficient, "at least 0", False)
         self.parameters = masked(empty_tags(model), mask)

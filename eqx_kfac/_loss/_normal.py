@@ -22,7 +22,7 @@ class NormalNLL(AbstractLoss):
 
     without the constant $\tfrac12 \log 2 \pi$. Its Fisher with respect to $(\mu, s)$ is
     $\operatorname{diag}(1 / \sigma^2, 1/2)$. Its Hessian depends on the targets and may
-    be indefinite, so there is no Gauss-Newton matrix of it: curvature is the Fisher.
+    be indefinite, so it has no Gauss-Newton matrix: curvature is the Fisher.
     """
 
     means: Inexact[Array, "*leading k"]

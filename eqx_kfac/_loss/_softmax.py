@@ -33,7 +33,7 @@ class SoftmaxCrossEntropy(AbstractLoss):
         - `logits`: `[*leading, classes]`, at least one leading axis.
         - `targets`: integer classes `[*leading]`, or probabilities
             `[*leading, classes]`. May be left out when only curvature is wanted. The loss
-            at a class that there is not (such as -1) is NaN, unless its weight is zero.
+            at a class that does not exist (such as -1) is NaN, unless its weight is zero.
         - `weights`: a weight (or a mask) for every term, `[*leading]` or its first axes.
         """
         name = "SoftmaxCrossEntropy"

@@ -38,7 +38,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
         """**Arguments:**
 
         - `output_factor`: $G$, symmetric positive semidefinite, `[d_out, d_out]`, or its
-            diagonal `[d_out]` if that is all there is.
+            diagonal `[d_out]` if it is diagonal.
         - `input_factor`: $A$, likewise, `[d_in, d_in]` or `[d_in]`.
         """
         self.output_factor = output_factor
@@ -50,7 +50,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
     def mv_outer(
         self, g: Float[Array, "rows d_out"], x: Float[Array, "rows d_in"]
     ) -> Float[Array, "d_out d_in"]:
-        r"""The product with $\sum g x^\top$, by $\sum (G g) (A x)^\top$: less work if
+        r"""The product with $\sum g x^\top$, as $\sum (G g) (A x)^\top$: less work if
         there are fewer rows than features."""
         return outer(right(g, self.output_factor), right(x, self.input_factor))
 
@@ -72,8 +72,8 @@ class KroneckerOperator(AbstractSymmetricOperator):
         ).ravel()
 
     def eigenvalues(self) -> Float[Array, "d_out d_in"]:
-        """All eigenvalues: the products of the factors' own, both ascending, and clipped
-        at zero (rounding alone can make one negative)."""
+        """All eigenvalues: the products of the factors' eigenvalues, both ascending, and
+        clipped at zero (rounding alone can make one negative)."""
 
         def values(factor):
             if factor.ndim == 1:

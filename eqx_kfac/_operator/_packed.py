@@ -20,9 +20,9 @@ class Packed(eqx.Module):
 
     $$M = \begin{pmatrix} A & B \\ B^\top & C \end{pmatrix},$$
 
-    the `rectangle` has the lower triangle of $A$ and the upper one of $C$ side by side,
-    and $B$ behind them. Its shape tells $n$. All of it are copies: what is symmetric bit
-    for bit comes back bit for bit. Stacked layers have leading axes.
+    the `rectangle` has the lower triangle of $A$ and the upper triangle of $C$ side by
+    side, followed by $B$. Its shape determines $n$. Everything is copied: a matrix that
+    is symmetric bit for bit comes back bit for bit. Stacked layers have leading axes.
 
     ??? cite "Reference"
 
@@ -73,9 +73,10 @@ def pack(matrix: Shaped[Array, "*stack n n"]) -> Packed:
 
 
 class Split(eqx.Module):
-    """[`eqx_kfac.Packed`][] matrices, of which every device along the axes `over` of a
-    mesh has some rows only; of small ones, all. Rows are padded with zeros to a number
-    that does not depend on the devices: a checkpoint restores onto any number of them.
+    """[`eqx_kfac.Packed`][] matrices of which every device along the axes `over` of a
+    mesh has only some rows; of small matrices, all rows. Rows are padded with zeros to a
+    number that does not depend on the devices, so a checkpoint restores onto any number
+    of them.
 
     **Fields:**
 
@@ -133,7 +134,7 @@ def vanishes(factor: Any) -> Bool[Array, ""]:
 
 def unpacked(tree: PyTree) -> PyTree:
     """Any tree, such as the state of an optimizer, or part of one, with whole matrices in
-    the place of packed ones.
+    place of packed ones.
 
     **Arguments:**
 

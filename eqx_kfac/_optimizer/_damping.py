@@ -15,12 +15,12 @@ from ._numbers import AbstractRule
 
 class AbstractDamping(AbstractRule):
     """A rule for the damping, given how well the quadratic model has predicted the
-    loss. Subclasses say what it is `initial`ly, and when a ratio is `due`. See "Writing
+    loss. Subclasses define its `initial` value, and when a ratio is `due`. See "Writing
     your own".
 
     **Fields:**
 
-    - `calibration`: at most so many ratios are measured before the first step.
+    - `calibration`: the most ratios that are measured before the first step.
     """
 
     calibration: eqx.AbstractVar[int]
@@ -33,8 +33,8 @@ class AbstractDamping(AbstractRule):
     def __call__(
         self, damping: Float[Array, ""], ratio: Float[Array, ""]
     ) -> Float[Array, ""]:
-        """The next damping, given this one and the reduction ratio: whenever that is due,
-        and after a step that was rejected, when it is NaN."""
+        """The next damping, given this one and the reduction ratio. Called whenever that
+        is due, and after a rejected step, with a ratio of NaN."""
 
 
 class LevenbergMarquardt(AbstractDamping):
@@ -44,8 +44,8 @@ class LevenbergMarquardt(AbstractDamping):
     $$\rho = \frac{h(\theta + \delta) - h(\theta)}{q(\delta)}$$
 
     is measured. Above `upper` (3/4), the model can be trusted and $\lambda \leftarrow
-    \omega^T \lambda$; below `lower` (1/4), or if it is not finite, or if the model
-    promised no descent, $\lambda \leftarrow \lambda / \omega^T$. A step that is rejected
+    \omega^T \lambda$. Below `lower` (1/4), or if the ratio is not finite, or if the model
+    promised no descent, $\lambda \leftarrow \lambda / \omega^T$. A rejected step
     makes the damping grow too. Pass it to [`eqx_kfac.KFAC`][] as `damping`.
 
     !!! Example
@@ -83,16 +83,16 @@ class LevenbergMarquardt(AbstractDamping):
     ):
         r"""**Arguments:**
 
-        - `initial`: the damping to begin with.
+        - `initial`: the initial damping.
         - `decay`: $\omega \in (0, 1)$, for every step of the interval.
-        - `interval`: $T$, how many steps lie between two measurements. One measurement
+        - `interval`: $T$, the number of steps between two measurements. One measurement
             costs one forward pass (and one forward-mode derivative if neither learning
             rate nor momentum is an [`eqx_kfac.QuadraticModel`][]).
         - `lower`, `upper`: the reduction ratios between which the damping is left alone.
         - `minimum`, `maximum`: the bounds of the damping.
         - `calibration`: before the first step, repeat the rule on the first batch until
-            it leaves the damping alone or turns round, at most so many times. Then a bad
-            guess of `initial` costs work rather than steps.
+            it leaves the damping alone or changes direction, at most so many times. A bad
+            guess of `initial` then costs work rather than steps.
 
         **Raises:** `ValueError` for a number out of its range.
         """
@@ -119,7 +119,7 @@ class LevenbergMarquardt(AbstractDamping):
         self, damping: Float[Array, ""], ratio: Float[Array, ""]
     ) -> Float[Array, ""]:
         """The next damping, given this one and the reduction ratio. A ratio that is not
-        finite is one of failure."""
+        finite counts as a failure."""
         factor = self.decay**self.interval
         failed = ~jnp.isfinite(ratio) | (ratio < self.lower)
         trusted = ~failed & (ratio > self.upper)

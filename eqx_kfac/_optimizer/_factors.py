@@ -72,23 +72,23 @@ class Factorising:
 
 
 def packed(state: Any, over: str | Sequence[str] = ()) -> Any:
-    """The state of an optimizer in about half of the memory: of every symmetric matrix
-    (factors, explicit inverses) one triangle. The optimizer goes on with it as it is, in
-    the same steps, and keeps it packed.
+    """The state of an optimizer in about half of the memory: one triangle of every
+    symmetric matrix (factors, explicit inverses). The optimizer continues with it as it
+    is, takes the same steps, and keeps it packed.
 
     **Arguments:**
 
     - `state`: that of [`eqx_kfac.KFAC`][], or of an optax optimizer.
-    - `over`: an axis of the mesh on which the state is, or several: each device along
-        them keeps a part of every matrix only. At every step they are gathered, and the
-        products with them are dealt out.
+    - `over`: an axis of the mesh on which the state is, or several. Each device along
+        them keeps only a part of every matrix. At every step the parts are gathered, and
+        the products with the matrices are distributed.
 
-    **Returns:** the state, with [`eqx_kfac.Packed`][] in the place of matrices, or
-    [`eqx_kfac.Split`][]; see [`eqx_kfac.unpacked`][] for the inverse, for instance to
-    look at them.
+    **Returns:** the state, with [`eqx_kfac.Packed`][] or [`eqx_kfac.Split`][] in place of
+    matrices. See [`eqx_kfac.unpacked`][] for the inverse, for instance to inspect the
+    matrices.
 
-    **Raises:** `ValueError` for part of a state: only the whole tells which matrices are
-    symmetric; and if the state is not on a mesh with such axes.
+    **Raises:** `ValueError` for part of a state, because only the whole tells which
+    matrices are symmetric; and if the state is not on a mesh with such axes.
 
     !!! Example
 

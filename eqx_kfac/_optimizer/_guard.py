@@ -15,7 +15,7 @@ class AbstractGuard(eqx.Module):
     "Writing your own"."""
 
     def due(self, step: Int[Array, ""]) -> Bool[Array, ""] | bool:
-        """Whether the loss after the step is looked at, which takes a forward pass: at
+        """Whether the loss after the step is checked, which takes a forward pass: at
         every step, unless a subclass says otherwise."""
         return True
 
@@ -24,7 +24,7 @@ class AbstractGuard(eqx.Module):
         self, value: Float[Array, ""], new_value: Float[Array, ""]
     ) -> Bool[Array, ""]:
         """Whether the step is rejected, given the loss before and after it, on the same
-        batch. Where the latter is not finite, it is rejected anyway."""
+        batch. If the latter is not finite, the step is rejected anyway."""
 
 
 class MaxIncrease(AbstractGuard):
@@ -43,8 +43,8 @@ class MaxIncrease(AbstractGuard):
     def __init__(self, most: Any = 0.0):
         """**Arguments:**
 
-        - `most`: at least 0, in nats. `jnp.inf`: only steps to where the loss is not
-            finite are rejected.
+        - `most`: at least 0, in nats. `jnp.inf` rejects only steps to where the loss is
+            not finite.
 
         **Raises:** `ValueError` for a number out of its range.
         """

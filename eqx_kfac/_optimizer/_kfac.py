@@ -55,16 +55,16 @@ class KFAC(eqx.Module):
 
     with $\hat F = \hat G \otimes \hat A + (\lambda + \eta) I$ for every tagged layer,
     averaged over the steps so far ($\eta$ is the coefficient of an [`eqx_kfac.L2`][]
-    term). The object only holds choices; all that changes is in its state. Jit, scan,
-    shard and donate as you like.
+    term). The object only holds choices; everything that changes is in its state. Jit,
+    scan, shard and donate as you like.
 
     Without arguments, it is what "How to choose" recommends: steps within a trust region
     that shrinks with the loss, and averaged parameters, which are the ones to evaluate.
-    Any number may be an optax schedule instead: a function of the step. Numbers are
-    copied into the state by `init`; change them there, at any time and without
+    Any number may be an optax schedule instead: a function of the step. `init` copies
+    numbers into the state; change them there, at any time and without
     recompiling: `eqx.tree_at(lambda s: s.damping, state, jnp.array(1e-2))`. Learning rate
-    and momentum may also be chosen by an [`eqx_kfac.QuadraticModel`][], the damping by
-    [`eqx_kfac.LevenbergMarquardt`][].
+    and momentum may also be chosen by an [`eqx_kfac.QuadraticModel`][], and the damping
+    by [`eqx_kfac.LevenbergMarquardt`][].
 
     !!! Example
 
@@ -126,7 +126,7 @@ class KFAC(eqx.Module):
         r"""**Arguments:**
 
         - `learning_rate`: $\alpha > 0$, or [`eqx_kfac.QuadraticModel`][].
-        - `momentum`: $\mu \in [0, 1)$, how much of the previous update is taken again; or
+        - `momentum`: $\mu \in [0, 1)$, how much of the previous update is used again; or
             [`eqx_kfac.QuadraticModel`][].
         - `damping`: $\lambda \ge 0$, added to the curvature, in units of the loss per
             squared parameter; or [`eqx_kfac.LevenbergMarquardt`][]; or
@@ -138,33 +138,33 @@ class KFAC(eqx.Module):
         - `norm_constraint`: $c > 0$ or `None`. The preconditioned gradient is scaled so
             that $\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle \le c$. Or an
             [`eqx_kfac.TrustRegion`][]`()`, which is what `"auto"` stands for.
-        - `guard`: which steps are not taken: [`eqx_kfac.MaxIncrease`][] rejects one after
-            which the loss, on the same batch, has risen by too much. `None`: no look is
-            taken, which saves a forward pass.
+        - `guard`: which steps are not taken: [`eqx_kfac.MaxIncrease`][] rejects a step
+            after which the loss, on the same batch, has risen by too much. `None`: no
+            check, which saves a forward pass.
         - `weight_decay`: $\beta \ge 0$ or `None`, decoupled from the objective: $\theta
-            \leftarrow \theta + \delta - \alpha \beta \theta$; of some of the parameters:
-            [`eqx_kfac.WeightDecay`][].
+            \leftarrow \theta + \delta - \alpha \beta \theta$; for some of the parameters
+            only: [`eqx_kfac.WeightDecay`][].
         - `averaging`: $\xi \in [0, 1]$ or `None`: keep an average of the parameters; see
             [`eqx_kfac.averaged`][]. `"auto"` stands for [`eqx_kfac.Window`][]`()`.
         - `curvature_period`: curvature is estimated every so many steps. `"auto"`: every
-            10 steps, but at first at the steps 0, 1, 2, 4 and 8.
-        - `inverse_period`: it is factorised every so many steps. `"auto"`: every 50
-            steps, but at first at the steps 0, 1, 2, 4, 8, 16 and 32.
+            10 steps, but at first at steps 0, 1, 2, 4 and 8.
+        - `inverse_period`: curvature is factorised every so many steps. `"auto"`: every
+            50 steps, but at first at steps 0, 1, 2, 4, 8, 16 and 32.
             [`eqx_kfac.InTurn`][]`(50)`: some layers at every step, in turn.
         - `ema`: $\rho \in [0, 1]$, the decay of the moving average of the curvature; or
             [`eqx_kfac.MovingAverage`][].
         - `fallback`: an optax optimizer for the parameters that no tag covers, e.g.
-            `optax.adam(1e-3)`. Its updates are applied as they come.
+            `optax.adam(1e-3)`. Its updates are applied unchanged.
 
-        Where learning rate, momentum or damping is chosen by a rule, which looks at every
+        If learning rate, momentum or damping is chosen by a rule, which considers every
         step, `"auto"` stands for a damping of 0.03, no norm constraint, no averaging,
         and periods of 1 and 5.
 
-        Where a layer sees fewer rows (examples, positions) than it has features, its
-        gradient is preconditioned row by row: less work, the same step. Looked at in
-        every step: where a gradient is not made of these rows alone (a penalty on the
-        weights), it is preconditioned as a matrix; as always with an `L2` term, with
-        micro-batches, and in a `shard_map` around the step.
+        If a layer sees fewer rows (examples, positions) than it has features, its
+        gradient is preconditioned row by row: less work, the same step. This is checked
+        at every step. If a gradient does not consist of these rows alone (a penalty on
+        the weights), it is preconditioned as a matrix, as it always is with an `L2` term,
+        with micro-batches, and in a `shard_map` around the step.
 
         **Raises:** `ValueError` for a number out of its range or choices that exclude
         each other, `TypeError` for something of another kind.
@@ -235,20 +235,20 @@ class KFAC(eqx.Module):
             `kfac.SoftmaxCrossEntropy`), a sum of losses and scalars, or `(loss, aux)`.
         - `model`, `state`: as returned from the previous step.
         - `args`, `kwargs`: for `loss_fn`: the batch, dropout keys, an `eqx.nn.State`, ...
-        - `key`: randomness for the Fisher estimate; not handed to `loss_fn`.
+        - `key`: randomness for the Fisher estimate; not passed to `loss_fn`.
         - `micro_batches`: split the batch into so many parts of equal size, and go
             through them one after the other: the same step in less memory. The arrays
             among `args` (those with at least one axis) are split along their first axis;
-            `kwargs` are handed on whole: one dropout key means the same mask for every
-            part, keys of single examples, among `args`, do not. The parts' `aux` are
-            stacked.
+            `kwargs` are passed on whole. So one dropout key means the same mask for every
+            part, while keys of single examples, among `args`, do not. The parts' `aux`
+            are stacked.
 
         **Returns:** `(model, state, info)`. If something is not finite, or the loss rises
-        by more than the `guard` allows, or anything else that `info.faults` tells of,
-        `info.rejected` is true, and model and state stay as they are (but for counters, a
-        damping that adapts, curvature that was itself finite, and the momentum of a step
-        that led uphill, which starts again from zero). What else the loss function gave
-        out is that of a bad batch: see `info.choose`.
+        by more than the `guard` allows, or `info.faults` reports anything else,
+        `info.rejected` is true, and model and state stay as they are (except for
+        counters, a damping that adapts, curvature that was itself finite, and the
+        momentum of a step that led uphill, which starts again from zero). What else the
+        loss function returned is from a bad batch: see `info.choose`.
         """
         check_step(loss_fn, model, state, key)
         micro_batches = check_count("micro_batches", micro_batches, 1)
@@ -279,7 +279,7 @@ class KFAC(eqx.Module):
         curvature: Model | None,
         value: Float[Array, ""] | None = None,
     ) -> tuple[Model, KFACState]:
-        """The same step with gradients and curvature from anywhere, as optax has it.
+        """The same step with gradients and curvature from anywhere, as in optax.
 
         **Arguments:**
 

@@ -17,13 +17,13 @@ from ._numbers import AbstractRule
 
 
 class AbstractLayerDamping(AbstractRule):
-    """A rule for the damping of every layer by itself, given its curvature. See "Writing
+    """A rule for the damping of every layer separately, given its curvature. See "Writing
     your own"."""
 
     @property
     @abc.abstractmethod
     def initial(self) -> Any:
-        """What the state holds as `damping`; `eqx.tree_at` may change it."""
+        """The value of `damping` in the state; `eqx.tree_at` may change it."""
 
     @abc.abstractmethod
     def __call__(
@@ -33,9 +33,9 @@ class AbstractLayerDamping(AbstractRule):
         model: Model,
         value: Float[Array, ""],
     ) -> Model:
-        """The damping of every layer with factors (and of each of a stack), whenever they
-        are factorised: a tree shaped like the model, with a number for every layer.
-        `value` is the loss of the batch."""
+        """The damping of every layer with factors (and of each layer of a stack),
+        whenever they are factorised: a tree shaped like the model, with a number for
+        every layer. `value` is the loss of the batch."""
 
 
 class LayerDamping(AbstractLayerDamping):
@@ -47,18 +47,19 @@ class LayerDamping(AbstractLayerDamping):
 
     with $h$ the loss of the batch (in nats). The first term lets a regression converge:
     its Fisher does not depend on the loss, and what is left to be learnt in the end lies
-    where there is little of it. The second one is a part of the typical curvature of the
-    whole network: where a network fits its data, its Fisher vanishes, and a fixed damping
-    would stop it. The third one bounds, relative to the parameters, a step that damping
-    alone makes: of a gradient of $N$ examples, $\sqrt{\operatorname{tr} \hat F_l / N}$ is
-    noise, so that noise moves a layer by at most $\alpha / (\kappa \sqrt N)$ of its norm.
-    Where a signal has faded in the depth of a network, or because its data are of a small
-    scale, a fixed damping would hold the layer. A layer without any curvature so far, or
-    whose parameters are zero, has $\lambda$; none has less than $10^{-4} \lambda$. Pass
-    it to [`eqx_kfac.KFAC`][] as `damping`.
+    where there is little of it. The second term is a part of the typical curvature of the
+    whole network: if a network fits its data, its Fisher vanishes, and a fixed damping
+    would stop it. The third term bounds, relative to the parameters, a step that is
+    determined by damping alone: in a gradient of $N$ examples,
+    $\sqrt{\operatorname{tr} \hat F_l / N}$ is noise, and noise then moves a layer by at
+    most $\alpha / (\kappa \sqrt N)$ of its norm. If a signal has faded in the depth of a
+    network, or because its data are of a small scale, a fixed damping would hold the
+    layer back. A layer without any curvature so far, or whose parameters are zero, has
+    $\lambda$; none has less than $10^{-4} \lambda$. Pass it to [`eqx_kfac.KFAC`][] as
+    `damping`.
 
     In the third term, $\hat F_l$ and $\theta_l$ are those of the weights alone, if a
-    layer has any: what is known of a bias does not tell how large the data are. Of an
+    layer has any, because a bias does not tell how large the data are. For an
     [`eqx_kfac.Series`][], $\hat F_l$ is the curvature of one time step.
 
     !!! Example
@@ -69,7 +70,7 @@ class LayerDamping(AbstractLayerDamping):
 
     ??? cite "Reference"
 
-        That the size of a step should be measured by that of the parameters: Y. You,
+        The idea that the parameters should set the scale of a step: Y. You,
         I. Gitman, B. Ginsburg, *Large Batch Training of Convolutional Networks*, 2017.
         As a rule for damping it was found by experiment: see "How to choose".
     """
@@ -98,7 +99,7 @@ class LayerDamping(AbstractLayerDamping):
 
     @property
     def initial(self) -> Any:
-        """What the state holds at first: $\\lambda$."""
+        """The initial value in the state: $\\lambda$."""
         return self.most
 
     def __call__(

@@ -12,7 +12,7 @@ from ._schedule import at
 
 
 class Numbers(NamedTuple):
-    r"""One of each: what was chosen, its range, or its value at a step (an array without
+    r"""One of each: the choice, its range, or its value at a step (an array without
     axes). `None`: it is not used.
 
     **Fields:**
@@ -21,8 +21,8 @@ class Numbers(NamedTuple):
     - `momentum`: $\mu$, by which the previous update is multiplied.
     - `damping`: $\lambda$, which is added to the curvature, in units of the loss per
         squared parameter.
-    - `norm_constraint`: the most that the squared length of $\alpha$ times the
-        preconditioned gradient may be, in the metric of the curvature: in nats.
+    - `norm_constraint`: the upper bound on the squared length of $\alpha$ times the
+        preconditioned gradient, in the metric of the curvature: in nats.
     - `ema`: the decay of the averages of the curvature.
     - `weight_decay`: the rate of decoupled weight decay.
     - `averaging`: the decay of the average of the parameters.
@@ -91,7 +91,7 @@ class MovingAverage(AbstractNumber):
         - `decay`: $\rho \in [0, 1]$, or a schedule. 1 is the mean over all steps; 0 keeps
             only the latest estimate.
         - `burn_in`: how many more estimates of the curvature are averaged on the first
-            batch (that is finite), before the first step.
+            (finite) batch, before the first step.
 
         **Raises:** `ValueError` for a number out of its range.
         """

@@ -40,16 +40,16 @@ def scale_by_kfac(
 ) -> optax.GradientTransformationExtraArgs:
     r"""K-FAC preconditioning, $\nabla h \mapsto \hat F^{-1} \nabla h$, as an optax
     transformation to be chained with others. Its `update` takes the curvature as an extra
-    argument; `curvature=None` keeps the average as it is. Before there is any, and while
-    a number is out of its range, the updates of tagged layers are zero.
+    argument; `curvature=None` keeps the average as it is. Before there is any curvature,
+    and while a number is out of its range, the updates of tagged layers are zero.
 
     **Arguments:**
 
     - `damping`, `solver`, `inverse_period`, `ema`: as for [`eqx_kfac.KFAC`][], but no
         rule chooses the damping.
     - `fallback`: transforms the gradients of the parameters that no tag covers
-        (`optax.scale_by_adam()`, say); what follows in the chain applies to its result
-        too.
+        (`optax.scale_by_adam()`, say); whatever follows in the chain also applies to its
+        result.
 
     **Raises:** `ValueError` from `init`, as [`eqx_kfac.KFAC`][] does; `TypeError` from
     `update` if `curvature` is left out, or lost by a wrapper (`optax.lookahead`, say).
@@ -155,11 +155,11 @@ def kfac(
 
     Its `update` takes `curvature` (`None` keeps the average as it is; until there is one,
     steps are rejected) and `value` as extra arguments. How the curvature is estimated
-    (`fisher`, `curvature_period`, burn-in) is up to the caller, who estimates it.
+    (`fisher`, `curvature_period`, burn-in) is up to you, who estimate it.
 
     The defaults are numbers, not the rules of `KFAC()`, because optax's `update` may be
-    called without the loss and without the parameters, which these rules need. Whoever
-    passes both to `update` gets the steps of `KFAC()` with `"auto"` for `damping`,
+    called without the loss and without the parameters, which these rules need. If you
+    pass both to `update`, you get the steps of `KFAC()` with `"auto"` for `damping`,
     `norm_constraint`, `averaging` and `inverse_period`; except that the trust region does
     not know how many terms the loss has, and is not smaller for small batches.
 

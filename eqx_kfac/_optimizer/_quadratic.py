@@ -25,10 +25,10 @@ class AbstractStepRule(AbstractRule):
 
     **Fields:**
 
-    - `examples`: the model is that of the first so many examples of the batch; `None`:
-        of all.
-    - `damping_ratio`: the preconditioner is damped with this times the damping, the
-        model with the damping itself.
+    - `examples`: the model is computed from the first so many examples of the batch;
+        `None`: from all of them.
+    - `damping_ratio`: the preconditioner is damped with this ratio times the damping, the
+        quadratic model with the damping itself.
     """
 
     examples: eqx.AbstractVar[int | None]
@@ -36,7 +36,7 @@ class AbstractStepRule(AbstractRule):
 
     @property
     def initial(self) -> Float[Array, ""]:
-        """Zero: of a definite type, as what is chosen is, so that nothing compiles
+        """Zero, with the same definite type as the chosen value, so that nothing compiles
         twice."""
         return jnp.zeros((), float)
 
@@ -45,8 +45,8 @@ class AbstractStepRule(AbstractRule):
         self, model: "Quadratic", given: _Given, value: Float[Array, ""]
     ) -> Float[Array, "2"]:
         r"""$\alpha$ and $\mu$, given the model along $d = -\hat F^{-1} \nabla h$ and
-        $\delta_\text{prev}$, those of the two that are numbers (else `None`), and the
-        loss. What it says of a given one does not matter."""
+        $\delta_\text{prev}$, those of the two that are given as numbers (else `None`),
+        and the loss. What is returned for a given one does not matter."""
 
 
 class QuadraticModel(AbstractStepRule):
@@ -56,11 +56,11 @@ class QuadraticModel(AbstractStepRule):
     \delta, \qquad \delta = \alpha d + \mu \, \delta_\text{prev}, \quad
     d = -\hat F^{-1} \nabla h$$
 
-    with $C$ the exact Fisher matrix of this batch, which is the Gauss-Newton matrix where
-    outputs are natural parameters (of all losses but [`eqx_kfac.NormalNLL`][]): one
-    forward-mode derivative of the loss function for each of the two directions. Pass it
-    to [`eqx_kfac.KFAC`][] as `learning_rate`, as `momentum`, or as both; what is a number
-    stays as it is and the other is chosen given it.
+    with $C$ the exact Fisher matrix of this batch, which is the Gauss-Newton matrix if
+    outputs are natural parameters (for all losses but [`eqx_kfac.NormalNLL`][]). It costs
+    one forward-mode derivative of the loss function for each of the two directions. Pass
+    it to [`eqx_kfac.KFAC`][] as `learning_rate`, as `momentum`, or as both. If one of
+    them is a number, it stays as it is, and the other is chosen given that number.
 
     !!! Example
 
@@ -83,8 +83,8 @@ class QuadraticModel(AbstractStepRule):
 
         - `examples`: the curvature of the model comes from the first so many examples of
             the batch: less work, more noise. `None`: from all of them.
-        - `damping_ratio`: the preconditioner is damped with this times the damping, the
-            quadratic model with the damping itself.
+        - `damping_ratio`: the preconditioner is damped with this ratio times the damping,
+            the quadratic model with the damping itself.
 
         **Raises:** `ValueError` for a number out of its range.
         """
@@ -96,13 +96,13 @@ class QuadraticModel(AbstractStepRule):
     def __call__(
         self, model: "Quadratic", given: _Given, value: Float[Array, ""]
     ) -> Float[Array, "2"]:
-        """Where the model is least."""
+        """The minimum of the model."""
         return model.minimum(given)
 
 
 class Quadratic(eqx.Module):
     r"""$q(c) = \frac12 c^\top M c + b^\top c$ for the coefficients $c$ of one or two
-    directions: $M$ has the damped curvature between them, $b$ their slopes.
+    directions: $M$ is the damped curvature between them, $b$ their slopes.
 
     **Fields:**
 
@@ -114,12 +114,12 @@ class Quadratic(eqx.Module):
     vector: Float[Array, " n"]
 
     def __call__(self, coefficients: Float[Array, " n"]) -> Float[Array, ""]:
-        """$q(c)$, of `coefficients` $c$."""
+        """$q(c)$ for `coefficients` $c$."""
         product = jnp.sum(self.matrix * coefficients[None, :], axis=-1)
         return jnp.sum((product / 2 + self.vector) * coefficients)
 
     def minimum(self, fixed: Sequence[Float[Array, ""] | None]) -> Float[Array, " n"]:
-        """The coefficients that minimise it; those that are not `None` in `fixed` stay.
+        """The coefficients that minimise $q$; those that are not `None` in `fixed` stay.
 
         A direction without curvature (because it is zero) gets a coefficient of zero, as
         does a second direction that is a multiple of the first."""

@@ -43,9 +43,9 @@ def _scheduled(schedule: Callable, step: Int[Array, ""]) -> Any:
 
 
 class InTurn(eqx.Module):
-    """Not all layers (or all of a stack) are factorised at the same step, but some at
-    every step, so that every one has its turn once in `period` steps: as much work,
-    evenly spread. Pass it to [`eqx_kfac.KFAC`][] as `inverse_period`.
+    """Factorises some layers (or some layers of a stack) at every step, instead of all at
+    the same step, so that each has its turn once in `period` steps: the same work, evenly
+    spread. Pass it to [`eqx_kfac.KFAC`][] as `inverse_period`.
 
     !!! Example
 
@@ -59,7 +59,7 @@ class InTurn(eqx.Module):
     def __init__(self, period: int = 50):
         """**Arguments:**
 
-        - `period`: in how many steps every layer has its turn once, at least 1.
+        - `period`: the number of steps in which every layer has one turn, at least 1.
 
         **Raises:** `ValueError` for a number out of its range.
         """

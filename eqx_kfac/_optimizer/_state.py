@@ -33,13 +33,13 @@ def _fault(name: str, meaning: str) -> Any:
 
 class Faults(eqx.Module):
     """What can go wrong in a step. In [`eqx_kfac.Info`][], whether it did; in
-    [`eqx_kfac.KFACState`][], how often so far. All but `factorisation` reject the
+    [`eqx_kfac.KFACState`][], how often so far. All faults but `factorisation` reject the
     step.
 
     **Fields:**
 
     - `each`: all of them in one array, `[..., 8]`, in the order of `as_dict`: booleans
-        in `Info`, integers in the state. (At the border of `jit`, every array takes its
+        in `Info`, integers in the state. (Every array that enters or leaves `jit` takes
         time.)
     """
 
@@ -103,8 +103,8 @@ def shown(value: Any) -> str:
 
 
 class Iterates(eqx.Module):
-    """A moving average of the parameters: by their paths in the model, for whatever is
-    shaped like the model, Python takes apart node by node at every step.
+    """A moving average of the parameters. It is a dictionary by their paths in the model,
+    because Python takes a tree shaped like the model apart node by node at every step.
 
     **Fields:**
 
@@ -132,14 +132,14 @@ def _number(name: str) -> Any:
 
 
 class KFACState(NamedTuple):
-    """The state of [`eqx_kfac.KFAC`][]. All arrays; `eqx.tree_at` may change any of them
-    between steps, hyper-parameters included (those that follow a schedule or a rule are
-    overwritten by it). A named tuple, for `optax.tree.get` and `optax.tree.set` know
-    no other types.
+    """The state of [`eqx_kfac.KFAC`][]. It consists of arrays; `eqx.tree_at` may change
+    any of them between steps, including hyper-parameters (those that follow a schedule or
+    a rule are overwritten by it). It is a named tuple, because `optax.tree.get` and
+    `optax.tree.set` know no other types.
 
     **Fields:**
 
-    - `step`: how many steps were asked for, rejected ones included.
+    - `step`: the number of steps so far, including rejected ones.
     - `curvature`: shaped like the model, with every tagged layer replaced by its
         averaged factors, and every other leaf by `None`. (After `kfac.packed`,
         symmetric matrices are `Packed`.)
@@ -154,12 +154,12 @@ class KFACState(NamedTuple):
     - `fallback`: the state of the optax optimizer for parameters that no tag covers.
     - `iterates`: the average of the parameters, if there is one.
     - `numbers`: the hyper-parameters, each as last chosen if a rule or a schedule
-        chooses it (the damping: that of the next step). Each is a property, too:
+        chooses it (the damping: that of the next step). Each is also a property:
         `state.learning_rate`, `state.damping`.
-    - `refactorise`: whether the factorisation is due at once: after a rejection the
-        damping is another one.
-    - `rejected`: how many steps were not taken.
-    - `faults`: why not: how often each fault was found.
+    - `refactorise`: whether the factorisation is due at once, because the damping has
+        changed after a rejection.
+    - `rejected`: the number of steps that were not taken.
+    - `faults`: how often each fault was found.
     """
 
     step: Int[Array, ""]
@@ -196,27 +196,27 @@ class ScaleByKFACState(NamedTuple):
 
 
 class Info(eqx.Module):
-    """What happened in one step of [`eqx_kfac.KFAC`][]. What was not measured in this
-    step is NaN; what never is, `None`.
+    """What happened in one step of [`eqx_kfac.KFAC`][]. A value that was not measured in
+    this step is NaN; one that never is, `None`.
 
     **Fields:**
 
     - `loss`: the objective before the step, penalties included.
-    - `new_loss`: the same after it (without weight decay), on the same batch.
+    - `new_loss`: the objective after the step (without weight decay), on the same batch.
     - `aux`: what the loss function returned beside the loss; stacked over
         micro-batches.
     - `learning_rate`: before the norm constraint or the trust region shortens the step.
     - `momentum`: before the trust region shortens the step.
     - `damping`: in this step: before the rule, after calibration.
-    - `reduction_ratio`: the change of the loss over what the quadratic model predicted;
-        minus infinity if the model promised no descent.
+    - `reduction_ratio`: the change of the loss divided by what the quadratic model
+        predicted; minus infinity if the model promised no descent.
     - `gradient_norm`: the Euclidean norm of the gradient, over all parameters; infinite
-        where squares overflow.
+        if squares overflow.
     - `through_rows`: whether the gradient was preconditioned through the rows, where
-        these are fewer; `None` if they are fewer nowhere, or it is not tried.
+        these are fewer; `None` if they are fewer nowhere, or this is not tried.
     - `update_norm`: the Euclidean norm of the update without weight decay; 0 if the
         step was not taken.
-    - `rejected`: whether the step was not taken: the parameters stay.
+    - `rejected`: whether the step was not taken, so that the parameters stay.
         `info.choose(new, old)` chooses for anything else that a step changed.
     - `faults`: why.
     """
@@ -235,16 +235,17 @@ class Info(eqx.Module):
     faults: Faults
 
     def choose(self, new: PyTree, old: PyTree) -> PyTree:
-        """What a step changed beside the model, if that step was taken. An `eqx.nn.State`
-        that has seen a bad batch, say, would make all later steps bad, too.
+        """Chooses what a step changed beside the model only if that step was taken. For
+        example, an `eqx.nn.State` that has seen a bad batch would make all later steps
+        bad, too.
 
         **Arguments:**
 
         - `new`: as it is after the step.
         - `old`: as it was before, of the same structure.
 
-        **Returns:** the arrays of `new`, or those of `old` if the step was rejected; what
-        is not an array is that of `old`.
+        **Returns:** the arrays of `new`, or those of `old` if the step was rejected;
+        anything that is not an array is taken from `old`.
 
         !!! Example
 
@@ -306,15 +307,15 @@ def averaged(model: _Model, state: KFACState) -> _Model:
 
     $$\bar\theta = \sum_t \xi^{T-t} \theta_t \Big/ \sum_t \xi^{T-t},$$
 
-    over the steps that were taken. Usually better than the last iterate where steps are
-    noisy; evaluate it, train the other.
+    over the steps that were taken. It is usually better than the last iterate if steps
+    are noisy. Evaluate it, but train the other model.
 
     **Arguments:**
 
     - `model`, `state`: as returned from [`eqx_kfac.KFAC`][]`.step`.
 
-    **Returns:** a model like `model`; before the first step, `model` itself. What was not
-    trained stays what it is.
+    **Returns:** a model like `model`; before the first step, `model` itself. Anything
+    that was not trained stays as it is.
 
     **Raises:** `ValueError` if the optimizer does not average, or not this model.
 

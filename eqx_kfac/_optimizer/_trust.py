@@ -17,43 +17,44 @@ class AbstractTrustRegion(AbstractRule):
     @property
     @abc.abstractmethod
     def initial(self) -> Any:
-        """What the state holds as `norm_constraint`; `eqx.tree_at` may change it."""
+        """The value of `norm_constraint` in the state; `eqx.tree_at` may change it."""
 
     @abc.abstractmethod
     def __call__(
         self, size: Float[Array, ""], value: Float[Array, ""], terms: int | None
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        r"""What $\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle$ and
-        $\langle \delta, \hat F \delta \rangle$ may be at most, given what is in the
-        state, the loss, and the number of its terms if that is known."""
+        r"""Upper bounds on $\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle$ and
+        $\langle \delta, \hat F \delta \rangle$, given the value in the state, the loss,
+        and the number of its terms if that is known."""
 
 
 class TrustRegion(AbstractTrustRegion):
-    r"""Norm constraints that become tighter as the loss falls: of what a step adds to the
-    velocity, and of the whole of it,
+    r"""Norm constraints that become tighter as the loss falls: one on what a step adds to
+    the velocity, and one on the whole velocity,
 
     $$\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle \le c_h \min(1, N / m),
     \qquad \langle \delta, \hat F \delta \rangle \le k c_h, \qquad
     c_h = \min(c, r |h|)$$
 
     with $h$ the loss of the batch (in nats) and $N$ the number of its terms. Either
-    left-hand side is about twice a Kullback-Leibler divergence: that between the model
+    left-hand side is about twice a Kullback-Leibler divergence between the model
     before and after the step, without momentum and with it. A network that fits its data
-    has a vanishing Fisher and a small loss: steps that were short at first are long
-    compared with what is left to be gained, so that none is longer than a part of that.
+    has a vanishing Fisher and a small loss. Steps that were short at first are then long
+    compared with what is left to be gained, so no step is longer than a part of that.
     (A loss of densities may be negative: where it crosses zero, a few steps are short.)
-    The gradient of few examples is mostly noise, of which the first one grows as $1 / N$.
-    And where gradients agree from step to step, momentum adds them up to ten times of
-    what the first one bounds. Pass it to [`eqx_kfac.KFAC`][] as `norm_constraint`.
+    The gradient of few examples is mostly noise, and the first left-hand side of noise
+    grows as $1 / N$. And if gradients agree from step to step, momentum adds them up to
+    ten times what the first constraint bounds. Pass it to [`eqx_kfac.KFAC`][] as
+    `norm_constraint`.
 
-    The second one needs no product with $\hat F$: of $\delta = \mu \delta_\text{prev} -
-    \alpha \hat F^{-1} \nabla h$ it is
+    The second constraint needs no product with $\hat F$: for
+    $\delta = \mu \delta_\text{prev} - \alpha \hat F^{-1} \nabla h$, its left-hand side is
     $\mu^2 \langle \delta_\text{prev}, \hat F \delta_\text{prev} \rangle
     - 2 \mu \alpha \langle \delta_\text{prev}, \nabla h \rangle
-    + \alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle$. Of a velocity that leads
-    uphill, whose cosine with $\hat F^{-1} \nabla h$ in the metric of $\hat F$ is $\cos >
-    1/2$, the step keeps $2 - 2 \cos$ times $\mu$: the quadratic model from which it came
-    does not hold any more.
+    + \alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle$. If a velocity leads
+    uphill, so that its cosine with $\hat F^{-1} \nabla h$ in the metric of $\hat F$ is
+    $\cos > 1/2$, the step uses only $2 - 2 \cos$ times $\mu$: the quadratic model from
+    which the velocity came does not hold any more.
 
     !!! Example
 
@@ -63,10 +64,10 @@ class TrustRegion(AbstractTrustRegion):
 
     ??? cite "Reference"
 
-        With $r = \infty$ and $m = 1$ the first one is the constraint of J. Ba, R. Grosse,
+        With $r = \infty$ and $m = 1$, the first constraint is that of J. Ba, R. Grosse,
         J. Martens, *Distributed Second-Order Optimization using Kronecker-Factored
-        Approximations*, ICLR 2017, section 5. How they depend on the loss and on the
-        number of terms, and the second one, were found by experiment: see "How to
+        Approximations*, ICLR 2017, section 5. The dependence on the loss and on the
+        number of terms, and the second constraint, were found by experiment: see "How to
         choose".
     """
 
@@ -82,7 +83,7 @@ class TrustRegion(AbstractTrustRegion):
 
         - `size`: $c > 0$, in nats.
         - `share`: $r > 0$, a part of the loss; `jnp.inf` leaves the loss out.
-        - `terms`: $m$: from how many terms of the loss on their number does not matter.
+        - `terms`: $m$: from this number of loss terms on, their number does not matter.
         - `velocity`: $k > 0$, for the whole step; `jnp.inf` leaves the velocity alone.
 
         **Raises:** `ValueError` for a number out of its range.
@@ -94,7 +95,7 @@ class TrustRegion(AbstractTrustRegion):
 
     @property
     def initial(self) -> Any:
-        """What the state holds at first: $c$."""
+        """The initial value in the state: $c$."""
         return self.size
 
     def __call__(
@@ -110,8 +111,8 @@ class TrustRegion(AbstractTrustRegion):
 
 class Window(eqx.Module):
     r"""Averaging over a window that grows with the steps:
-    $\xi_t = s t / (1 + s t)$, with which about the last $1 + s t$ of $t$ iterates count.
-    Whenever one stops, the averaged model is about as good as after a learning rate that
+    $\xi_t = s t / (1 + s t)$, so that about the last $1 + s t$ of $t$ iterates count.
+    Whenever you stop, the averaged model is about as good as after a learning rate that
     has fallen to zero. Pass it to [`eqx_kfac.KFAC`][] as `averaging`.
 
     !!! Example
@@ -126,7 +127,7 @@ class Window(eqx.Module):
     def __init__(self, share: Any = 0.1):
         """**Arguments:**
 
-        - `share`: $s > 0$: how long the window is, as a part of all steps so far.
+        - `share`: $s > 0$: the length of the window, as a part of all steps so far.
 
         **Raises:** `ValueError` for a number out of its range.
         """

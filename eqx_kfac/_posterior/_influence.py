@@ -48,7 +48,7 @@ class Influence(eqx.Module):
         - `test`, `train`: what follows the model in a call of `loss_fn`: `(x, y)`. Their
             first axis is that of the examples.
 
-        **Raises:** `ValueError` for layers that single examples have no rows of.
+        **Raises:** `ValueError` for layers for which single examples have no rows.
         """
         rows = self._rows(model, test), self._rows(model, train)
         return _scores(self._inverse(model), *rows)
@@ -56,17 +56,17 @@ class Influence(eqx.Module):
     def in_batches(
         self, model: Model, test: tuple, batches: Iterable[tuple]
     ) -> Iterator[Float[Array, "tests batch"]]:
-        """The same, for one batch of training examples after the other: an iterator, to
-        be wrapped in a progress bar. What belongs to the curvature and to the test
-        examples is computed once. It compiles by itself, one program for every shape of a
-        batch."""
+        """The same, for one batch of training examples after the other: an iterator,
+        which can be wrapped in a progress bar. What belongs to the curvature and to the
+        test examples is computed once. It compiles itself, one program for every shape of
+        a batch."""
         inverse, of_test = _compiled_start(self, model, test)
         for batch in batches:
             yield _compiled_scores(self, model, inverse, of_test, batch)
 
     def of_itself(self, model: Model, data: tuple) -> Float[Array, " examples"]:
         r"""$\nabla_i^\top (C + \lambda I)^{-1} \nabla_i$ of every example. It is large
-        where an example can only be learnt by heart: of wrong labels, say."""
+        if an example can only be memorised, for instance because its label is wrong."""
 
         def score(operator, shift, rows):
             def one(row):
@@ -96,26 +96,25 @@ def influence(
 
     $$s_{ij} = \nabla_i^\top (C + \lambda I)^{-1} \nabla_j$$
 
-    with $\nabla$ the gradients of single examples' losses. If training example $j$ had
-    not been there, the loss of test example $i$ would be higher by about $s_{ij} / N$,
-    with $N$ the training examples: what helps has a positive score.
+    with $\nabla$ the gradients of single examples' losses. Without training example $j$,
+    the loss of test example $i$ would be higher by about $s_{ij} / N$,
+    with $N$ the number of training examples: helpful examples have positive scores.
 
     The gradients of examples are never written out if the inverse is a Kronecker product
-    ([`eqx_kfac.Cholesky`][]) and there are few rows to an example: then each layer adds
+    ([`eqx_kfac.Cholesky`][]) and there are few rows per example: then each layer adds
     $(G^{-1} g_i)^\top g_j \cdot (A^{-1} x_i)^\top x_j$.
 
     **Arguments:**
 
-    - `loss_fn`: as for [`eqx_kfac.capture`][], of whose single examples the losses are.
-        Penalties are no part of the gradients.
+    - `loss_fn`: as for [`eqx_kfac.capture`][]; the losses are those of its single
+        examples. Penalties are not part of the gradients.
     - `curvature`: what [`eqx_kfac.curvature`][] returns, for any blocks, or
         `state.curvature` of an optimizer. [`eqx_kfac.L2`][] terms are part of $C$.
     - `damping`: $\lambda$, a number or one for every layer
         (`BlockDiagonalOperator.per_layer`).
-    - `solver`: how $(C + \lambda I)^{-1}$ is approximated: exactly by
-        [`eqx_kfac.Eigh`][]; [`eqx_kfac.Cholesky`][] takes
-        $d_\text{in} + d_\text{out}$ operations for a layer and every pair of examples,
-        others $d_\text{in} d_\text{out}$.
+    - `solver`: how $(C + \lambda I)^{-1}$ is approximated. [`eqx_kfac.Eigh`][] is exact;
+        [`eqx_kfac.Cholesky`][] takes $d_\text{in} + d_\text{out}$ operations for a layer
+        and every pair of examples, other solvers $d_\text{in} d_\text{out}$.
 
     **Returns:**
 

@@ -22,8 +22,8 @@ from .._tag import map_tags, partition_tagged
 
 class Laplace(eqx.Module):
     r"""The Laplace approximation of the posterior of a model's parameters: a normal
-    distribution around the trained ones, whose precision is the curvature of all
-    training data and that of the prior,
+    distribution around the trained ones, whose precision is the sum of the curvature of
+    all training data and the precision of the prior,
 
     $$q(\theta) = \mathcal N(\theta_*, \Sigma), \qquad
     \Sigma^{-1} = \frac{N}{\sigma^2 T} C + \operatorname{diag}(\delta)$$
@@ -33,17 +33,17 @@ class Laplace(eqx.Module):
     [`eqx_kfac.SquaredError`][] (other losses: 1); $T$ a temperature; and $\delta$ the
     precision of a normal prior around zero.
 
-    All four are array leaves: `eqx.tree_at` changes them, `jax.grad` and `jax.vmap` take
-    part in them, and nothing is decomposed anew. Parameters that no tag covers, or that
-    are frozen, are known exactly.
+    All four are array leaves: `eqx.tree_at` changes them, and they take part in
+    `jax.grad` and `jax.vmap`; nothing is decomposed anew. Parameters that no tag covers,
+    or that are frozen, are treated as known exactly.
 
-    An [`eqx_kfac.L2`][] term of the loss is a prior, and is taken out of $C$: without it
-    nothing is counted twice. Which prior it was says `prior_precision=None`.
+    An [`eqx_kfac.L2`][] term of the loss is a prior. It is removed from $C$, so that
+    nothing is counted twice. `prior_precision=None` takes this prior.
 
     **Fields:**
 
     - `curvature`: $C$, with the eigendecomposition of every layer. (The others are the
-        arguments of the constructor, numbers as arrays.)
+        arguments of the constructor, with numbers as arrays.)
 
     !!! Example
 
@@ -84,15 +84,15 @@ class Laplace(eqx.Module):
         - `model`: the trained model that it belongs to, or the part of it that is trained
             (`eqx.partition`): a last layer, say.
         - `num_examples`: $N$, of all training data.
-        - `prior_precision`: $\delta > 0$: a number, or one for every layer, in a tree as
-            `posterior.curvature.per_layer(1.0)` makes it. `None`: that of the
+        - `prior_precision`: $\delta > 0$: a number, or one for every layer, in a tree
+            like the one from `posterior.curvature.per_layer(1.0)`. `None`: that of the
             [`eqx_kfac.L2`][] terms of the loss, $N / (\sigma^2 T)$ times their
             coefficient.
         - `sigma_noise`: $\sigma > 0$.
         - `temperature`: $T > 0$. Below 1, the posterior is narrower than the model says.
 
         **Raises:** `ValueError` for numbers that are not positive, and for layers that
-        there is no curvature of.
+        have no curvature.
         """
         whole = BlockDiagonalOperator(curvature, model)
         dtype = accumulator(widest(whole.in_structure()))
@@ -140,14 +140,15 @@ class Laplace(eqx.Module):
         \theta_* + \tfrac12 \log\det \operatorname{diag}(\delta) - \tfrac12 \log\det
         \Sigma^{-1},$$
 
-        to be differentiated in the prior precision, and to be compared between models.
+        to be differentiated with respect to the prior precision, and to be compared
+        between models.
 
         **Arguments:**
 
         - `log_likelihood`: $\log p(D \mid \theta_*)$, of all training data: $-N$ times
             the mean loss, for losses that are negative log likelihoods. For a
             [`eqx_kfac.SquaredError`][] $h$ of $k$ outputs, $-N h / \sigma^2 - \frac12 N k
-            \log(2 \pi \sigma^2)$. (Divided by $T$, if it is not 1.)
+            \log(2 \pi \sigma^2)$. (Divided by $T$, if $T$ is not 1.)
         """
         prior = self._over_layers(
             lambda d, size, square: jnp.sum(size * jnp.log(d) - d * square), self._prior()
@@ -157,16 +158,16 @@ class Laplace(eqx.Module):
         return jnp.asarray(log_likelihood, logdet.dtype) + 0.5 * (log_prior - logdet)
 
     def with_tuned_prior(self, per_layer: bool = False) -> "Laplace":
-        r"""The same posterior with the prior precision of most evidence. In $\log\delta$,
-        the evidence is concave; its maximum is where the parameters are as large as the
+        r"""The same posterior with the prior precision of largest evidence. The evidence
+        is concave in $\log\delta$; at its maximum, the parameters are as large as the
         prior says, in the directions that the data determine:
         $\delta \lVert \theta_* \rVert^2 = \operatorname{tr} (\Sigma^{-1} - \delta I)
         \Sigma$.
 
         **Arguments:**
 
-        - `per_layer`: whether every layer gets a prior precision of its own. (The layers
-            of a stack each do.)
+        - `per_layer`: whether every layer gets a prior precision of its own. (So does
+            each layer of a stack.)
         """
 
         def step(_, prior):
@@ -196,8 +197,8 @@ class Laplace(eqx.Module):
         **Arguments:**
 
         - `fn`: called as `fn(model, x)`; returns an array, whose entries are the outputs.
-        - `x`: one input; `jax.vmap` makes it many. (Of a `fn` of several inputs, the
-            covariance is that of all outputs for all of them.)
+        - `x`: one input; use `jax.vmap` for many. (For a `fn` of several inputs, the
+            covariance is that of all outputs at all of them.)
         """
         return self._linearised(fn, x)[1]
 
@@ -221,7 +222,7 @@ class Laplace(eqx.Module):
         as for `functional_variance`, and:
 
         - `key`: for `num_samples` samples of the logits, whose probabilities are
-            averaged. Without a key, the probit approximation:
+            averaged. Without a key, the probit approximation is used:
             $\operatorname{softmax}(f_c / \sqrt{1 + \pi v_c / 8})$, with $v_c$ the
             variance of the logit $f_c$.
 

@@ -16,16 +16,16 @@ from .._operator import flatten, matmul, Structure, unflatten, widest
 
 
 class Lanczos(eqx.Module):
-    r"""What some products with a symmetric operator tell about its eigenvalues: those
-    inside a Krylov space, the extreme ones first.
+    r"""What some products with a symmetric operator tell about its eigenvalues: the Ritz
+    values of a Krylov space, which find the extreme eigenvalues first.
 
     **Fields:**
 
     - `values`: Ritz values, `[steps]`, ascending.
     - `residuals`: $\lVert C v - \lambda v \rVert$ of each, `[steps]`: an eigenvalue of
         the operator is no further away.
-    - `weights`: `[steps]`: by how much each counts in the vector that it began with,
-        squared: their sum is 1.
+    - `weights`: `[steps]`: the squared component of each in the initial vector; their
+        sum is 1.
     """
 
     values: Float[Array, " steps"]
@@ -41,17 +41,17 @@ class Lanczos(eqx.Module):
 
 
 def lanczos(operator: lx.AbstractLinearOperator, key: Key, num_steps: int) -> Lanczos:
-    r"""The Lanczos process, from a random vector, every new vector being made orthogonal
-    to all before (twice): so that no eigenvalue appears more often than it is there. If
-    the Krylov space is exhausted it goes on with another random vector.
+    r"""The Lanczos process, from a random vector. Every new vector is made orthogonal
+    to all before (twice), so that no eigenvalue appears more often than it exists. If
+    the Krylov space is exhausted, it continues with another random vector.
 
     **Arguments:**
 
     - `operator`: any symmetric lineax operator: [`eqx_kfac.GaussNewton`][],
         [`eqx_kfac.Hessian`][], [`eqx_kfac.BlockDiagonalOperator`][].
-    - `key`: for the vector to begin with.
-    - `num_steps`: how many products. The largest few eigenvalues are found in some tens
-        (look at `residuals`), all of them in as many as there are parameters. So many
+    - `key`: for the initial vector.
+    - `num_steps`: the number of products. The largest few eigenvalues are found in some
+        tens (check `residuals`), all of them in as many as there are parameters. As many
         vectors are kept.
 
     **Raises:** `ValueError` for more steps than there are parameters, and for an operator
@@ -132,14 +132,14 @@ def lanczos(operator: lx.AbstractLinearOperator, key: Key, num_steps: int) -> La
 
 
 class SpectralDensity(eqx.Module):
-    r"""How the eigenvalues of an operator are distributed, from random vectors: each of
-    them has its own nodes and weights, which are those of a Gaussian quadrature.
+    r"""How the eigenvalues of an operator are distributed, from random vectors. Each
+    vector has its own nodes and weights, which are those of a Gaussian quadrature.
 
     **Fields:**
 
     - `nodes`: Ritz values of every random vector, `[samples, steps]`.
     - `weights`: of each node, `[samples, steps]`; those of one vector add up to 1.
-    - `size`: how many eigenvalues the operator has.
+    - `size`: the number of eigenvalues of the operator.
     """
 
     nodes: Float[Array, "samples steps"]
@@ -149,7 +149,7 @@ class SpectralDensity(eqx.Module):
     def __call__(
         self, at: Float[Array, " points"], width: ArrayLike
     ) -> Float[Array, " points"]:
-        r"""The density of eigenvalues at `at` (its integral is 1), every one being
+        r"""The density of eigenvalues at `at` (its integral is 1), with every eigenvalue
         spread as a normal distribution with standard deviation `width`."""
         width = jnp.asarray(width, self.nodes.dtype)
         distance = (at[:, None, None] - self.nodes[None]) / width
@@ -158,13 +158,14 @@ class SpectralDensity(eqx.Module):
         return jnp.mean(spread, axis=1)
 
     def trace(self, fn: Callable) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        r"""$\operatorname{tr} f(C) = \sum_i f(\lambda_i)$, and the standard error of that
+        r"""$\operatorname{tr} f(C) = \sum_i f(\lambda_i)$, and the standard error of this
         estimate, over the random vectors.
 
         **Arguments:**
 
-        - `fn`: $f$, of an array of eigenvalues. `lambda x: x / (x + damping)` gives the
-            effective dimension, `lambda x: jnp.log(x + damping)` the log-determinant.
+        - `fn`: $f$, applied to an array of eigenvalues. `lambda x: x / (x + damping)`
+            gives the effective dimension, `lambda x: jnp.log(x + damping)` the
+            log-determinant.
         """
         each = self.size * jnp.sum(self.weights * fn(self.nodes), axis=1)
         return jnp.mean(each), jnp.std(each, ddof=1) / len(each) ** 0.5

@@ -36,10 +36,11 @@ class AbstractSymmetricSolver(lx.AbstractLinearSolver[_State]):
 class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
     r"""A lineax solver for $(C + \lambda I)^{-1} v$, on a
     [`eqx_kfac.KroneckerOperator`][] $C = G \otimes A$. Its state is the cached
-    factorisation. (A diagonal operator, an [`eqx_kfac.SpectralOperator`][] and an
-    [`eqx_kfac.SeriesOperator`][] are solved with too, each in its only way.)
+    factorisation. (It also solves with a diagonal operator, an
+    [`eqx_kfac.SpectralOperator`][] and an [`eqx_kfac.SeriesOperator`][], each in the only
+    possible way.)
 
-    The damping $\lambda \ge 0$ is `options["damping"]` (default 0), a scalar; and
+    The damping $\lambda \ge 0$ is `options["damping"]` (default 0), a scalar. The option
     `options["bias"]` (default `False`) says whether the last coordinate of $A$ is that of
     a bias:
 
@@ -49,8 +50,8 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
 
     **Fields:**
 
-    - `state_type`: of the state: a tuple of what is kept of the output factor, and of
-        the input factor.
+    - `state_type`: the type of the state: a tuple of what is kept of the output factor,
+        and of the input factor.
     - `together`: whether several factors are better decomposed at the same time (by
         `vmap`).
     """
@@ -66,13 +67,13 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
         bias: bool,
     ) -> Pair:
         """The factors that are decomposed. With `bias`, the last coordinate of the inputs
-        is that of one."""
+        is that of a bias."""
         return Pair(output_factor, input_factor)
 
     @abc.abstractmethod
     def decompose(self, factor: Factor, previous: Any) -> tuple[Any, ...]:
-        """What is kept of a factor. `previous` is that of one that may be similar,
-        `None`, or all zeros."""
+        """What is kept of a factor. `previous` is what was kept of one that may be
+        similar, `None`, or all zeros."""
 
     @abc.abstractmethod
     def inverse(self, state: Any, damping: Float[Array, ""]) -> Any:

@@ -14,11 +14,11 @@ class Cholesky(AbstractFactoredSolver):
     \left(A + \pi \sqrt\lambda I\right), \qquad
     \pi = \sqrt{\frac{\operatorname{tr} A / d_A}{\operatorname{tr} G / d_G}}$$
 
-    through two Cholesky decompositions. The state holds the inverses themselves, so that
-    applying them takes two matrix products. The damping enters them: a new one takes
-    effect when the operator is factorised again.
+    through two Cholesky decompositions. The state holds the inverses themselves, so
+    applying them takes two matrix products. The inverses contain the damping, so a new
+    damping takes effect when the operator is factorised again.
 
-    Where $\pi$ has no meaning the exact inverse is cheap, and is used instead: a
+    Where $\pi$ has no meaning, the exact inverse is cheap, and is used instead: a
     $1 \times 1$ factor $b$ leaves $A + (\lambda/b) I$; a zero factor leaves
     $\lambda I$.
 
@@ -33,10 +33,10 @@ class Cholesky(AbstractFactoredSolver):
     def __init__(self, without_bias: bool = False):
         r"""**Arguments:**
 
-        - `without_bias`: of a layer with weights and a bias, take $\pi$ of the weights
-            alone where the bias has more than 97 % of $\operatorname{tr} A$. The
-            coordinate of a bias is one whatever the units of the data: where these are
-            small, $A$ would be damped by what the bias alone wants.
+        - `without_bias`: for a layer with weights and a bias, compute $\pi$ from the
+            weights alone if the bias has more than 97 % of $\operatorname{tr} A$. The
+            coordinate of a bias is one whatever the units of the data. If the data are
+            small, $A$ would otherwise be damped according to the bias alone.
         """
         check_flag("without_bias", without_bias)
         self.without_bias = without_bias

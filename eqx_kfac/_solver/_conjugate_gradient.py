@@ -14,15 +14,15 @@ from ._base import AbstractSymmetricSolver
 
 class ConjugateGradient(AbstractSymmetricSolver[lx.AbstractLinearOperator]):
     r"""Preconditioned conjugate gradients for $(C + \lambda I) x = b$, with a positive
-    semidefinite operator $C$ on PyTrees, such as [`eqx_kfac.GaussNewton`][]. A lineax
-    solver like `lx.CG`, but its criterion for stopping makes sense for parameters of
+    semidefinite operator $C$ on PyTrees, such as [`eqx_kfac.GaussNewton`][]. It is a
+    lineax solver like `lx.CG`, but its stopping criterion makes sense for parameters of
     different units. It stops when
 
     $$\lVert r \rVert_P \le \text{rtol} \, \lVert b \rVert_P, \qquad
     \lVert r \rVert_P^2 = r^\top P r$$
 
     with $r$ the residual and $P \approx (C + \lambda I)^{-1}$ the preconditioner; or
-    after `max_steps`; or where rounding has used up all curvature.
+    after `max_steps`; or when rounding has used up all curvature.
 
     Its `options`, all of which may be left out:
 
@@ -56,8 +56,8 @@ class ConjugateGradient(AbstractSymmetricSolver[lx.AbstractLinearOperator]):
         """**Arguments:**
 
         - `rtol`: how small the residual must be, relative to the right-hand side.
-        - `max_steps`: at most so many products; by default ten times the number of
-            parameters. The solution is then the best there is, but counts as a failure:
+        - `max_steps`: the most products; by default ten times the number of
+            parameters. The solution is then the best so far, but counts as a failure:
             pass `throw=False` to `lx.linear_solve`, unless `rtol` is 0.
         """
         if max_steps is not None:

@@ -39,8 +39,8 @@ class Eigh(AbstractEigenSolver):
     Q_A^\top\right)$$
 
     The state does not depend on $\lambda$: a new damping costs nothing. Factorising costs
-    several times what [`eqx_kfac.Cholesky`][] costs; applying it takes four matrix
-    products instead of two.
+    several times as much as with [`eqx_kfac.Cholesky`][]; applying the inverse takes four
+    matrix products instead of two.
 
     ??? cite "Reference"
 

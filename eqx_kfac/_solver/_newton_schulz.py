@@ -9,16 +9,16 @@ from ._factored import AbstractFactoredSolver
 
 
 class NewtonSchulz(AbstractFactoredSolver):
-    r"""As [`eqx_kfac.Cholesky`][], with both damped factors $M$ inverted by the
+    r"""Like [`eqx_kfac.Cholesky`][], with both damped factors $M$ inverted by the
     Newton-Schulz iteration
 
     $$X \leftarrow X (2 I - M X),$$
 
     which consists of matrix products only: for hardware on which these are fast and
     decompositions are not. It starts at the previous inverse if that is near enough (then
-    a few iterations do), else at $I / \lVert M \rVert_1$, from where it takes about
-    $\log_2$ of the condition number of $M$, and stops when the residual $I - M X$ is
-    small or falls no further.
+    a few iterations are enough), otherwise at $I / \lVert M \rVert_1$, from where it
+    takes about $\log_2$ of the condition number of $M$. It stops when the residual
+    $I - M X$ is small or falls no further.
 
     ??? cite "Reference"
 

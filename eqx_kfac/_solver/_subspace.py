@@ -9,18 +9,18 @@ from ._eigh import AbstractEigenSolver
 
 
 class SubspaceIteration(AbstractEigenSolver):
-    r"""As [`eqx_kfac.Eigh`][], with eigenbases that are kept warm instead of computed
+    r"""Like [`eqx_kfac.Eigh`][], with eigenbases that are kept warm instead of computed
     anew: a few steps of simultaneous iteration from the previous ones,
 
     $$Q \leftarrow \operatorname{qr}(A Q), \qquad
     \lambda = \operatorname{diag}(Q^\top A Q).$$
 
     with the vectors of the largest eigenvalues first in the QR decomposition.
-    $Q$ is orthogonal at all times, and $Q \operatorname{diag}(\lambda) Q^\top$ has the
-    trace of $A$; how near its eigenvectors are depends on how slowly $A$ changes. The
-    first time, and without a previous state, it is `Eigh`. Cheaper where a
-    QR decomposition is much faster than an eigendecomposition. (Of stacked
-    layers, all are decomposed both ways.)
+    $Q$ is always orthogonal, and $Q \operatorname{diag}(\lambda) Q^\top$ has the
+    trace of $A$; how accurate its eigenvectors are depends on how slowly $A$ changes. The
+    first time, and without a previous state, it is `Eigh`. It is cheaper if a
+    QR decomposition is much faster than an eigendecomposition. (Stacked
+    layers are all decomposed both ways.)
 
     ??? cite "Reference"
 
@@ -35,7 +35,7 @@ class SubspaceIteration(AbstractEigenSolver):
     def __init__(self, iterations: int = 1):
         """**Arguments:**
 
-        - `iterations`: how many of the steps above, every time.
+        - `iterations`: the number of the steps above, each time.
         """
         self.iterations = check_count("iterations", iterations, 1)
 

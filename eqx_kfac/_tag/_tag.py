@@ -52,8 +52,9 @@ class Tag(eqx.Module):
 
     **Fields:**
 
-    - `places`: the leaves of what is held while curvature is being collected; `None`
-        elsewhere. (Always as many: a filled tag may be combined with an empty one.)
+    - `places`: the leaves that the tag holds while curvature is being collected; `None`
+        otherwise. (Their number is fixed, so a filled tag may be combined with an empty
+        one.)
     - `also`: the tag of another layer whose weight is used here, if there is one.
     """
 
@@ -159,8 +160,8 @@ class Tag(eqx.Module):
         return tag_p.bind(y, x, *shared, *slots, layout=layout, stack=0, examples=0)
 
     def memory(self, layer: Layer) -> Any:
-        """What [`remember`][eqx_kfac.Tag.remember] hands on from one time step to the
-        next, before the first one: zeros. `None` if the block has no use for it."""
+        """What [`remember`][eqx_kfac.Tag.remember] passes on from one time step to the
+        next, before the first one: zeros. `None` if the block does not need it."""
         if not isinstance(self.block, Series):
             return None
         sizes = self.form.sizes(layer)
@@ -170,8 +171,8 @@ class Tag(eqx.Module):
     def remember(
         self, y: Inexact[Array, "*y"], x: Shaped[Array, "*x"], memory: Any
     ) -> tuple[Inexact[Array, "*y"], Any]:
-        """As calling the tag, in a loop over time, with a block that wants to know what
-        came before and what comes after ([`eqx_kfac.Series`][]).
+        """Like calling the tag, but in a loop over time, with a block that needs to know
+        which step follows which ([`eqx_kfac.Series`][]).
 
         **Arguments:**
 

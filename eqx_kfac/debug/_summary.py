@@ -19,14 +19,14 @@ from ._table import block_shown, html_table, sizes_shown, table
 
 @dataclasses.dataclass(frozen=True)
 class LayerSummary:
-    """One tagged layer, or a stack of them: numbers are of the whole stack, but for
-    `d_out` and `d_in`. `trace` and `condition` are `None` without a curvature.
+    """One tagged layer, or a stack of them. Numbers are those of the whole stack, except
+    for `d_out` and `d_in`. `trace` and `condition` are `None` without a curvature.
 
     **Fields:**
 
     - `path`: where the layer is in the model.
     - `layer`: the name of its class.
-    - `form`: how it is linear in its parameters: the name of a class, too.
+    - `form`: how it is linear in its parameters: also the name of a class.
     - `block`: how its curvature is approximated.
     - `stack`: the shape of the stack of layers, `()` for one; the groups of a
         convolution are layers, too.
@@ -38,8 +38,8 @@ class LayerSummary:
     - `inverse`: how many numbers their factorisation holds.
     - `megabytes`: what both take, in 10⁶ bytes.
     - `trace`: of the block, L2 term included, in units of the loss per squared parameter.
-    - `condition`: the largest eigenvalue over the smallest, both with the damping; the
-        worst of stacked layers.
+    - `condition`: the largest eigenvalue divided by the smallest, both with the damping;
+        for stacked layers, the worst.
     """
 
     path: str
@@ -114,18 +114,18 @@ def summary(
     damping: Any = 0.0,
 ) -> Summary:
     """Which layers of a model are tagged, how their curvature is approximated, and how
-    many numbers it takes to hold that; and which parameters no tag covers.
+    many numbers are kept for it; and which parameters no tag covers.
 
     **Arguments:**
 
     - `model`: any model.
     - `curvature`: `state.curvature` of an optimizer, or what [`eqx_kfac.curvature`][]
-        returns: then also the trace and the condition number of every layer's block,
-        the curvature of an [`eqx_kfac.L2`][] term included.
-    - `solver`: whose factorisation is counted.
-    - `damping`: with which condition numbers are taken: `state.damping`, or
-        `state.layer_damping`, which has one for every layer. Without it, that of a
-        singular block is infinite.
+        returns. With it, the summary also has the trace and the condition number of every
+        layer's block, including the curvature of an [`eqx_kfac.L2`][] term.
+    - `solver`: the solver whose factorisation is counted.
+    - `damping`: the damping for condition numbers: `state.damping`, or
+        `state.layer_damping`, which has one for every layer. Without it, the condition
+        number of a singular block is infinite.
 
     **Returns:**
 

@@ -29,8 +29,8 @@ from ._table import block_shown, html_table, sizes_shown, table
 
 @dataclasses.dataclass(frozen=True)
 class LayerCheck:
-    r"""The approximate block $\hat F$ of one layer beside its exact one, $F$. Arrays have
-    one number for each stacked layer, `[*stack]`.
+    r"""The approximate block $\hat F$ of one layer beside its exact block, $F$. Arrays
+    have one number for each stacked layer, `[*stack]`.
 
     **Fields:**
 
@@ -38,7 +38,7 @@ class LayerCheck:
     - `form`: how it is linear in its parameters: the name of a class.
     - `block`: how its curvature is approximated.
     - `stack`: the shape of the stack of layers, `()` for one.
-    - `shape`: that of the canonical matrix, as it is printed.
+    - `shape`: that of the canonical matrix, as printed.
     - `unseen`: $\lVert \nabla - \sum g \bar x^\top \rVert / \lVert \nabla \rVert$ of a
         gradient of the losses: the share of it that did not pass through the tag.
     - `shared`: whether it has more rows than there are loss terms: by positions, or by
@@ -48,7 +48,7 @@ class LayerCheck:
     - `cosine`: $\langle \hat F, F \rangle / (\lVert \hat F \rVert \lVert F \rVert)$.
     - `ratio`: $\operatorname{tr} \hat F / \operatorname{tr} F$: 1 if the scale is
         right.
-    - `diagonal_error`: as `error`, of the diagonals alone.
+    - `diagonal_error`: like `error`, for the diagonals alone.
     - `tolerance`: up to which an error is rounding: $10 \sqrt\varepsilon$ of its type.
     - `scalar`: whether its canonical matrix has one row, or one column.
     - `too_large`: whether one layer of the stack has more than `limit` parameters.
@@ -73,12 +73,12 @@ class LayerCheck:
 
     @property
     def exact(self) -> bool:
-        """Whether the two are the same, up to rounding."""
+        """Whether the two blocks are the same, up to rounding."""
         return self.consistent and bool(np.all(self.error <= self.tolerance))
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """The result in words."""
         error, ratio = _worst(self.error, 0.0), _worst(self.ratio, 1.0)
         cosine, unseen = float(np.min(self.cosine)), _worst(self.unseen, 0.0)
         if not self.consistent:
@@ -154,19 +154,20 @@ def verify(
     **kwargs: Any,
 ) -> Verification:
     r"""Compares the approximate curvature of every tagged layer with its exact block, a
-    dense matrix from derivatives of the model that do not know about tags. To find a
+    dense matrix from derivatives of the model that do not know about tags. It finds a
     wrong scale, a wrong input or a forgotten bias in a layer, a form or a block of your
     own.
 
-    First of all, whether every tag sees all of its layer's gradient: `unseen` is the
+    First, it checks whether every tag sees all of its layer's gradient: `unseen` is the
     share of it that did not pass through the tag, because the layer's parameters are used
-    or changed outside of the layer, or its derivative in the input is used. It must be
-    zero.
+    or changed outside of the layer, or its derivative with respect to the input is used.
+    It must be zero.
 
     Take a few examples and a small model. With *one* example, in which a layer is used
-    once, [`eqx_kfac.Kronecker`][] is exact, whatever the model: then everything else than
-    `exact` is a mistake. With more examples an approximation is one; `ratio`, the trace
-    of the approximation over the exact one, should be of the order of 1.
+    once, [`eqx_kfac.Kronecker`][] is exact, whatever the model: then any verdict but
+    `exact` is a mistake. With more examples, an approximation is only approximate;
+    `ratio`, the trace of the approximation divided by the exact one, should be of the
+    order of 1.
 
     **Arguments:**
 
@@ -174,18 +175,19 @@ def verify(
     - `fisher`: the estimate to approximate with. The exact block is that of the
         Fisher (for softmax, sigmoid and squared error also the Gauss-Newton matrix), with
         which [`eqx_kfac.MonteCarlo`][] agrees up to its noise; for
-        [`eqx_kfac.Empirical`][], the mean over examples of the outer products of their
-        gradients.
+        [`eqx_kfac.Empirical`][], it is the mean over examples of the outer products of
+        their gradients.
     - `key`: for the Fisher estimate.
-    - `limit`: the most parameters of a layer whose block is compared: a dense block has
-        their square. Larger layers are only checked for what their tag does not see.
+    - `limit`: the largest number of parameters of a layer whose block is compared; a
+        dense block has the square of that number of entries. Larger layers are only
+        checked for what their tag does not see.
 
     **Returns:**
 
     A [`eqx_kfac.Verification`][]: `report.layers`, `report[path]`, `report.exact`;
-    `print(report)` is a table. What an `L2` term adds is in neither of the two blocks.
+    `print(report)` is a table. Neither of the two blocks has what an `L2` term adds.
 
-    **Raises:** as [`eqx_kfac.curvature`][], but for parameters that pass by their tag:
+    **Raises:** as [`eqx_kfac.curvature`][], except for parameters that bypass their tag:
     these are in the report.
 
     !!! Example

@@ -42,9 +42,9 @@ def has_bias(form: "AbstractForm", layer: Layer) -> bool:
 
 
 class Rows(NamedTuple):
-    """All that has passed through a layer. The first `stack` axes of each index separate
-    layers; the next ones are example axes, outermost (the batch) first; then come
-    positions.
+    """All rows that have passed through a layer. The first `stack` axes of each index
+    separate layers; the next ones are example axes, outermost (the batch) first; then
+    come positions.
 
     **Fields:**
 
@@ -52,9 +52,9 @@ class Rows(NamedTuple):
     - `g`: the gradients at the outputs, `[*rows, d_out]`.
     - `weights`: of examples, with the first axes of the rows; `None`: all are 1.
     - `stack`: how many axes separate layers, or groups of one.
-    - `swapped`: whether it is a use of the transposed weight.
-    - `derivative`: whether they are derivatives of the layer in its inputs: without the
-        bias.
+    - `swapped`: whether the rows are from a use of the transposed weight.
+    - `derivative`: whether the rows are derivatives of the layer with respect to its
+        inputs: without the bias.
     - `basis`: what `basis` of the block returns; `None` if it has none.
     """
 
@@ -77,8 +77,8 @@ class AbstractForm(eqx.Module):
 
     **Fields:**
 
-    - `linear`: whether `inputs` is linear in `x`, so that a derivative in `x` is a row
-        as well.
+    - `linear`: whether `inputs` is linear in `x`, so that a derivative with respect to
+        `x` is a row as well.
     """
 
     linear: ClassVar[bool] = False
@@ -92,7 +92,7 @@ class AbstractForm(eqx.Module):
     @property
     @abc.abstractmethod
     def names(self) -> tuple[str, ...]:
-        """The names of the layer's leaves that the canonical matrix is made of, with
+        """The names of the layer's leaves that form the canonical matrix, with
         dots if they are deeper."""
 
     def parameters(self, layer: Layer) -> tuple[Any, ...]:

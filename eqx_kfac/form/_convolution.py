@@ -56,12 +56,12 @@ class Convolution(AbstractForm):
         """**Arguments:**
 
         - `kernel`, `stride`, `dilation`: one number per spatial axis.
-        - `channel_groups`: into how many the channels fall; they do not see each other.
+        - `channel_groups`: the number of groups of channels; groups do not interact.
         - `padding`: zeros around the input: `(before, after)` per spatial axis,
             `"VALID"`, `"SAME"` or `"SAME_LOWER"`.
         - `mode`, `extension`: what else is put around the input, and how much:
             `"REFLECT"`, `"REPLICATE"`, `"CIRCULAR"`, or `"ZEROS"` for nothing.
-        - `input_dilation`: of a transposed convolution, its stride.
+        - `input_dilation`: for a transposed convolution, its stride.
         """
         self.kernel = kernel
         self.stride = stride

@@ -13,7 +13,7 @@ from ._inputs import Vectors
 
 class Einsum(AbstractForm):
     r"""`z = einsum("weight,x->z", weight, x) + bias`, for layers whose weight has more
-    axes than two. What an axis means follows from where its letter is:
+    than two axes. The meaning of an axis depends on where its letter is:
 
     - in all three: separate layers side by side, such as blocks or depthwise channels;
     - in the weight and $x$: inputs;

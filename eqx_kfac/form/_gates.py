@@ -33,9 +33,9 @@ class Part(NamedTuple):
 
 
 class Gates(AbstractForm):
-    r"""$z = W_1 x_1 + W_2 x_2 + \dots + b$: a linear map of several inputs, whose
+    r"""$z = W_1 x_1 + W_2 x_2 + \dots + b$: a linear map of several inputs. Their
     weights, each of shape `[*stack, d_out, d_i]`, are separate leaves, or rows of leaves
-    in which several maps are kept together. The tag's `x` is $[x_1; x_2; \dots]$.
+    that hold several maps. The tag's `x` is $[x_1; x_2; \dots]$.
 
     **Fields:**
 

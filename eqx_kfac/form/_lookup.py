@@ -11,7 +11,7 @@ from ._inputs import OneHot
 
 class Lookup(AbstractForm):
     r"""$z = W^\top e_i$: a layer with a `weight` of shape `[*stack, number, size]`, of
-    which it returns the row `i`. Its inputs are unit vectors, so that their second moment
+    which it returns the row `i`. Its inputs are unit vectors, so their second moment
     is diagonal: how often each row was looked up.
 
     **Fields:**

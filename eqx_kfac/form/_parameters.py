@@ -11,8 +11,8 @@ from ._inputs import Nothing
 
 
 class Parameters(AbstractForm):
-    """Any parameters at all, in one long column: what the tag is on is not the layer's
-    output, but the parameters themselves, once per example
+    """Any parameters at all, in one long column. The tag is not on the layer's
+    output, but on the parameters themselves, once per example
     ([`eqx_kfac.Tag.parameters`][]). The gradients there are those of single examples,
     however the layer uses its parameters.
 
@@ -29,7 +29,7 @@ class Parameters(AbstractForm):
         """**Arguments:**
 
         - `ranks`: the names of the layer's parameters, and how many axes they have in one
-            layer (stacked layers have more): `Parameters(weight=1, bias=1)`. Of a layer
+            layer (stacked layers have more): `Parameters(weight=1, bias=1)`. For a layer
             within the layer: `Parameters(**{"layer.bias": 1})`.
         """
         self.leaves = tuple(ranks)

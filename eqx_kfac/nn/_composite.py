@@ -10,7 +10,7 @@ from ._linear import Linear
 
 
 class MLP(eqx.nn.MLP):
-    """`equinox.nn.MLP`, of tagged layers (which have `block`, if it is given)."""
+    """`equinox.nn.MLP`, made of tagged layers (which have `block`, if it is given)."""
 
     def __init__(self, *args: Any, block: AbstractBlock | None = None, **kwargs: Any):
         """**Arguments:**

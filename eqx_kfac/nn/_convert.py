@@ -70,22 +70,22 @@ def convert(model: _T, blocks: Blocks = None) -> _T:
     """Tags the layers of a model, so that curvature can be collected: all of
     `equinox.nn`'s linear, convolutional, embedding, normalisation and recurrent ones.
 
-    Finds layers anywhere in the PyTree: in `eqx.nn.MLP`, `Sequential`,
+    It finds layers anywhere in the PyTree: in `eqx.nn.MLP`, `Sequential`,
     `MultiheadAttention`, in your own modules, in tuples, lists and dicts, and stacked by
     `eqx.filter_vmap`. Everything else is left alone: subclasses of these layers, which
-    may compute anything; layers that are tagged already. (Of stacked `PReLU`s the slopes
-    cannot be told from those of channels: convert inside the `eqx.filter_vmap` that makes
-    them.)
+    may compute anything, and layers that are tagged already. (For stacked `PReLU`s, the
+    slopes cannot be distinguished from those of channels: convert inside the
+    `eqx.filter_vmap` that creates them.)
 
     **Arguments:**
 
     - `model`: any PyTree with Equinox layers.
     - `blocks`: how the layers' curvature is approximated. `None`: every layer's default,
-        which is [`eqx_kfac.Kronecker`][] where the layer is linear in its parameters, and
-        [`eqx_kfac.Diagonal`][] for what scales and shifts. A block: for all layers of the
+        which is [`eqx_kfac.Kronecker`][] if the layer is linear in its parameters, and
+        [`eqx_kfac.Diagonal`][] if it scales and shifts. A block: for all layers of the
         former kind. A dictionary: blocks by layer type (`eqx.nn.Conv2d`) or by path
         (`".layers[0]"`, for all layers there and below; the longest path counts, and any
-        path before a type). A function: `blocks(path, layer)` is a block, or
+        path before a type). A function: `blocks(path, layer)` returns a block, or
         `"default"`. A block of `None` leaves the layers untagged.
 
     **Returns:**
@@ -93,7 +93,7 @@ def convert(model: _T, blocks: Blocks = None) -> _T:
     The model with the same leaves, the same outputs and the same files
     (`eqx.tree_serialise_leaves`).
 
-    **Raises:** `ValueError` for a type or a path of `blocks` that no layer has.
+    **Raises:** `ValueError` for a type or a path in `blocks` that matches no layer.
 
     !!! Example
 
@@ -190,7 +190,7 @@ def revert(model: _T) -> _T:
 
     **Arguments:**
 
-    - `model`: any PyTree; what is not tagged stays as it is.
+    - `model`: any PyTree; layers that are not tagged stay as they are.
     """
     for kinds in (_untagged, _composite):  # The inner ones first.
 

@@ -48,7 +48,7 @@ class GroupNorm(TaggedParameters, eqx.nn.GroupNorm):
 
 class BatchNorm(TaggedParameters, eqx.nn.BatchNorm):
     """`equinox.nn.BatchNorm`, with a tag at its weight and bias; its running statistics
-    are where they were. (What one example's normalisation owes to the others is in the
+    are unchanged. (The effect of other examples on one example's normalisation is in the
     gradient, but not in the curvature of one example.)"""
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -82,7 +82,7 @@ class PReLU(TaggedParameters, eqx.nn.PReLU):
 
 
 class Parameter(eqx.Module):
-    """An array to be trained that belongs to no layer: a positional embedding, a scale,
+    """A trained array that belongs to no layer: a positional embedding, a scale,
     an initial state. In a module's `__call__`, `self.position(x)` is its value.
 
     **Fields:**
@@ -109,7 +109,7 @@ class Parameter(eqx.Module):
     ):
         """**Arguments:**
 
-        - `value`: what it is to begin with, floating-point numbers of any shape.
+        - `value`: its initial value, floating-point numbers of any shape.
         - `block`: how its curvature is approximated.
 
         **Raises:** `TypeError` for anything else.
@@ -121,12 +121,12 @@ class Parameter(eqx.Module):
     def __call__(self, x: Any) -> Inexact[Array, "..."]:
         """**Arguments:**
 
-        - `x`: anything with arrays that belong to the example: the gradient with respect
-            to the value is wanted for each one.
+        - `x`: anything with arrays that belong to the example, because the gradient with
+            respect to the value is needed for each example.
 
         **Returns:** the value.
 
-        **Raises:** `ValueError` if there is no array of JAX's in `x`, while curvature is
+        **Raises:** `ValueError` if there is no JAX array in `x`, while curvature is
         being collected.
         """
         arrays = [a for a in jtu.tree_leaves(x) if isinstance(a, jax.Array)]

@@ -12,7 +12,7 @@ from ._inputs import check_integer
 
 
 class Embedding(TaggedOutputs, eqx.nn.Embedding):
-    """`equinox.nn.Embedding`, with a tag. Of the input factor only the diagonal exists:
+    """`equinox.nn.Embedding`, with a tag. Only the diagonal of the input factor exists:
     how often each row was looked up."""
 
     def __init__(self, *args: Any, **kwargs: Any):

@@ -50,9 +50,9 @@ class LSTMCell(AbstractTagged, eqx.nn.LSTMCell):
 
 
 class GRUCell(AbstractTagged, eqx.nn.GRUCell):
-    """`equinox.nn.GRUCell`, with three tags: the linear map of the input and the hidden
-    state onto the two gates, and those of each of them onto the candidate, which the
-    cell keeps apart."""
+    """`equinox.nn.GRUCell`, with three tags: one for the linear map of the input and the
+    hidden state onto the two gates, and one for the map of each of them onto the
+    candidate, which the cell keeps separate."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -111,13 +111,13 @@ def _check_cell(cell: Any, input: Any, hidden: Any) -> None:
 
 def scan_cell(cell: Any, hidden: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
     """Runs a recurrent cell over a sequence, `hidden = cell(input, hidden)`, as
-    `jax.lax.scan` would. The blocks of its tags get to know which time step follows
-    which, which [`eqx_kfac.Series`][] needs.
+    `jax.lax.scan` would. It tells the blocks of its tags which time step follows
+    which, as [`eqx_kfac.Series`][] needs.
 
     **Arguments:**
 
-    - `cell`: of `kfac` or `equinox.nn`.
-    - `hidden`: the hidden state to begin with.
+    - `cell`: from `kfac` or `equinox.nn`.
+    - `hidden`: the initial hidden state.
     - `inputs`: the sequence, time first.
 
     **Returns:** the last hidden state, and all of them (without the first one).

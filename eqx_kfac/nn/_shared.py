@@ -25,11 +25,11 @@ class Tie(NamedTuple):
 
 class Shared(eqx.nn.Shared):
     """`equinox.nn.Shared`, for layers with tags. A weight that several layers use has one
-    block: every use adds its rows to the statistics of the layer that owns it. Where the
-    uses are opposite (an embedding, and the projection onto its rows), what one of them
-    has as inputs, the other has as outputs.
+    block: every use adds its rows to the statistics of the layer that owns it. If the
+    uses are opposite (an embedding, and the projection onto its rows), the inputs of one
+    use are the outputs of the other.
 
-    [`eqx_kfac.convert`][] makes it.
+    [`eqx_kfac.convert`][] creates it.
 
     **Fields:**
 

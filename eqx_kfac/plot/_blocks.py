@@ -19,8 +19,8 @@ def blocks(
     **kwargs: Any,
 ) -> np.ndarray:
     """The exact block of one layer's curvature, its approximation, and the difference, as
-    matrices: rows and columns are the parameters of the layer, output by output. What
-    [`eqx_kfac.verify`][] says in numbers. Of stacked layers, the first.
+    matrices: rows and columns are the parameters of the layer, output by output. This is
+    what [`eqx_kfac.verify`][] says in numbers. For stacked layers, the first is drawn.
 
     **Arguments:**
 

@@ -16,10 +16,10 @@ def factors(
 ) -> np.ndarray:
     r"""Which inputs of a layer are large together, and which gradients at its outputs:
     its factors as correlations $A_{ij} / \sqrt{A_{ii} A_{jj}}$, from -1 (blue) to 1
-    (red). (How large they are, [`eqx_kfac.plot.spectra`][] shows.) Factors that are
-    diagonal, as that of an embedding's inputs, are drawn as a line; of blocks without
-    factors, the diagonal is drawn, in the shape of the weight. Of stacked layers, the
-    first.
+    (red). ([`eqx_kfac.plot.spectra`][] shows how large they are.) Diagonal factors, such
+    as that of an embedding's inputs, are drawn as a line. For blocks without
+    factors, the diagonal is drawn, in the shape of the weight. For stacked layers, the
+    first is drawn.
 
     **Arguments:**
 

@@ -22,16 +22,16 @@ _PANELS = {
 def history(
     infos: Info | Mapping[str, Any] | Sequence[Any], every: int = 1
 ) -> np.ndarray:
-    """How a run went: the loss, with a mark at every step that was rejected, and why;
+    """How a run went: the loss, with a mark at every rejected step, and why;
     learning rate and momentum; damping; the norms of gradient and update; the reduction
-    ratio, if a rule measures it. Scales are logarithmic where nothing is negative, but
-    that of the ratio is linear.
+    ratio, if a rule measures it. Scales are logarithmic if nothing is negative, except
+    that the scale of the ratio is linear.
 
     **Arguments:**
 
     - `infos`: the `info` of every step, or its `info.as_dict()`, which is smaller: a list
         of them, or what a `jax.lax.scan` has stacked, or a list of these.
-    - `every`: of how many steps there is one.
+    - `every`: the number of steps per entry.
 
     **Returns:** the matplotlib axes, one for every panel.
 

@@ -16,8 +16,8 @@ def spectra(
     model: Model, curvature: Model, *, damping: Any = None, ax: Any = None
 ) -> Any:
     """The eigenvalues of every layer's curvature, from the largest down, on logarithmic
-    scales. With the damping drawn in, one sees what it does: along directions above it,
-    steps are scaled by the curvature; along those below it, by the damping. Of stacked
+    scales. The damping, if drawn, shows its effect: along directions above it,
+    steps are scaled by the curvature; along those below it, by the damping. For stacked
     layers, the eigenvalues of all are one line.
 
     **Arguments:**
@@ -25,7 +25,7 @@ def spectra(
     - `model`: the converted model.
     - `curvature`: `state.curvature`, or what [`eqx_kfac.curvature`][] returns.
     - `damping`: one for all layers, or one for each: `state.damping`,
-        `state.layer_damping`. A dashed line.
+        `state.layer_damping`. It is drawn as a dashed line.
     - `ax`: matplotlib axes to draw into.
 
     **Returns:** the matplotlib axes.
