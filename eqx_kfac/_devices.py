@@ -117,7 +117,7 @@ def zeros_of(structs: PyTree) -> PyTree:
 def zeros_as_from(fn: Callable, *args: Any) -> PyTree:
     """Zeros of the shapes, types and shardings of what `fn(*args)` returns; in one
     program, for outside of `jit` every other shape would be one to compile."""
-    structs, treedef = jtu.tree_flatten(eqx.filter_eval_shape(fn, *args))
+    structs, treedef = jtu.tree_flatten(eqx.filter_eval_shape(_traced_once, fn, *args))
     mesh = _concrete_mesh(args)
     if mesh is None:
         return treedef.unflatten(_zeros(tuple(structs)))
@@ -132,6 +132,13 @@ def zeros_as_from(fn: Callable, *args: Any) -> PyTree:
 
 
 _zeros = jax.jit(zeros_of, static_argnums=0)
+
+
+@eqx.filter_jit
+def _traced_once(fn: Callable, *args: Any) -> Any:
+    """`fn(*args)`, which JAX does not trace again for arguments of the same types: every
+    step asks for the shapes that its state should have."""
+    return fn(*args)
 
 
 def _concrete_mesh(tree: PyTree) -> Mesh | None:

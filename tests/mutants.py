@@ -199,7 +199,7 @@ MUTANTS = [
     M("_optimizer/_numbers.py", "return jnp.all((stacked >= 0) & (stacked <= jnp.array(most, float)))", "return jnp.all(stacked >= 0)", "reliability"),
     M("_optimizer/_trial.py", "return bad & self._looks", "return bad", "adaptive"),
     M("_curvature/_batch.py", "part = self.first(fisher.examples)", "part = self", "batches"),
-    M("_program/_program.py", "return Program(examples, tuple(together.items()), axes, found.regularised)", "return Program(examples, tuple(together.items()), axes)", "through_rows"),
+    M("_program/_program.py", "axes, found.regularised, rows)", "axes, False, rows)", "through_rows"),
     M("_optimizer/_optax.py", "natural = jtu.tree_map(lambda n: jnp.where(ready, n, 0), natural)", "pass", "optax run"),
     M("_optimizer/_fallback.py", "return fallback.update(grads, state, params)", "return grads, state", "optimizer optax"),
     # Devices, layers, and what is said of a model.

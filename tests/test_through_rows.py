@@ -15,7 +15,6 @@ from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import eqx_kfac as kfac
 from eqx_kfac._curvature._batch import Batch
-from eqx_kfac._curvature._gradient_rows import row_slots
 from eqx_kfac._inverse._factorise import factorise
 from eqx_kfac._inverse._precondition import precondition
 from eqx_kfac._inverse._through_rows import precondition_through_rows
@@ -319,8 +318,9 @@ def test_looking_matters(whole):
     model = mlp()
     loss = loss_fn if whole else with_l2
     curvature = eqx.filter_jit(kfac.curvature(loss, kfac.Exact()))(model, X, Y)
-    slots = row_slots(loss, model, (X, Y), {})
     batch = Batch(loss, (X, Y), {})
+    program = batch.look(model)._replace(regularised=False)
+    slots = batch.row_slots(model, program)
     _, _, grads, rows = batch.linearise(model, None, slots).value_and_grads()
     assert bool(rows.whole) == whole
     solver = kfac.Cholesky()
@@ -430,3 +430,19 @@ def test_solution_for_an_outer_product(solver, kind, getkey):
     got = solver.compute_outer(solver.init(operator, options), g, x, options)
     assert reference.error(got, want) < 1e-12
     assert reference.error(operator.mv_outer(g, x), operator.mv(g.T @ x)) < 1e-12
+
+
+def test_uses_are_counted_only_where_rows_may_be_few():
+    """To count them takes a trace of the loss function more."""
+    traces = []
+
+    def counting(model, x, y):
+        traces.append(len(x))
+        return loss_fn(model, x, y)
+
+    model, optimizer = mlp(), kfac.KFAC()
+    state = optimizer.init(model)
+    for times in (1, 40):
+        step = ft.partial(optimizer.step, counting, model, state, key=jr.key(0))
+        eqx.filter_eval_shape(step, jnp.tile(X, (times, 1)), jnp.tile(Y, (times, 1)))
+    assert traces.count(len(X)) == traces.count(40 * len(X)) + 1

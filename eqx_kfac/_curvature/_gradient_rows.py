@@ -13,9 +13,9 @@ from jaxtyping import Array, Bool
 from .._custom_types import Model
 from .._devices import explicit_sharding, varying_axes
 from .._program import Program
-from .._tag import empty_tags, map_tags, Use
+from .._tag import empty_tags, map_tags, trained_layers, Use
 from ..form import Dense
-from ._places import Used, used_places
+from ._places import Place, Used, used_places
 
 
 class GradientRows(eqx.Module):
@@ -54,13 +54,13 @@ def row_slots(
     model: Model,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    program: Program | None = None,
+    program: Program,
 ) -> RowSlots | None:
     """Slots for the rows of those layers where they are less work than features; `None`
     if there is no such layer. (A layer that is used more than once has no rows: its slots
     would add them up.)"""
     within_shard_map = varying_axes((args, kwargs))  # Every device has rows of its own.
-    if within_shard_map or (program is not None and program.regularised):
+    if within_shard_map or program.regularised or not _any_few(model, program):
         return None
     found, treedef = used_places(loss_fn, model, args, kwargs, program)
     uses = list(map(_use_with_few_rows, found))
@@ -73,17 +73,33 @@ def row_slots(
     return RowSlots(treedef.unflatten(slots), treedef.unflatten(uses))
 
 
+def _any_few(model: Model, program: Program) -> bool:
+    """Whether any layer may have such rows: else, it is not looked at how often each of
+    them is used, which takes one more trace."""
+    places = [Place(tag, layer) for _, tag, layer in trained_layers(model)]
+    return any(
+        _are_few(n, place)
+        for place, numbers in zip(places, program.rows, strict=True)
+        for n in numbers
+    )
+
+
 def _use_with_few_rows(used: Used) -> Use | None:
     """The use of a layer that is made for this, if rows are less work."""
     place, use = used.place, used.once
     if use is None or use.derivative:
         return None
-    if not (isinstance(place.form, Dense) and place.block.two_sided):
-        return None
     rows = math.prod(use.x.shape[use.stack : use.axes])
+    return use if _are_few(rows, place) else None
+
+
+def _are_few(rows: int, place: Place) -> bool:
+    """Whether so many rows are less work than the features of a layer."""
+    if not (isinstance(place.form, Dense) and place.block.two_sided):
+        return False
     d_out, d_in = place.sizes.d_out, place.sizes.d_in + place.sizes.bias
     through_rows = rows * (d_out**2 + d_in**2 + d_out * d_in)
-    return use if through_rows < d_out * d_in * (d_out + d_in) else None
+    return through_rows < d_out * d_in * (d_out + d_in)
 
 
 def _are_whole(layers: Model, grads: Model) -> Bool[Array, ""]:

@@ -26,11 +26,12 @@ def init_factors(model: Model, solver: AbstractDampedSolver) -> tuple[Model, Mod
     """Zeros in the place of every layer's factors, and of their factorisation, as a state
     has them."""
 
-    def factors(model):
-        curvature = init_curvature(model)
-        return curvature, factorise(curvature, model, solver, jnp.zeros(()))
+    return zeros_as_from(_factors, model, solver)
 
-    return zeros_as_from(factors, model)
+
+def _factors(model: Model, solver: AbstractDampedSolver) -> tuple[Model, Model]:
+    curvature = init_curvature(model)
+    return curvature, factorise(curvature, model, solver, jnp.zeros(()))
 
 
 class Factorising:

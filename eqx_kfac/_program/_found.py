@@ -49,6 +49,11 @@ class Call(NamedTuple):
     sources: int  # Of the layer's input.
     axes: frozenset  # Of `shard_map`, over which its rows are split.
 
+    @property
+    def rows(self) -> int:
+        """How many there are, of one of several stacked layers."""
+        return math.prod(self.x.shape[self.stack : self.stack + len(self.examples)])
+
 
 def numbered(model: Model) -> Model:
     """A model-shaped tree of the numbers of all tags with something to train."""

@@ -34,6 +34,8 @@ class Program(NamedTuple):
     together: tuple[tuple[int, int], ...] = ()
     axes: frozenset = frozenset()  # Of `shard_map`, over which these are split.
     regularised: bool = False  # The gradient has a part from an `L2` term.
+    # How many rows each use of each tag has, by the tag's number.
+    rows: tuple[tuple[int, ...], ...] = ()
 
 
 def look(
@@ -70,12 +72,16 @@ def look(
     together = dict(_together(found))
     split = [call.axes for call in found.calls if call.number in together]
     axes = frozenset().union(*split)
-    return Program(examples, tuple(together.items()), axes, found.regularised)
+    rows = tuple(
+        tuple(call.rows for call in found.of(number))
+        for number in range(len(found.layers))
+    )
+    return Program(examples, tuple(together.items()), axes, found.regularised, rows)
 
 
 def prepared(filled: Model, program: Program) -> Model:
     """The model, whose tags are ready to collect, with what they have to know."""
-    if program._replace(regularised=False) == Program():
+    if not (program.examples or program.together):
         return filled
     numbers = numbered(filled)
     together = dict(program.together)
