@@ -89,7 +89,7 @@ class Reduce(AbstractSharing):
     where $R$ counts the examples that pass through the layer.
 
     It is exact for deep linear networks that pool over positions before the loss (a
-    vision transformer), and as many times cheaper as there are positions.
+    vision transformer). Its moments are as many times cheaper as there are positions.
 
     Examples are what the outermost `vmap` around the layer maps over. If several `vmap`s
     are over examples (environments and time steps, say), `batch_axes` tells how many.

@@ -18,10 +18,11 @@ class Energy(AbstractLoss):
 
     $$2 \operatorname{Re} \frac1N \sum_n (E_n - \bar E)^* \, \partial \log \psi_n,$$
 
-    with $E_n$ clipped. The local energies are constants: no derivative of them is
-    taken. The curvature is the Fisher of $\lvert \psi \rvert^2$ (for a complex $\psi$,
-    the real part of the quantum geometric tensor), $4 \operatorname{Cov}(\partial \log
-    \psi)$: steps are those of stochastic reconfiguration.
+    with $E_n$ clipped, and $\bar E$ the mean of the clipped ones. The local energies are
+    constants: no derivative of them is taken. The curvature is the Fisher of
+    $\lvert \psi \rvert^2$ (for a complex $\psi$, the real part of the quantum geometric
+    tensor), $4 \operatorname{Cov}(\partial \log \psi)$: steps are those of stochastic
+    reconfiguration.
 
     Exact operators ([`eqx_kfac.Fisher`][], [`eqx_kfac.GaussNewton`][]) and the quadratic
     model use the covariance. Blocks use the second moment around zero, which is not
@@ -34,8 +35,8 @@ class Energy(AbstractLoss):
 
     - `log_psi`: $\log \psi$, `[walkers, k]`: the real part, and the imaginary part ($k =
         2$) if it is complex.
-    - `targets`: the real parts of the local energies, `[walkers]`; and the distance of
-        each part of them from its mean, after clipping, `[walkers, k]`.
+    - `targets`: the real parts of the local energies, `[walkers]`; and the difference of
+        each part of them from its mean, both after clipping, `[walkers, k]`.
 
     ??? cite "Reference"
 
@@ -57,8 +58,9 @@ class Energy(AbstractLoss):
             `[walkers]`, real or complex.
         - `local_energies`: `[walkers]`, real or complex.
         - `clip`: in the gradient, local energies (real and imaginary parts
-            separately) that are further from their mean than this times their mean
-            distance from it are moved to that distance. `None`: no clipping.
+            separately) whose distance from their mean is more than this many times the
+            mean distance are moved to that many times the mean distance; the mean of the
+            moved ones is then subtracted. `None`: no clipping.
         - `weights`: a weight for every walker, `[walkers]`.
 
         **Raises:** `ValueError` for other shapes, or a `clip` that is not positive.

@@ -42,10 +42,10 @@ class TrustRegion(AbstractTrustRegion):
     has a vanishing Fisher and a small loss. Steps that were short at first are then long
     compared with what is left to be gained, so no step is longer than a part of that.
     (A loss of densities may be negative: where it crosses zero, a few steps are short.)
-    The gradient of few examples is mostly noise, and the first left-hand side of noise
-    grows as $1 / N$. And if gradients agree from step to step, momentum adds them up to
-    ten times what the first constraint bounds. Pass it to [`eqx_kfac.KFAC`][] as
-    `norm_constraint`.
+    The gradient of few examples is mostly noise, whose part of the first left-hand side
+    is proportional to $1 / N$: hence the factor $\min(1, N / m)$. And if gradients agree
+    from step to step, momentum adds them up to ten times what the first constraint
+    bounds. Pass it to [`eqx_kfac.KFAC`][] as `norm_constraint`.
 
     The second constraint needs no product with $\hat F$: for
     $\delta = \mu \delta_\text{prev} - \alpha \hat F^{-1} \nabla h$, its left-hand side is

@@ -173,8 +173,8 @@ def verify(
 
     - `loss_fn`, `model`, `args`, `kwargs`: as for [`eqx_kfac.curvature`][].
     - `fisher`: the estimate to approximate with. The exact block is that of the
-        Fisher (for softmax, sigmoid and squared error also the Gauss-Newton matrix), with
-        which [`eqx_kfac.MonteCarlo`][] agrees up to its noise; for
+        Fisher (for all losses but [`eqx_kfac.NormalNLL`][] also the Gauss-Newton
+        matrix), with which [`eqx_kfac.MonteCarlo`][] agrees up to its noise; for
         [`eqx_kfac.Empirical`][], it is the mean over examples of the outer products of
         their gradients.
     - `key`: for the Fisher estimate.
