@@ -20,6 +20,7 @@
 #     python examples/autoencoder.py --data path/to/mnist
 #     python examples/autoencoder.py --seeds 3            # as many runs of each
 #     python examples/autoencoder.py --resume             # go on after an interruption
+#     python examples/autoencoder.py --methods kfac adam
 #     python examples/autoencoder.py --toy                # seconds: does everything run?
 
 # %%
@@ -385,6 +386,15 @@ def plot(
     figure.savefig(path, dpi=130)
 
 
+METHODS = {
+    "kfac": untuned,
+    "adaptive": adaptive,
+    "fixed": fixed,
+    "adam": adam,
+    "sgd": sgd,
+}
+
+
 # %%
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -397,6 +407,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=100_000, help="per optimizer, at most")
     add("--batch", type=int, help="images in a batch; none: what each optimizer likes")
     add("--target", type=float, default=54.0, help="stop at this loss")
+    add("--methods", nargs="+", choices=METHODS, default=[*METHODS], help="which")
     add("--seed", type=int, default=0, help="of initialisation and batches, the first")
     add("--seeds", type=int, default=1, help="how many")
     add("--out", type=Path, default=Path("runs/autoencoder.png"), help="picture")
@@ -417,14 +428,14 @@ def main(argv: list[str] | None = None) -> None:
     x, target = load(options.data), options.target
     widths = (32, 8) if options.toy else (1000, 500, 250, 30)
     given = {} if options.batch is None else {"batch": options.batch}
-    trainers = [make(**given) for make in (untuned, adaptive, fixed, adam, sgd)]
+    trainers = [METHODS[method](**given) for method in options.methods]
     stop = Stop(target, options.seconds, options.steps)
     seeds = range(options.seed, options.seed + options.seeds)
     curves: list[list[Curve]] = [[] for _ in trainers]
     for seed in seeds:
         model = kfac.convert(network(widths, jax.random.key(seed)))
-        for i, (trainer, runs) in enumerate(zip(trainers, curves)):
-            kept = options.checkpoints / f"seed-{seed}-optimizer-{i}"
+        for method, trainer, runs in zip(options.methods, trainers, curves):
+            kept = options.checkpoints / f"seed-{seed}-{method}"
             run = train(trainer, model, x, stop, seed, 10, kept, options.resume)
             runs.append(run)
     names = [trainer.name for trainer in trainers]
