@@ -73,13 +73,17 @@ def written_out(model, x, tangents, probes):
         t = jnp.tanh(z[""])
         d1, d2 = 1 - t**2, -2 * t * (1 - t**2)
         h = {name: d1 * a for name, a in z.items()} | {"": t}
-        for a, b in PAIRS & {(a, b) for a in tangents for b in tangents}:
-            h[a + b] = h.get(a + b, 0) + d2 * z[a] * z[b]
+        for (a, b), name in PAIRS.items():
+            if {a, b} <= {*tangents}:
+                h[name] = h.get(name, 0) + d2 * z[a] * z[b]
     return z, seen
 
 
-# Of a `jvp` of a `jvp`, there are two first derivatives, though they are the same.
-PAIRS = {("v", "w"), ("v", "v"), *((f"v{i}", f"w{i}") for i in range(D))}
+# Of a `jvp` of a `jvp`, there are two first derivatives, though they are the same; in
+# the Laplacian, pure second derivatives may be added up on the way.
+PAIRS = {("v", "w"): "vw", ("v", "v"): "vv"}
+PAIRS |= {(f"v{i}", f"w{i}"): f"v{i}w{i}" for i in range(D)}
+PAIRS |= {(f"v{i}", f"v{i}"): "sum" for i in range(D)}
 
 
 def oracle(model, tangents, outputs):
@@ -220,9 +224,39 @@ def by_taylor(m, x):
     return second
 
 
+def through(part, at):
+    """Of a part of the network: values, first derivatives, and the Laplacian."""
+    x, slopes, total = at
+    y, push = jax.linearize(part, x)
+    bent = jnp.sum(jax.vmap(lambda v: curved(part, x, v))(slopes), axis=0)
+    return y, jax.vmap(push)(slopes), push(total) + bent
+
+
+def layer_by_layer(m, x):
+    """The Laplacian, of which every layer sees one row, and not one for each direction."""
+    at = x, jnp.eye(D), jnp.zeros_like(x)
+    for i, layer in enumerate(m.layers):
+        at = through(layer, at if i == 0 else through(jnp.tanh, at))
+    return at[-1]
+
+
 def test_second_derivatives():
     tangents = {"v": V, "w": V}
     check(over(curved), oracle(mlp(), tangents, lambda z: z["vw"]))
+
+
+def test_a_laplacian_layer_by_layer():
+    """The last layer, which is linear in a single row, is exact."""
+    tangents = {f"v{i}": v for i, v in enumerate(jnp.eye(D))}
+    check(over(layer_by_layer), oracle(mlp(), tangents, lambda z: z["sum"]))
+    collapsed, nested = (
+        kfac.verify(over(fn), mlp(), X, fisher=EXACT).layers
+        for fn in (layer_by_layer, laplacian)
+    )
+    assert max(float(np.max(layer.unseen)) for layer in collapsed) < 1e-12
+    assert collapsed[-1].error < 1e-12 < nested[-1].error
+    value = lambda fn: over(fn)(mlp(), X).value
+    np.testing.assert_allclose(value(layer_by_layer), value(laplacian), rtol=1e-12)
 
 
 def test_taylor_mode():
