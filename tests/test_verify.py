@@ -235,8 +235,16 @@ def test_wrong_layers_are_found(model, verdict):
     assert verdict in str(report)
 
 
-def test_wrong_block_is_found():
-    report = kfac.verify(softmax, mlp(HalfBlock()), one, CLASSES[:1])
+@pytest.mark.parametrize("weight", [1.0, 0.5, 3.0])
+def test_wrong_block_is_found(weight):
+    """Whatever the example weighs, it is one, and the layer is not shared."""
+
+    def loss_fn(model, x, classes):
+        weights = jnp.full(len(x), weight)
+        return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), classes, weights)
+
+    report = kfac.verify(loss_fn, mlp(HalfBlock()), one, CLASSES[:1])
+    assert not any(check.shared for check in report.layers)
     for check in report.layers:
         assert check.verdict == "WRONG SCALE: exact, but for a factor of 0.5"
         np.testing.assert_allclose(check.ratio, 0.5, rtol=1e-12)
@@ -459,3 +467,12 @@ def test_accumulated_in_a_scan():
 
     want = eqx.filter_jit(kfac.curvature(softmax, kfac.Exact()))(model, X, CLASSES)
     assert norm_error(run(model), want) < 0.15
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.5, 3.0])
+def test_what_is_shared_is_known_whatever_examples_weigh(weight):
+    def loss_fn(model, x):
+        outputs = jnp.mean(jax.vmap(jax.vmap(model))(jnp.stack([x, -x], axis=1)), axis=1)
+        return kfac.SquaredError(outputs, None, jnp.full(len(x), weight))
+
+    assert all(check.shared for check in kfac.verify(loss_fn, mlp(), one).layers)

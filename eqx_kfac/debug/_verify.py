@@ -209,16 +209,16 @@ def verify(
         shares = _unseen(loss_fn, model, args, kwargs, program)
         guesses = jtu.tree_leaves(approximate_blocks(model, factors, limit))
         rows = exact_rows(model, loss_fn, args, kwargs, empirical, limit)
-        return [jtu.tree_leaves(s) for s in shares], batch.share.count, guesses, rows
+        return [jtu.tree_leaves(s) for s in shares], batch.terms, guesses, rows
 
     found = eqx.filter_jit(looked_at)(model, args, key, kwargs)
-    (shares, numbers), count, guesses, rows = found
+    (shares, numbers), terms, guesses, rows = found
     compared = iter(zip(guesses, rows, strict=True))
     checks = []
     for own, share, number in zip(trained_layers(model), shares, numbers, strict=True):
         path, tag, layer = own
         matrices = None if size_of(tag, layer) > limit else next(compared)
-        shared = bool(np.any(np.asarray(number) > np.asarray(count)))
+        shared = bool(np.any(np.asarray(number) > terms))
         checks.append(_check(path, tag, layer, np.asarray(share), shared, matrices))
     return Verification(tuple(checks))
 
