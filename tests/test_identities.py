@@ -11,6 +11,7 @@ import pytest
 import eqx_kfac as kfac
 
 from . import reference
+from .helpers import bits, classes, loop, vectors
 from .plain import plain_kfac
 
 
@@ -22,20 +23,8 @@ def identity(x):
     return x
 
 
-def classes(key, shape, k):
-    return jax.random.randint(key, shape, 0, k)
-
-
 def probabilities(key, shape, k):
     return jax.nn.softmax(jax.random.normal(key, shape + (k,)))
-
-
-def bits(key, shape, k):
-    return jax.random.bernoulli(key, 0.4, shape + (k,))
-
-
-def vectors(key, shape, k):
-    return jax.random.normal(key, shape + (k,))
 
 
 # The loss, its reference for one term, and its targets.
@@ -362,10 +351,6 @@ class Tokens(eqx.Module):
         mixing = 1 / (1.0 + jnp.arange(9.0).reshape(3, 3))
         z = rows(self.second)(mixing @ jnp.tanh(rows(self.first)(x)))
         return jnp.mean(jnp.sin(z), axis=0) if pool else z
-
-
-def loop(layer):
-    return lambda x: jnp.stack([layer(row) for row in x])
 
 
 def both_layers(model):
