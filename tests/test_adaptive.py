@@ -589,7 +589,7 @@ def test_steps_are_invariant_to_affine_inputs():
         assert np.all(a[1][1:, 1] != 0)  # Momentum takes part.
         return [np.linalg.norm(p - q) / np.linalg.norm(q) for p, q in zip(a, b)]
 
-    assert max(differences(0.0)) <= 1e-8
+    assert np.max(differences(0.0)) <= 1e-8
     assert min(differences(1.0)) > 1e-3
 
 
