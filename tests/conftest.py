@@ -28,6 +28,9 @@ from beartype import beartype, BeartypeConf, BeartypeStrategy
 from jaxtyping import install_import_hook
 
 
+# So that its assertions say what they saw, as those of the tests do.
+pytest.register_assert_rewrite("tests.helpers")
+
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -65,6 +68,13 @@ def getkey():
     """A function that returns a new key on every call, the same ones in every run."""
     counter = iter(range(10_000))
     return lambda: jax.random.key(next(counter))
+
+
+@pytest.fixture
+def standard_promotion():
+    """Optax's own transformations do not run under strict type promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -18,7 +18,8 @@ from eqx_kfac._tag import is_tagged
 from eqx_kfac._tag._partition import partition_tagged
 
 from . import reference
-from .test_operators import close, flat, noise, params_of
+from .helpers import close, flat, params_of
+from .test_operators import noise
 
 
 #

@@ -14,6 +14,8 @@ import pytest
 
 import eqx_kfac as kfac
 
+from .helpers import assert_same, params_of, squared
+
 
 D_IN, D_OUT, EXAMPLES = 3, 2, 16
 
@@ -32,6 +34,7 @@ FACES = {
     "chain": (chained, {}),
 }
 faces = pytest.mark.parametrize("name", FACES)
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 class Net(eqx.Module):
@@ -50,13 +53,6 @@ class Net(eqx.Module):
         return x if self.scale is None else x * self.scale
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    # optax's own transformations need it.
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 @ft.cache
 def make(name):
     """(One of each, of which every function is compiled once.)"""
@@ -68,18 +64,10 @@ def make_model(name, dtype=jnp.float32):
     return kfac.cast(Net(name == "fallback"), dtype)
 
 
-def params_of(model):
-    return eqx.filter(model, eqx.is_inexact_array)
-
-
 def data(dtype=jnp.float32):
     """A linear teacher: the loss can become zero."""
     x = jr.normal(jr.key(1), (EXAMPLES, D_IN), dtype)
     return x, 0.1 * (x @ jr.normal(jr.key(2), (D_IN, D_OUT), dtype))
-
-
-def squared(model, x, y):
-    return kfac.SquaredError(jax.vmap(model)(x), y)
 
 
 def estimate(params, model, *batch):
@@ -94,15 +82,6 @@ def estimated(name, dtype=jnp.float32):
         params_of(model), model, *data(dtype)
     )
     return params_of(model), value, params_of(grads), curvature
-
-
-def assert_same(a, b, tolerance=0.0):
-    assert jtu.tree_structure(a) == jtu.tree_structure(b)
-    for x, y in zip(jtu.tree_leaves(a), jtu.tree_leaves(b), strict=True):
-        assert x.shape == y.shape and x.dtype == y.dtype
-        np.testing.assert_allclose(
-            np.asarray(x, float), np.asarray(y, float), tolerance, tolerance
-        )
 
 
 def types(tree):

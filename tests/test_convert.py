@@ -7,36 +7,15 @@ import pickle
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 import pytest
 
 import eqx_kfac as kfac
 
+from .helpers import assert_same, assert_same_leaves
 from .plain import plain_kfac
-
-
-def key_of(seed=0):
-    return jax.random.key(seed)
-
-
-def array_leaves(tree):
-    return jtu.tree_leaves(eqx.filter(tree, eqx.is_array))
-
-
-def assert_identical(a, b):
-    """The same structure and the same leaves, bit for bit."""
-    assert jtu.tree_structure(a) == jtu.tree_structure(b)
-    assert_same_leaves(a, b)
-
-
-def assert_same_leaves(a, b):
-    for x, y in zip(jtu.tree_leaves(a), jtu.tree_leaves(b), strict=True):
-        if eqx.is_array(x):
-            assert x.dtype == y.dtype and x.shape == y.shape
-            np.testing.assert_array_equal(x, y)
-        else:
-            assert x is y or x == y
 
 
 def layers(model, cls):
@@ -56,25 +35,25 @@ def layers(model, cls):
 @pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
 def test_linear_is_equinox_linear(in_features, out_features, use_bias, dtype):
     args = in_features, out_features, use_bias, dtype
-    ours = kfac.Linear(*args, key=key_of())
-    theirs = eqx.nn.Linear(*args, key=key_of())
+    ours = kfac.Linear(*args, key=jr.key(0))
+    theirs = eqx.nn.Linear(*args, key=jr.key(0))
     assert isinstance(ours, eqx.nn.Linear)
     assert_same_leaves(ours, theirs)
     for name in ("in_features", "out_features", "use_bias"):
         assert getattr(ours, name) == getattr(theirs, name)
     shape = () if in_features == "scalar" else (3,)
-    x = jax.random.normal(key_of(1), shape, ours.weight.dtype)
+    x = jr.normal(jr.key(1), shape, ours.weight.dtype)
     y = ours(x)
     assert y.dtype == theirs(x).dtype
     np.testing.assert_array_equal(y, theirs(x))
-    np.testing.assert_array_equal(ours(x, key=key_of()), y)  # Ignored, as in Equinox.
-    assert_identical(kfac.convert(theirs), ours)
-    assert_identical(kfac.revert(ours), theirs)
+    np.testing.assert_array_equal(ours(x, key=jr.key(0)), y)  # Ignored, as in Equinox.
+    assert_same(kfac.convert(theirs), ours)
+    assert_same(kfac.revert(ours), theirs)
 
 
 def test_linear_is_the_same_program():
     x = jnp.ones(3)
-    ours = kfac.Linear(3, 2, key=key_of())
+    ours = kfac.Linear(3, 2, key=jr.key(0))
     jaxprs = [
         str(jax.make_jaxpr(lambda weight, x: eqx.tree_at(get, m, weight)(x))(get(m), x))
         for get, m in (
@@ -87,13 +66,13 @@ def test_linear_is_the_same_program():
 
 def test_keyword_arguments_of_the_constructor():
     args = dict(in_features=3, out_features=2, use_bias=False, dtype=jnp.float32)
-    ours = kfac.Linear(**args, key=key_of())
-    assert_same_leaves(ours, eqx.nn.Linear(**args, key=key_of()))
+    ours = kfac.Linear(**args, key=jr.key(0))
+    assert_same_leaves(ours, eqx.nn.Linear(**args, key=jr.key(0)))
 
 
 def test_tree_surgery_by_class():
     """The usual way to find layers finds ours too."""
-    model = kfac.convert(eqx.nn.MLP(3, 2, 4, 2, key=key_of()))
+    model = kfac.convert(eqx.nn.MLP(3, 2, 4, 2, key=jr.key(0)))
     is_linear = lambda node: isinstance(node, eqx.nn.Linear)
     weights = lambda m: [
         node.weight for node in jtu.tree_leaves(m, is_leaf=is_linear) if is_linear(node)
@@ -114,7 +93,7 @@ class Recurrent(eqx.Module):
     head: eqx.nn.Linear
 
     def __init__(self, key):
-        keys = jax.random.split(key)
+        keys = jr.split(key)
         self.cell = eqx.nn.GRUCell(3, 4, key=keys[0])
         self.head = eqx.nn.Linear(4, 2, key=keys[1])
 
@@ -133,7 +112,7 @@ class Containers(eqx.Module):
     name: str = eqx.field(static=True)
 
     def __init__(self, key):
-        linear = lambda i: eqx.nn.Linear(3, 3, key=jax.random.fold_in(key, i))
+        linear = lambda i: eqx.nn.Linear(3, 3, key=jr.fold_in(key, i))
         self.mapping = {"a": linear(0), "b": (linear(1), jax.nn.gelu)}
         self.listed = [linear(2), [linear(3)], None, jax.nn.gelu, 1.5]
         self.activation = jax.nn.gelu
@@ -172,9 +151,7 @@ models = {
     "dict": (lambda k: {"x": eqx.nn.Linear(3, 2, key=k), "y": 3}, 1),
     "layer": (lambda k: eqx.nn.Linear(3, 2, key=k), 1),
     "stack": (
-        lambda k: eqx.filter_vmap(lambda k: eqx.nn.Linear(3, 2, key=k))(
-            jax.random.split(k, 5)
-        ),
+        lambda k: eqx.filter_vmap(lambda k: eqx.nn.Linear(3, 2, key=k))(jr.split(k, 5)),
         1,
     ),
 }
@@ -183,20 +160,20 @@ models = {
 @pytest.mark.parametrize("name", models)
 def test_round_trip(name):
     make, number = models[name]
-    model = make(key_of())
+    model = make(jr.key(0))
     converted = kfac.convert(model)
     assert len(layers(converted, kfac.Linear)) == number
     assert len(layers(converted, eqx.nn.Linear)) == 0
     assert type(converted) is type(model) or name in ("layer", "stack")
     assert_same_leaves(converted, model)
-    assert_identical(kfac.revert(converted), model)
+    assert_same(kfac.revert(converted), model)
     # Both are idempotent.
-    assert_identical(kfac.convert(converted), converted)
-    assert_identical(kfac.revert(model), model)
+    assert_same(kfac.convert(converted), converted)
+    assert_same(kfac.revert(model), model)
     # The original is what it was.
     assert len(layers(model, eqx.nn.Linear)) == number
     # And conversion commutes with abstraction.
-    abstract = eqx.filter_eval_shape(make, key_of())
+    abstract = eqx.filter_eval_shape(make, jr.key(0))
     converted_abstract = kfac.convert(abstract)
     assert jtu.tree_structure(converted_abstract) == jtu.tree_structure(converted)
     assert jtu.tree_structure(kfac.revert(converted_abstract)) == jtu.tree_structure(
@@ -209,7 +186,7 @@ def test_round_trip(name):
     ["mlp", "mlp of scalars", "sequential", "recurrent", "containers", "attention"],
 )
 def test_same_outputs(name):
-    model = models[name][0](key_of())
+    model = models[name][0](jr.key(0))
     x = jnp.array(0.3) if "scalars" in name else jnp.array([0.3, -0.2, 0.1])
     run = attend if name == "attention" else lambda model, x: model(x)
     np.testing.assert_array_equal(run(kfac.convert(model), x), run(model, x))
@@ -219,7 +196,7 @@ def test_same_outputs(name):
 @pytest.mark.parametrize("forwards", [True, False])
 def test_files_load_both_ways(name, forwards):
     make, _ = models[name]
-    trained, like = make(key_of()), make(key_of(1))
+    trained, like = make(jr.key(0)), make(jr.key(1))
     if forwards:
         like = kfac.convert(like)
     else:
@@ -231,7 +208,7 @@ def test_files_load_both_ways(name, forwards):
 
 
 def test_activations_are_shared_still():
-    model = kfac.convert(Containers(key_of()))
+    model = kfac.convert(Containers(jr.key(0)))
     assert model.activation is model.listed[3] is model.mapping["b"][1] is jax.nn.gelu
     assert model.name == "containers" and model.listed[4] == 1.5
 
@@ -244,18 +221,18 @@ class Doubled(eqx.nn.Linear):
 
 
 def test_subclasses_are_left_alone():
-    model = [Doubled(3, 2, key=key_of()), eqx.nn.Linear(3, 2, key=key_of())]
+    model = [Doubled(3, 2, key=jr.key(0)), eqx.nn.Linear(3, 2, key=jr.key(0))]
     converted = kfac.convert(model)
     assert type(converted[0]) is Doubled and type(converted[1]) is kfac.Linear
-    assert_identical(kfac.revert(converted), model)
+    assert_same(kfac.revert(converted), model)
 
     class Tagged(kfac.Linear):
         def __call__(self, x, *, key=None):
             return super().__call__(2 * x, key=key)
 
-    model = [Tagged(3, 2, key=key_of())]
-    assert_identical(kfac.convert(model), model)
-    assert_identical(kfac.revert(model), model)
+    model = [Tagged(3, 2, key=jr.key(0))]
+    assert_same(kfac.convert(model), model)
+    assert_same(kfac.revert(model), model)
 
 
 def test_reparametrised_layers():
@@ -264,7 +241,7 @@ def test_reparametrised_layers():
         spectral = eqx.nn.SpectralNorm(linear, "weight", key=key)
         return [eqx.nn.WeightNorm(linear), spectral, linear]
 
-    model, _ = eqx.nn.make_with_state(make)(key_of())
+    model, _ = eqx.nn.make_with_state(make)(jr.key(0))
     converted = kfac.convert(model)
     assert type(converted[0]) is kfac.WeightNorm
     assert type(converted[1]) is kfac.SpectralNorm
@@ -283,30 +260,30 @@ def test_reparametrised_layers():
 def test_tagged_layers_are_left_alone():
     reduce = kfac.Kronecker(kfac.Reduce())
     model = [
-        kfac.Linear(3, 2, key=key_of(), block=reduce),
-        eqx.nn.Linear(3, 2, key=key_of()),
+        kfac.Linear(3, 2, key=jr.key(0), block=reduce),
+        eqx.nn.Linear(3, 2, key=jr.key(0)),
     ]
     converted = kfac.convert(model)
-    assert_identical(converted[0], model[0])
+    assert_same(converted[0], model[0])
     assert converted[0].tag.block == reduce
     assert converted[1].tag.block == kfac.Kronecker(kfac.Expand())
 
 
 def test_block():
     reduce = kfac.Kronecker(kfac.Reduce())
-    converted = kfac.convert(models["mlp"][0](key_of()), blocks=reduce)
+    converted = kfac.convert(models["mlp"][0](jr.key(0)), blocks=reduce)
     assert all(layer.tag.block == reduce for layer in converted.layers)
-    default = kfac.convert(models["mlp"][0](key_of()))
+    default = kfac.convert(models["mlp"][0](jr.key(0)))
     assert jtu.tree_structure(default) != jtu.tree_structure(converted)
     assert_same_leaves(default, converted)
 
 
 def test_converts_a_partition():
     """Halves of a partitioned model convert as the whole does."""
-    model = models["mlp"][0](key_of())
+    model = models["mlp"][0](jr.key(0))
     params, static = eqx.partition(model, eqx.is_inexact_array)
     whole = eqx.combine(kfac.convert(params), kfac.convert(static))
-    assert_identical(whole, kfac.convert(model))
+    assert_same(whole, kfac.convert(model))
 
 
 #
@@ -315,11 +292,11 @@ def test_converts_a_partition():
 
 
 def test_ensembles():
-    keys = jax.random.split(key_of(), 4)
+    keys = jr.split(jr.key(0), 4)
     ours = eqx.filter_vmap(lambda key: kfac.Linear(3, 2, key=key))(keys)
     theirs = eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 2, key=key))(keys)
     assert ours.weight.shape == (4, 2, 3)
-    assert_identical(ours, kfac.convert(theirs))
+    assert_same(ours, kfac.convert(theirs))
     x = jnp.ones(3)
     run = eqx.filter_vmap(lambda layer, x: layer(x), in_axes=(eqx.if_array(0), None))
     np.testing.assert_array_equal(run(ours, x), run(theirs, x))
@@ -338,21 +315,19 @@ def ensemble_loss(ensemble, x):
 
 @pytest.mark.parametrize("copying", [copy.copy, copy.deepcopy, "pickle", "flatten"])
 def test_copies(copying):
-    model = kfac.convert([eqx.nn.Linear(3, 2, key=key_of()), None, "text"])
+    model = kfac.convert([eqx.nn.Linear(3, 2, key=jr.key(0)), None, "text"])
     if copying == "pickle":
         copying = lambda m: pickle.loads(pickle.dumps(m))
     if copying == "flatten":
         copying = lambda m: jtu.tree_unflatten(*reversed(jtu.tree_flatten(m)))
     copied = copying(model)
     assert type(copied[0]) is kfac.Linear
-    assert jtu.tree_structure(copied) == jtu.tree_structure(model)
-    for a, b in zip(array_leaves(copied), array_leaves(model), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(copied, model)
     assert copied[0].tag == model[0].tag
 
 
 def test_tree_map_over_several():
-    a, b = (kfac.convert(models["mlp"][0](key_of(i))) for i in range(2))
+    a, b = (kfac.convert(models["mlp"][0](jr.key(i))) for i in range(2))
     a_params, b_params = (eqx.filter(m, eqx.is_inexact_array) for m in (a, b))
     mean = jax.tree.map(lambda x, y: (x + y) / 2, a_params, b_params)
     expected = (a.layers[0].weight + b.layers[0].weight) / 2
@@ -362,24 +337,24 @@ def test_tree_map_over_several():
 
 
 def test_tree_at():
-    model = kfac.convert(models["mlp"][0](key_of()))
+    model = kfac.convert(models["mlp"][0](jr.key(0)))
     bias = jnp.arange(4.0)
     changed = eqx.tree_at(lambda m: m.layers[1].bias, model, bias)
     np.testing.assert_array_equal(changed.layers[1].bias, bias)
     assert jtu.tree_structure(changed) == jtu.tree_structure(model)
     # A tagged layer for another one, and for an untagged one.
-    new = kfac.Linear(4, 4, key=key_of(3))
-    assert_identical(eqx.tree_at(lambda m: m.layers[1], model, new).layers[1], new)
+    new = kfac.Linear(4, 4, key=jr.key(3))
+    assert_same(eqx.tree_at(lambda m: m.layers[1], model, new).layers[1], new)
     back = eqx.tree_at(lambda m: m.layers[1], model, kfac.revert(new))
     assert type(back.layers[1]) is eqx.nn.Linear
 
 
 def test_readable():
-    text = repr(kfac.convert(eqx.nn.Linear(3, 2, key=key_of())))
+    text = repr(kfac.convert(eqx.nn.Linear(3, 2, key=jr.key(0))))
     assert text.startswith("Linear(")
     for part in ("weight=f64[2,3]", "form=Dense()", "block=Kronecker"):
         assert part in text
-    assert "Reduce(" in repr(kfac.Linear(3, 2, key=key_of(), block=reduce_block()))
+    assert "Reduce(" in repr(kfac.Linear(3, 2, key=jr.key(0), block=reduce_block()))
 
 
 def reduce_block():
@@ -415,8 +390,8 @@ def test_equal_models_share_a_compiled_function():
         loss_fn = lambda model: kfac.SquaredError(jax.vmap(model)(x))
         return kfac.curvature(loss_fn, kfac.Exact())(model)
 
-    run_and_collect(kfac.convert(models["mlp"][0](key_of())))
-    run_and_collect(kfac.convert(models["mlp"][0](key_of(1))))
+    run_and_collect(kfac.convert(models["mlp"][0](jr.key(0))))
+    run_and_collect(kfac.convert(models["mlp"][0](jr.key(1))))
     assert len(traces) == 2
-    run_and_collect(kfac.convert(models["mlp"][0](key_of(1)), blocks=reduce_block()))
+    run_and_collect(kfac.convert(models["mlp"][0](jr.key(1)), blocks=reduce_block()))
     assert len(traces) == 4

@@ -17,6 +17,7 @@ import eqx_kfac as kfac
 from eqx_kfac._jobs import dealt
 
 from .benchmarks.devices import decompositions, transfers
+from .helpers import assert_differs, assert_near, leaves, make_mesh, put
 from .plain import plain_kfac
 
 
@@ -92,31 +93,6 @@ def loss_fn(model, x, y):
     return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y)
 
 
-def leaves(tree):
-    return jtu.tree_leaves(eqx.filter(tree, eqx.is_inexact_array))
-
-
-def distance(a, b):
-    """The largest, relative to the norm."""
-    norm = np.linalg.norm
-    pairs = [map(np.asarray, pair) for pair in zip(leaves(a), leaves(b), strict=True)]
-    return max(norm(p - q) / (norm(q) or 1) for p, q in pairs)
-
-
-def make_mesh(devices, kind=AUTO):
-    shape, names = ((devices,), ("batch",))
-    if devices == 6:
-        shape, names = (3, 2), ("batch", "other")
-    some = jax.devices()[: np.prod(shape)]
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=some)
-
-
-def put(tree, mesh, spec):
-    sharding = NamedSharding(mesh, spec)
-    move = lambda a: jax.device_put(a, sharding) if eqx.is_array(a) else a
-    return jtu.tree_map(move, tree)
-
-
 def context(mesh):
     is_explicit = EXPLICIT in mesh.axis_types
     return jax.set_mesh(mesh) if is_explicit else contextlib.nullcontext()
@@ -146,7 +122,11 @@ def alone(name, model):
 
 # Devices, and whether their mesh is explicit: fewer than there are matrices, and more; of
 # an axis of one; along two axes.
-MESHES = {"deep": (8, AUTO), "scanned": (2, EXPLICIT), "convnet": (6, AUTO)}
+MESHES = {
+    "deep": make_mesh(),
+    "scanned": make_mesh((2,), kind=EXPLICIT),
+    "convnet": make_mesh((3, 2), ("batch", "other")),
+}
 
 
 # Every optimizer, and every model with what decomposes in two ways.
@@ -157,11 +137,11 @@ STEPS += [("adaptive", "scanned")]
 
 @pytest.mark.parametrize(("name", "model"), STEPS)
 def test_steps_are_those_of_one_device(name, model):
-    mesh = make_mesh(*MESHES[model])
+    mesh = MESHES[model]
     with context(mesh):
         got, _, _ = train(name, MODELS[model](), mesh)
-    assert distance(got, alone(name, model)) <= 1e-9
-    assert distance(got, MODELS[model]()) > 1e-3
+    assert_near(got, alone(name, model), 1e-9)
+    assert_differs(got, MODELS[model](), 1e-3)
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
@@ -179,12 +159,12 @@ def test_steps_in_eigenbases(kind):
         return model
 
     y = jax.nn.one_hot(Y, 3)
-    mesh = make_mesh(8, kind)
+    mesh = make_mesh(kind=kind)
     want = three_steps(model, X, y)
     with context(mesh):
         got = three_steps(put(model, mesh, P()), *put((X, y), mesh, P("batch")))
-    assert distance(got, want) <= 1e-9
-    assert distance(got, model) > 1e-3
+    assert_near(got, want, 1e-9)
+    assert_differs(got, model, 1e-3)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -201,10 +181,10 @@ def test_steps_in_shard_map(check_vma):
         return eqx.filter(model, eqx.is_array)
 
     split = P("batch") if check_vma else P()
-    local = ft.partial(jax.shard_map, mesh=make_mesh(4), check_vma=check_vma)
+    local = ft.partial(jax.shard_map, mesh=make_mesh((4,)), check_vma=check_vma)
     local = jax.jit(local(two_steps, in_specs=(P(), split, split), out_specs=P()))
     want = jax.jit(two_steps)(params, X, Y)
-    assert distance(local(params, X, Y), want) <= 1e-9
+    assert_near(local(params, X, Y), want, 1e-9)
     shared = "psum" in str(jax.make_jaxpr(lambda *a: local(*a))(params, X, Y))
     assert shared == check_vma
 
@@ -230,9 +210,7 @@ SPLITS = {  # The weights of two layers; whether the loss function gathers them.
 def test_split_weights(name):
     """The parameters stay where they are, the steps what they are."""
     *specs, kind, loss = SPLITS[name]
-    mesh = jax.make_mesh(
-        (2, 2), ("data", "model"), (kind,) * 2, devices=jax.devices()[:4]
-    )
+    mesh = make_mesh((2, 2), ("data", "model"), kind)
     widths = [6, 8, 4]
     x, y = X, Y % widths[-1]
     optimizer = OPTIMIZERS["default"]
@@ -250,8 +228,8 @@ def test_split_weights(name):
             where = lambda m, i=i: m.layers[i].weight
             model = eqx.tree_at(where, model, put(where(model), mesh, spec))
         got, state = three_steps(loss, model, *put((x, y), mesh, P("data")))
-    assert distance(got, want) <= 1e-9
-    assert distance(got, Deep(widths)) > 1e-3
+    assert_near(got, want, 1e-9)
+    assert_differs(got, Deep(widths), 1e-3)
     for part in (got, state.velocity):
         for i, spec in enumerate(specs):
             weight = part.layers[i].weight
@@ -260,8 +238,7 @@ def test_split_weights(name):
 
 def test_members_in_shard_map():
     """Devices along one axis have members of their own, and share along the other one."""
-    kinds, some = (AUTO, AUTO), jax.devices()[:6]
-    mesh = jax.make_mesh((2, 3), ("members", "batch"), kinds, devices=some)
+    mesh = make_mesh((2, 3), ("members", "batch"))
     make = lambda key: kfac.Linear(6, 3, key=key)
     members = eqx.filter_vmap(make)(jr.split(jr.key(8)))
     params, static = eqx.partition(members, eqx.is_array)
@@ -279,7 +256,7 @@ def test_members_in_shard_map():
     for i in range(2):
         own = lambda tree, i=i: jtu.tree_map(lambda a: a[i : i + 1], tree)
         want = jax.jit(two_steps)(own(params), X, Y)
-        assert distance(own(got), want) <= 1e-9
+        assert_near(own(got), want, 1e-9)
 
 
 #
@@ -309,7 +286,7 @@ def test_each_device_decomposes_its_part(name):
     total = 2 * (len(WIDTHS) - 1)
     assert decompositions_in_a_step(None, name, Deep(WIDTHS)) == total
     for devices in (1, 4, 8):
-        number = decompositions_in_a_step(make_mesh(devices), name, Deep(WIDTHS))
+        number = decompositions_in_a_step(make_mesh((devices,)), name, Deep(WIDTHS))
         assert total / devices <= number <= -(-total // devices) + (devices > 1)
 
 
@@ -333,7 +310,7 @@ def test_the_work_is_dealt_out_evenly(devices):
 
 def test_what_is_gathered():
     """The statistics, the inverses, the gradient: nothing twice, nothing padded."""
-    mesh = make_mesh(8)
+    mesh = make_mesh()
     model, args = put(Deep(WIDTHS), mesh, P()), put((X, Y), mesh, P("batch"))
     optimizer = OPTIMIZERS["default"]
     state = optimizer.init(model)
@@ -355,7 +332,7 @@ def test_what_is_gathered():
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_a_state_begins_on_the_mesh(kind, jit):
     """So that a step is compiled once."""
-    mesh = make_mesh(8, kind)
+    mesh = make_mesh(kind=kind)
     compiled = []
 
     def listen(event, duration, fun_name="", **_):
@@ -385,7 +362,7 @@ def test_a_state_begins_on_the_mesh(kind, jit):
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_velocity_is_split_as_the_parameters(jit):
-    mesh = make_mesh(8)
+    mesh = make_mesh()
     model = put(Deep([8, 16, 8]), mesh, P("batch"))
     init = OPTIMIZERS["default"].init
     state = (eqx.filter_jit(init) if jit else init)(model)
@@ -398,7 +375,7 @@ def test_velocity_is_split_as_the_parameters(jit):
 
 
 def test_of_a_model_that_is_not_finite_it_is_zero():
-    mesh = make_mesh(8)
+    mesh = make_mesh()
     model = put(Deep([8, 16, 8]), mesh, P("batch"))
     model = eqx.tree_at(lambda m: m.layers[0].weight, model, replace_fn=lambda w: w / 0)
     state = eqx.filter_jit(OPTIMIZERS["default"].init)(model)
@@ -437,17 +414,17 @@ def bytes_here(tree):
 def test_split_states(kind, solver):
     optimizer = plain_kfac(0.1, solver=solver, fisher=EXACT, inverse_period=2)
     want, whole = three_steps(optimizer, None, ())
-    mesh = make_mesh(4, kind)
+    mesh = make_mesh((4,), kind=kind)
     with context(mesh):
         got, state = three_steps(optimizer, mesh, "batch")
-    assert distance(got, want) <= 1e-9
+    assert_near(got, want, 1e-9)
     split = (state.curvature, state.inverse)
     total = bytes_here((whole.curvature, whole.inverse))
     # Half of it, a quarter of that, and some padding.
     assert total / 8 < bytes_here(split) <= 1.3 * total / 8
     unpacked = kfac.unpacked(state)
-    assert distance(unpacked.curvature, whole.curvature) <= 1e-9
-    assert distance(unpacked.inverse, whole.inverse) <= 1e-9
+    assert_near(unpacked.curvature, whole.curvature, 1e-9)
+    assert_near(unpacked.inverse, whole.inverse, 1e-9)
     repacked = kfac.packed(state)
     assert bytes_here((repacked.curvature, repacked.inverse)) > 3 * bytes_here(split)
 
@@ -456,7 +433,7 @@ def test_split_states_have_the_same_shapes_on_any_number_of_devices():
     """So that a checkpoint of one restores into the other."""
     optimizer, shapes = OPTIMIZERS["default"], []
     for devices in (2, 6, 8):
-        mesh = make_mesh(devices)
+        mesh = make_mesh((devices,))
         state = optimizer.init(put(Deep(WIDE), mesh, P()))
         state = kfac.packed(state, over=mesh.axis_names)
         shapes.append([leaf.shape for leaf in jtu.tree_leaves(state)])
@@ -464,7 +441,7 @@ def test_split_states_have_the_same_shapes_on_any_number_of_devices():
 
 
 def test_split_states_of_optax():
-    mesh = make_mesh(4)
+    mesh = make_mesh((4,))
     optimizer = kfac.scale_by_kfac(0.1)
     estimate = eqx.filter_jit(kfac.value_grad_and_curvature(loss_fn, fisher=EXACT))
     update, results = eqx.filter_jit(optimizer.update), []
@@ -476,13 +453,13 @@ def test_split_states_of_optax():
             updates, state = update(grads, state, model, curvature=curvature)
         results.append((updates, bytes_here((state.curvature, state.inverse))))
     (want, all_of_it), (got, part) = results
-    assert distance(got, want) <= 1e-9
+    assert_near(got, want, 1e-9)
     assert part < all_of_it / 3
 
 
 def test_products_with_split_inverses_are_dealt_out():
     """Each device multiplies with some of them: those of eight equal layers, one."""
-    mesh, optimizer = make_mesh(8), kfac.scale_by_kfac(0.1)
+    mesh, optimizer = make_mesh(), kfac.scale_by_kfac(0.1)
     update = eqx.filter_jit(optimizer.update)
     model = put(Deep([64] * 9), mesh, P())
     flops = []
@@ -498,6 +475,6 @@ def test_split_states_need_a_mesh():
     optimizer = OPTIMIZERS["default"]
     with pytest.raises(ValueError, match="Put the model on a mesh with the axis 'batch'"):
         kfac.packed(optimizer.init(Deep(WIDE)), over="batch")
-    mesh = make_mesh(2)
+    mesh = make_mesh((2,))
     with pytest.raises(ValueError, match=r"on a mesh with the axes \('batch',\)"):
         kfac.packed(optimizer.init(put(Deep(WIDE), mesh, P())), over="data")

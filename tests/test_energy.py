@@ -13,6 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import eqx_kfac as kfac
 
+from .helpers import make_mesh
+
 
 N, D = 12, 3
 KEYS = jr.split(jr.key(5), 4)
@@ -216,8 +218,7 @@ def test_the_quadratic_model_is_of_the_covariance(is_complex):
 @pytest.mark.parametrize("inside", [False, True])
 def test_devices(inside):
     """The means are over the walkers of all devices."""
-    kinds, some = (jax.sharding.AxisType.Auto,), jax.devices()[:4]
-    mesh = jax.make_mesh((4,), ("batch",), kinds, devices=some)
+    mesh = make_mesh((4,))
     params, static = eqx.partition(network(), eqx.is_array)
     take = kfac.value_grad_and_curvature(loss_fn, kfac.Centred())
 

@@ -7,29 +7,23 @@ import sys
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 import pytest
 
 import eqx_kfac as kfac
 
+from .helpers import softmax
 from .plain import plain_kfac
 
 
-def key_of(seed=0):
-    return jax.random.key(seed)
-
-
 def make_model():
-    return kfac.convert(eqx.nn.MLP(3, 2, 4, 1, activation=jnp.tanh, key=key_of()))
+    return kfac.convert(eqx.nn.MLP(3, 2, 4, 1, activation=jnp.tanh, key=jr.key(0)))
 
 
 def make_data():
-    return jax.random.normal(key_of(1), (8, 3)), jnp.arange(8) % 2
-
-
-def softmax(model, x, y):
-    return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y)
+    return jr.normal(jr.key(1), (8, 3)), jnp.arange(8) % 2
 
 
 optimizer = plain_kfac(0.1, fisher=kfac.Exact())
@@ -275,8 +269,8 @@ class Nested(eqx.Module):
     head: kfac.Linear
 
     def __init__(self):
-        self.encoder = {"first": [kfac.Linear(3, 4, key=key_of(2))]}
-        self.head = kfac.Linear(4, 2, key=key_of(3))
+        self.encoder = {"first": [kfac.Linear(3, 4, key=jr.key(2))]}
+        self.head = kfac.Linear(4, 2, key=jr.key(3))
 
     def __call__(self, x):
         return self.head(self.encoder["first"][0](x))
@@ -325,9 +319,9 @@ class Partly(eqx.Module):
     others: dict
 
     def __init__(self):
-        self.linear = kfac.Linear(3, 2, key=key_of())
+        self.linear = kfac.Linear(3, 2, key=jr.key(0))
         norm = eqx.nn.LayerNorm(3)
-        self.others = {"norm": [norm], "plain": eqx.nn.Linear(3, 3, key=key_of())}
+        self.others = {"norm": [norm], "plain": eqx.nn.Linear(3, 3, key=jr.key(0))}
 
     def __call__(self, x):
         return self.linear(self.others["plain"](self.others["norm"][0](x)))
@@ -356,9 +350,9 @@ def test_untagged_parameters(init):
 
 def test_many_untagged_parameters():
     """A long list is cut short."""
-    linear = eqx.nn.Linear(2, 2, key=key_of())
+    linear = eqx.nn.Linear(2, 2, key=jr.key(0))
     with raises(ValueError, "[0].weight", "92 more") as info:
-        optimizer.init([*[linear] * 50, kfac.Linear(2, 2, key=key_of())])
+        optimizer.init([*[linear] * 50, kfac.Linear(2, 2, key=jr.key(0))])
     assert len(str(info.value)) < 1000
 
 
@@ -398,15 +392,15 @@ def test_step_of_an_unconverted_model():
 
 
 def other_model_state():
-    return optimizer.init(kfac.Linear(3, 2, key=key_of()))
+    return optimizer.init(kfac.Linear(3, 2, key=jr.key(0)))
 
 
 def wider_model_state():
-    return optimizer.init(kfac.convert(eqx.nn.MLP(3, 2, 5, 1, key=key_of())))
+    return optimizer.init(kfac.convert(eqx.nn.MLP(3, 2, 5, 1, key=jr.key(0))))
 
 
 def deeper_model_state():
-    return optimizer.init(kfac.convert(eqx.nn.MLP(3, 2, 4, 2, key=key_of())))
+    return optimizer.init(kfac.convert(eqx.nn.MLP(3, 2, 4, 2, key=jr.key(0))))
 
 
 def other_solver_state():

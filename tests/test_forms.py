@@ -15,6 +15,7 @@ import pytest
 
 import eqx_kfac as kfac
 
+from .helpers import stack
 from .plain import plain_kfac
 from .reference import error
 
@@ -1179,10 +1180,10 @@ def plain():
 
 
 def plain_stacked():
-    return {name: together(*layers) for name, layers in plain().items()}
+    return {name: stack(layers) for name, layers in plain().items()}
 
 
-def assert_same(got, want):
+def assert_layers_near(got, want):
     for name in STEPS:
         assert got[name] is not None
         pairs = zip(jtu.tree_leaves(got[name]), jtu.tree_leaves(want[name]), strict=True)
@@ -1190,15 +1191,13 @@ def assert_same(got, want):
             assert np.linalg.norm(a - b) <= TOLERANCE * np.linalg.norm(b), name
 
 
-def together(*trees):
-    return jtu.tree_map(lambda *a: jnp.asarray(np.stack(a)), *trees)
-
-
 def test_layers_differ():
     first, second = ({n: layers[i] for n, layers in plain().items()} for i in (0, 1))
     for name in STEPS:
         with pytest.raises(AssertionError, match=name):
-            assert_same({**second, name: first[name]}, {**second, name: second[name]})
+            assert_layers_near(
+                {**second, name: first[name]}, {**second, name: second[name]}
+            )
 
 
 @pytest.mark.parametrize(
@@ -1207,19 +1206,18 @@ def test_layers_differ():
     ids=["plain", "checkpoint-of-jit"],
 )
 def test_scan_over_stacked_layers(walk):
-    assert_same(transformed(stacked_zoo(), walk=walk), plain_stacked())
+    assert_layers_near(transformed(stacked_zoo(), walk=walk), plain_stacked())
 
 
 def test_nested_vmap():
-    assert_same(transformed(stacked_zoo(), nested, scanned), plain_stacked())
+    assert_layers_near(transformed(stacked_zoo(), nested, scanned), plain_stacked())
 
 
 def test_ensemble():
     members = [stacked_zoo(0), stacked_zoo(1)]
-    arrays = [eqx.filter(member, eqx.is_array) for member in members]
-    models = eqx.combine(together(*arrays), members[0])
-    want = together(*(transformed(member, walk=scanned) for member in members))
-    assert_same(transformed(models, ensemble, scanned), want)
+    models = eqx.combine(stack(members), members[0])
+    want = stack([transformed(member, walk=scanned) for member in members])
+    assert_layers_near(transformed(models, ensemble, scanned), want)
 
 
 def sum_of_uses(first, second):

@@ -11,8 +11,8 @@ import pytest
 
 import eqx_kfac as kfac
 
+from .helpers import close, flat, params_of
 from .test_block_diagonal import Grouped, mlp, Stacked, Words
-from .test_operators import close, flat, params_of
 
 
 x, t = jr.normal(jr.key(1), (10, 3)), jr.normal(jr.key(2), (10, 2))

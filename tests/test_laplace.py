@@ -13,8 +13,8 @@ from jax.flatten_util import ravel_pytree
 
 import eqx_kfac as kfac
 
+from .helpers import close, flat, params_of
 from .test_block_diagonal import batch, Grouped, mlp, Recurrent, Stacked, Words
-from .test_operators import close, flat, params_of
 
 
 N, DELTA, SIGMA, TEMPERATURE = 40.0, 0.7, 0.5, 0.8

@@ -15,7 +15,7 @@ import pytest
 
 import eqx_kfac as kfac
 
-from .test_operators import close
+from .helpers import close
 
 
 torch = pytest.importorskip("torch")

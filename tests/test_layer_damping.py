@@ -13,6 +13,7 @@ import pytest
 import eqx_kfac as kfac
 from eqx_kfac._tag import flatten_tags
 
+from .helpers import stepped
 from .plain import plain_kfac
 
 
@@ -70,11 +71,6 @@ def curvature_of(model):
 def applied(rule, damping, curvature, model, value=ONE):
     """One program for all rules of which only arrays differ."""
     return rule(jnp.asarray(damping), curvature, model, value)
-
-
-@eqx.filter_jit
-def stepped(optimizer, loss_fn, model, state, *args, **kwargs):
-    return optimizer.step(loss_fn, model, state, *args, **kwargs)
 
 
 def as_arrays(rule):

@@ -15,8 +15,9 @@ import pytest
 
 import eqx_kfac as kfac
 
+from .helpers import softmax
 from .plain import plain_kfac
-from .test_errors import make_data, make_model, raises, softmax
+from .test_errors import make_data, make_model, raises
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import eqx_kfac as kfac
 
 from . import reference
+from .helpers import close, flat, params_of
 
 
 N = 5
@@ -27,21 +28,6 @@ values = jr.normal(jr.key(2), (N, 2))
 weights = jnp.array([1.0, 2.0, 0.0, 0.5, 1.5])
 tanh_mlp = eqx.nn.MLP(3, 2, 4, 1, activation=jnp.tanh, key=jr.key(3))
 linear_model = eqx.nn.Linear(3, 2, key=jr.key(4))
-
-
-def close(a, b, tol=1e-10):
-    a, b = np.asarray(a), np.asarray(b)
-    assert a.shape == b.shape
-    scale = max(np.abs(b).max(), 1e-300)
-    assert np.abs(a - b).max() <= tol * scale, np.abs(a - b).max() / scale
-
-
-def params_of(model):
-    return eqx.filter(model, eqx.is_inexact_array)
-
-
-def flat(tree):
-    return ravel_pytree(tree)[0]
 
 
 def noise(key, tree):

@@ -5,8 +5,8 @@ import io
 
 import equinox as eqx
 import jax
-import jax.flatten_util as jfu
 import jax.numpy as jnp
+import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 import optax
@@ -14,6 +14,16 @@ import pytest
 
 import eqx_kfac as kfac
 
+from .helpers import (
+    arrays,
+    assert_same,
+    flat,
+    params_of,
+    relative,
+    softmax,
+    squared,
+    stepped,
+)
 from .plain import plain_kfac
 
 
@@ -21,47 +31,21 @@ solvers = [kfac.Cholesky(), kfac.Eigh()]
 
 
 def make_model(seed=0, d_in=3, d_out=2, dtype=None):
-    key = jax.random.key(seed)
+    key = jr.key(seed)
     return kfac.convert(
         eqx.nn.MLP(d_in, d_out, 4, 1, activation=jnp.tanh, dtype=dtype, key=key)
     )
 
 
 def make_data(seed=0, number=8, d_in=3, d_out=2):
-    keys = jax.random.split(jax.random.key(1000 + seed))
-    x = jax.random.normal(keys[0], (number, d_in))
-    return x, jax.random.normal(keys[1], (number, d_out))
-
-
-def squared(model, x, y):
-    return kfac.SquaredError(jax.vmap(model)(x), y)
-
-
-@eqx.filter_jit
-def train_step(optimizer, loss_fn, model, state, *args, key=None):
-    return optimizer.step(loss_fn, model, state, *args, key=key)
-
-
-def arrays(tree):
-    return [np.asarray(x) for x in jtu.tree_leaves(eqx.filter(tree, eqx.is_array))]
+    keys = jr.split(jr.key(1000 + seed))
+    x = jr.normal(keys[0], (number, d_in))
+    return x, jr.normal(keys[1], (number, d_out))
 
 
 def vector(tree):
     """All inexact leaves in one vector."""
-    return jfu.ravel_pytree(eqx.filter(tree, eqx.is_inexact_array))[0]
-
-
-def relative(a, b):
-    a, b = vector(a), vector(b)
-    return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
-
-
-def assert_same(a, b, rtol=0.0):
-    """The same structure, types and numbers; bit for bit by default."""
-    assert jtu.tree_structure(a) == jtu.tree_structure(b)
-    for x, y in zip(arrays(a), arrays(b), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol)
+    return flat(params_of(tree))
 
 
 def set_number(state, name, value):
@@ -78,8 +62,8 @@ def test_eager_jit_scan_donation_agree():
         0.1, 0.9, 1e-2, inverse_period=2, ema=kfac.MovingAverage(burn_in=1)
     )
     x, y = make_data()
-    keys = jax.random.split(jax.random.key(0), 2)
-    model = kfac.Linear(3, 2, key=jax.random.key(1))
+    keys = jr.split(jr.key(0), 2)
+    model = kfac.Linear(3, 2, key=jr.key(1))
     state = optimizer.init(model)
 
     def fresh():
@@ -116,10 +100,10 @@ def test_eager_jit_scan_donation_agree():
         return step(model, state, keys[state.step])
 
     eager = run(step)
-    assert_same(run(eqx.filter_jit(step)), eager, rtol=1e-11)
-    assert_same(scan(*fresh(), keys), eager, rtol=1e-11)
-    assert_same(run(lambda m, s, key: donating(key, m, s)), eager, rtol=1e-11)
-    assert_same(run(lambda m, s, _: donating_all(m, s)), eager, rtol=1e-11)
+    assert_same(run(eqx.filter_jit(step)), eager, tolerance=1e-11)
+    assert_same(scan(*fresh(), keys), eager, tolerance=1e-11)
+    assert_same(run(lambda m, s, key: donating(key, m, s)), eager, tolerance=1e-11)
+    assert_same(run(lambda m, s, _: donating_all(m, s)), eager, tolerance=1e-11)
 
     # Donation did take place.
     m, s = fresh()
@@ -161,7 +145,7 @@ base = dict(
 )
 
 
-def run_steps(optimizer, number=3, step=train_step, change=lambda state, index: state):
+def run_steps(optimizer, number=3, step=stepped, change=lambda state, index: state):
     """Trains on another batch every step."""
     model = make_model()
     state = optimizer.init(model)
@@ -221,7 +205,7 @@ def test_changing_a_number_equals_constructing_with_it(name):
     value = hyperparameters[name]
     constructed = run(construct(numbers | {name: value}))
     changed = run(construct(numbers), lambda state, _: set_number(state, name, value))
-    assert_same(changed, constructed, rtol=1e-11)
+    assert_same(changed, constructed, tolerance=1e-11)
     assert relative(changed[0], run(construct(numbers))[0]) > 1e-4
 
 
@@ -238,7 +222,7 @@ def test_schedules():
         return state
 
     scheduled = run_steps(plain_kfac(**(base | schedules)))
-    assert_same(scheduled, run_steps(base_optimizer, change=change), rtol=1e-11)
+    assert_same(scheduled, run_steps(base_optimizer, change=change), tolerance=1e-11)
     for name, value in hyperparameters.items():
         assert float(getattr(scheduled[1], name)) == pytest.approx(value)
 
@@ -374,7 +358,7 @@ def kfac_run(solver, variant):
     losses = []
     for index in range(10):
         batch = make_data(index)
-        model, state, info = train_step(optimizer, loss_fn, model, state, *batch)
+        model, state, info = stepped(optimizer, loss_fn, model, state, *batch)
         losses.append(info.loss)
     bars = [np.column_stack((layer.weight, layer.bias)) for layer in model.layers]
     return bars, losses
@@ -417,7 +401,7 @@ def test_inverse_is_stale_between_its_periods():
     state = optimizer.init(model)
     averages, inverses = [], []
     for index in range(7):
-        model, state, _ = train_step(optimizer, squared, model, state, *make_data(index))
+        model, state, _ = stepped(optimizer, squared, model, state, *make_data(index))
         averages.append(vector(state.curvature))
         inverses.append(vector(state.inverse))
     changed = [bool(jnp.any(a != b)) for a, b in zip(averages, averages[1:])]
@@ -428,9 +412,9 @@ def test_inverse_is_stale_between_its_periods():
 
 def test_least_squares_in_one_step():
     x, y = make_data(number=12)
-    model = kfac.Linear(3, 2, key=jax.random.key(0))
+    model = kfac.Linear(3, 2, key=jr.key(0))
     optimizer = plain_kfac(1.0, 0.0, 0.0, fisher=kfac.Exact())
-    model, _, _ = train_step(optimizer, squared, model, optimizer.init(model), x, y)
+    model, _, _ = stepped(optimizer, squared, model, optimizer.init(model), x, y)
     bar = np.column_stack((x, np.ones(12)))
     expected = np.linalg.lstsq(bar, y, rcond=None)[0].T
     got = np.column_stack((model.weight, model.bias))
@@ -458,8 +442,8 @@ def hand_made(model, make):
 
 def random_factors(model, seed):
     def make(index, size):
-        key = jax.random.fold_in(jax.random.key(seed), index)
-        root = jax.random.normal(key, (size, size))
+        key = jr.fold_in(jr.key(seed), index)
+        root = jr.normal(key, (size, size))
         return root @ root.T / size
 
     return hand_made(model, make)
@@ -514,10 +498,6 @@ def test_identity_factors_give_sgd_with_momentum(solver):
     assert relative(a, b) > 1e-3
 
 
-def params_of(model):
-    return eqx.filter(model, eqx.is_inexact_array)
-
-
 @eqx.filter_jit
 @eqx.filter_grad
 def gradient(model, x, y):
@@ -533,13 +513,9 @@ def sampled(burn_in, fisher=kfac.MonteCarlo(), seed=0):
     optimizer = plain_kfac(1e-3, fisher=fisher, ema=kfac.MovingAverage(burn_in=burn_in))
     model = make_model()
     state = optimizer.init(model)
-    first = train_step(optimizer, squared, model, state, *make_data(), key=key_of(seed))
-    second = train_step(optimizer, squared, *first[:2], *make_data(), key=key_of(-1))
+    first = stepped(optimizer, squared, model, state, *make_data(), key=jr.key(seed))
+    second = stepped(optimizer, squared, *first[:2], *make_data(), key=jr.key(-1))
     return first, second
-
-
-def key_of(seed):
-    return jax.random.key(seed)
 
 
 def test_burn_in_averages_on_the_first_batch():
@@ -567,9 +543,9 @@ def test_burn_in_waits_for_a_finite_batch():
     model = make_model()
     state = optimizer.init(model)
     x, y = make_data()
-    _, state, info = train_step(optimizer, squared, model, state, x * jnp.nan, y)
+    _, state, info = stepped(optimizer, squared, model, state, x * jnp.nan, y)
     assert bool(info.rejected) and float(state.weight) == 0
-    _, state, info = train_step(optimizer, squared, model, state, x, y)
+    _, state, info = stepped(optimizer, squared, model, state, x, y)
     assert not bool(info.rejected) and float(state.weight) == 5
 
 
@@ -588,7 +564,7 @@ def test_norm_constraint():
             0.5, 0.9, 1e-2, fisher=kfac.Exact(), norm_constraint=constraint
         )
         state = optimizer.init(model)
-        _, state, info = train_step(optimizer, squared, model, state, x, y)
+        _, state, info = stepped(optimizer, squared, model, state, x, y)
         return vector(state.velocity)
 
     free = first_update(None)
@@ -618,8 +594,8 @@ def test_step_is_invariant_to_affine_inputs(solver):
     of its inputs."""
     model = make_model()
     x, y = make_data(number=20)
-    matrix = jnp.eye(3) + 0.5 * jax.random.normal(key_of(7), (3, 3))
-    shift = jax.random.normal(key_of(8), (3,))
+    matrix = jnp.eye(3) + 0.5 * jr.normal(jr.key(7), (3, 3))
+    shift = jr.normal(jr.key(8), (3,))
     inverse = jnp.linalg.inv(matrix)
     x2 = x @ matrix.T + shift[None]
     first = model.layers[0]
@@ -639,7 +615,7 @@ def test_step_is_invariant_to_affine_inputs(solver):
         for net, inputs in ((model, x), (transformed, x2)):
             state = optimizer.init(net)
             for _ in range(2):
-                net, state, info = train_step(optimizer, squared, net, state, inputs, y)
+                net, state, info = stepped(optimizer, squared, net, state, inputs, y)
                 assert not bool(info.rejected)
             results.append(jax.vmap(net)(inputs))
         before = jax.vmap(model)(x)
@@ -674,8 +650,8 @@ def test_rejected_step(fisher, where, value, good_steps):
     model = make_model()
     state = optimizer.init(model)
     for index in range(good_steps):
-        model, state, info = train_step(
-            optimizer, squared, model, state, *make_data(index), key=key_of(index)
+        model, state, info = stepped(
+            optimizer, squared, model, state, *make_data(index), key=jr.key(index)
         )
         assert not bool(info.rejected)
 
@@ -683,8 +659,8 @@ def test_rejected_step(fisher, where, value, good_steps):
     bad = (x.at[0, 0].set(value), y) if where == "inputs" else (x, y.at[0, 0].set(value))
     if where == "inputs" and value == jnp.inf:
         bad = (x * jnp.inf, y)  # tanh of a single infinity is finite.
-    new_model, new_state, info = train_step(
-        optimizer, squared, model, state, *bad, key=key_of(9)
+    new_model, new_state, info = stepped(
+        optimizer, squared, model, state, *bad, key=jr.key(9)
     )
     assert bool(info.rejected) and int(new_state.rejected) == 1
     assert int(new_state.step) == good_steps + 1
@@ -694,8 +670,8 @@ def test_rejected_step(fisher, where, value, good_steps):
     # Training continues.
     losses = []
     for _ in range(4):
-        new_model, new_state, info = train_step(
-            optimizer, squared, new_model, new_state, x, y, key=key_of(3)
+        new_model, new_state, info = stepped(
+            optimizer, squared, new_model, new_state, x, y, key=jr.key(3)
         )
         assert not bool(info.rejected)
         losses.append(float(info.loss))
@@ -712,8 +688,8 @@ def test_training_after_a_rejected_first_step_is_unharmed():
         model = make_model()
         state = optimizer.init(model)
         if bad:
-            model, state, _ = train_step(optimizer, squared, model, state, x, y * jnp.nan)
-        model, state, info = train_step(optimizer, squared, model, state, x, y)
+            model, state, _ = stepped(optimizer, squared, model, state, x, y * jnp.nan)
+        model, state, info = stepped(optimizer, squared, model, state, x, y)
         runs.append((model, state.curvature, state.inverse, state.velocity))
     assert_same(*runs)
 
@@ -770,8 +746,8 @@ def test_checkpoint_and_resume(solver):
 
     def train(model, state, steps):
         for index in steps:
-            model, state, info = train_step(
-                optimizer, squared, model, state, *make_data(index), key=key_of(index)
+            model, state, info = stepped(
+                optimizer, squared, model, state, *make_data(index), key=jr.key(index)
             )
         return model, state, info
 
@@ -802,7 +778,7 @@ class Net(eqx.Module):
     activation: object
 
     def __init__(self, key):
-        keys = jax.random.split(key, 3)
+        keys = jr.split(key, 3)
         self.embedding = eqx.nn.Embedding(5, 3, key=keys[0])
         self.norm = eqx.nn.LayerNorm(3)
         self.linears = [
@@ -817,25 +793,14 @@ class Net(eqx.Module):
         return self.linears[1](self.activation(self.linears[0](h)))
 
 
-@pytest.fixture
-def standard_promotion():
-    """Optax's Adam does not run under strict type promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def tokens():
     return jnp.arange(10) % 5, jnp.arange(10) % 2
-
-
-def softmax(model, x, y):
-    return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y)
 
 
 def test_fallback_updates_are_applied_unchanged(standard_promotion):
     adam = optax.adam(1e-2)
     optimizer = plain_kfac(0.1, 0.9, fisher=kfac.Exact(), fallback=adam)
-    model = Net(key_of(0))
+    model = Net(jr.key(0))
     state = optimizer.init(model)
     x, y = tokens()
 
@@ -848,8 +813,8 @@ def test_fallback_updates_are_applied_unchanged(standard_promotion):
         updates, adam_state = adam.update(untagged(grad(model)), adam_state)
         expected = eqx.apply_updates(untagged(model), updates)
         before = model
-        model, state, info = train_step(optimizer, softmax, model, state, x, y)
-        assert_same(untagged(model), expected, rtol=1e-12)
+        model, state, info = stepped(optimizer, softmax, model, state, x, y)
+        assert_same(untagged(model), expected, tolerance=1e-12)
         assert relative(model.linears, before.linears) > 1e-3
         assert not bool(info.rejected)
     assert_same(model.table, before.table)
@@ -857,24 +822,24 @@ def test_fallback_updates_are_applied_unchanged(standard_promotion):
 
 def test_fallback_state_is_kept_on_rejection(standard_promotion):
     optimizer = plain_kfac(0.1, fisher=kfac.Exact(), fallback=optax.adam(1e-2))
-    model = Net(key_of(0))
+    model = Net(jr.key(0))
     x, y = tokens()
-    model, state, _ = train_step(optimizer, softmax, model, optimizer.init(model), x, y)
+    model, state, _ = stepped(optimizer, softmax, model, optimizer.init(model), x, y)
 
     def bad(model, x, y):
         return softmax(model, x, y) * jnp.nan
 
-    after = train_step(optimizer, bad, model, state, x, y)
+    after = stepped(optimizer, bad, model, state, x, y)
     assert_nothing_changed((model, state), after[:2])
 
 
 def test_structure_and_types_do_not_change(standard_promotion):
     optimizer = plain_kfac(0.1, fallback=optax.adam(1e-2), norm_constraint=1.0)
-    model = Net(key_of(0))
+    model = Net(jr.key(0))
     state = optimizer.init(model)
     x, y = tokens()
-    new_model, new_state, _ = train_step(
-        optimizer, softmax, model, state, x, y, key=key_of(0)
+    new_model, new_state, _ = stepped(
+        optimizer, softmax, model, state, x, y, key=jr.key(0)
     )
     for old, new in ((model, new_model), (state, new_state)):
         assert jtu.tree_structure(new) == jtu.tree_structure(old)
@@ -886,7 +851,7 @@ def test_structure_and_types_do_not_change(standard_promotion):
 
 def test_state_is_shaped_like_the_model_and_printable():
     optimizer = plain_kfac(0.1, fallback=optax.adam(1e-2))
-    state = optimizer.init(Net(key_of(0)))
+    state = optimizer.init(Net(jr.key(0)))
     assert state.curvature.linears[0].input_factor.shape == (4, 4)
     assert state.curvature.linears[0].output_factor.shape == (4, 4)
     assert state.curvature.linears[1].input_factor.shape == (4, 4)
@@ -934,9 +899,7 @@ def test_frozen_parameters(frozen):
     x, y = make_data()
     losses = []
     for _ in range(3):
-        trained, state, info = train_step(
-            optimizer, loss_fn, trained, state, static, x, y
-        )
+        trained, state, info = stepped(optimizer, loss_fn, trained, state, static, x, y)
         losses.append(float(info.loss))
         assert not bool(info.rejected)
     assert losses[-1] < losses[0]
@@ -964,11 +927,11 @@ def test_frozen_layer_is_as_if_it_were_a_preprocessing():
     def partly(trained, x, y):
         return squared(eqx.combine(trained, static), x, y)
 
-    trained, _, _ = train_step(optimizer, partly, trained, optimizer.init(trained), x, y)
+    trained, _, _ = stepped(optimizer, partly, trained, optimizer.init(trained), x, y)
 
     last = model.layers[1]
     hidden = jnp.tanh(jax.vmap(model.layers[0])(x))
-    last, _, _ = train_step(optimizer, squared, last, optimizer.init(last), hidden, y)
+    last, _, _ = stepped(optimizer, squared, last, optimizer.init(last), hidden, y)
     assert relative(trained.layers[1], last) <= 1e-12
 
 
@@ -980,13 +943,13 @@ def test_aux():
     optimizer = plain_kfac(0.1, fisher=kfac.Exact())
     model = make_model()
     x, y = make_data()
-    new, _, info = train_step(optimizer, loss_fn, model, optimizer.init(model), x, y)
+    new, _, info = stepped(optimizer, loss_fn, model, optimizer.init(model), x, y)
     np.testing.assert_allclose(info.aux["out"], jax.vmap(model)(x), rtol=1e-12)
     assert info.aux["name"] == "squared"
     assert float(info.loss) == pytest.approx(float(squared(model, x, y).value))
-    plain, _, info = train_step(optimizer, squared, model, optimizer.init(model), x, y)
+    plain, _, info = stepped(optimizer, squared, model, optimizer.init(model), x, y)
     assert info.aux is None
-    assert_same(new, plain, rtol=1e-12)
+    assert_same(new, plain, tolerance=1e-12)
 
 
 class Normed(eqx.Module):
@@ -995,7 +958,7 @@ class Normed(eqx.Module):
     count: eqx.nn.StateIndex
 
     def __init__(self, key):
-        keys = jax.random.split(key)
+        keys = jr.split(key)
         self.linears = [kfac.Linear(3, 4, key=keys[0]), kfac.Linear(4, 2, key=keys[1])]
         self.norm = eqx.nn.BatchNorm(
             4, "batch", channelwise_affine=False, mode="batch", dtype=jnp.float64
@@ -1009,7 +972,7 @@ class Normed(eqx.Module):
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_equinox_state_through_aux(weighted):
-    model, stats = eqx.nn.make_with_state(Normed)(key_of(0))
+    model, stats = eqx.nn.make_with_state(Normed)(jr.key(0))
 
     def loss_fn(model, stats, x, y):
         # Used outside of any transformation as well.
@@ -1029,7 +992,7 @@ def test_equinox_state_through_aux(weighted):
     state = optimizer.init(params)
     losses = []
     for index in range(3):
-        params, state, info = train_step(
+        params, state, info = stepped(
             optimizer, on_params, params, state, stats, *make_data(index)
         )
         stats = info.aux
@@ -1054,7 +1017,7 @@ def test_dropout_keys_are_arguments():
             return self.mlp(self.dropout(x, key=key))
 
     def loss_fn(model, x, y, key):
-        keys = jax.random.split(key, len(x))
+        keys = jr.split(key, len(x))
         return kfac.SquaredError(jax.vmap(model)(x, keys), y)
 
     model = Dropped(make_model(), eqx.nn.Dropout(0.5))
@@ -1063,14 +1026,14 @@ def test_dropout_keys_are_arguments():
 
     def step(dropout_key, key):
         state = optimizer.init(model)
-        return train_step(optimizer, loss_fn, model, state, x, y, dropout_key, key=key)
+        return stepped(optimizer, loss_fn, model, state, x, y, dropout_key, key=key)
 
-    _, state, info = step(key_of(0), key_of(1))
-    assert_same(step(key_of(0), key_of(1))[1], state)
+    _, state, info = step(jr.key(0), jr.key(1))
+    assert_same(step(jr.key(0), jr.key(1))[1], state)
     # Another dropout mask: another loss. Another Fisher sample: the same loss, another
     # output factor.
-    assert float(step(key_of(2), key_of(1))[2].loss) != float(info.loss)
-    _, other, other_info = step(key_of(0), key_of(2))
+    assert float(step(jr.key(2), jr.key(1))[2].loss) != float(info.loss)
+    _, other, other_info = step(jr.key(0), jr.key(2))
     assert float(other_info.loss) == float(info.loss)
     factors, others = (s.curvature.mlp.layers[0] for s in (state, other))
     np.testing.assert_array_equal(factors.input_factor, others.input_factor)
@@ -1090,7 +1053,7 @@ def test_low_precision_models(solver, dtype):
         state = optimizer.init(model)
         losses = []
         for _ in range(4):
-            model, state, info = train_step(
+            model, state, info = stepped(
                 optimizer, squared, model, state, cast(x), cast(y)
             )
             losses.append(float(info.loss))
@@ -1128,7 +1091,7 @@ class Residual(eqx.Module):
 
 @pytest.mark.parametrize("solver", solvers)
 def test_stacked_layers(solver):
-    keys = jax.random.split(key_of(0), 2)
+    keys = jr.split(jr.key(0), 2)
     stacked = eqx.filter_vmap(lambda key: kfac.Linear(2, 2, key=key))(keys)
     separate = [jtu.tree_map(lambda a: a[i], stacked) for i in range(2)]
     optimizer = plain_kfac(
@@ -1140,14 +1103,14 @@ def test_stacked_layers(solver):
         model = Residual(layers)
         state = optimizer.init(model)
         for _ in range(3):
-            model, state, info = train_step(optimizer, squared, model, state, x, y)
+            model, state, info = stepped(optimizer, squared, model, state, x, y)
         results.append((model, state, info))
     (model, state, info), (other, other_state, other_info) = results
     assert state.curvature.layers.input_factor.shape == (2, 3, 3)
     restacked = jtu.tree_map(lambda *a: jnp.stack(a), *other.layers)
-    assert_same(model.layers, restacked, rtol=1e-11)
+    assert_same(model.layers, restacked, tolerance=1e-11)
     restacked = jtu.tree_map(lambda *a: jnp.stack(a), *other_state.curvature.layers)
-    assert_same(state.curvature.layers, restacked, rtol=1e-11)
+    assert_same(state.curvature.layers, restacked, tolerance=1e-11)
     assert float(info.update_norm) == pytest.approx(float(other_info.update_norm))
 
 
@@ -1155,7 +1118,7 @@ def test_info_norms():
     x, y = make_data()
     model = make_model()
     optimizer = plain_kfac(0.1, fisher=kfac.Exact())
-    new, _, info = train_step(optimizer, squared, model, optimizer.init(model), x, y)
+    new, _, info = stepped(optimizer, squared, model, optimizer.init(model), x, y)
     norm = jnp.linalg.norm(vector(gradient(model, x, y)))
     assert float(info.gradient_norm) == pytest.approx(float(norm), rel=1e-12)
     norm = jnp.linalg.norm(vector(new) - vector(model))

@@ -13,6 +13,7 @@ import pytest
 
 import eqx_kfac as kfac
 
+from .helpers import leaves, make_mesh
 from .plain import plain_kfac
 
 
@@ -202,10 +203,6 @@ def test_derivatives_that_are_not_trained_through_are_fine():
 #
 
 
-def leaves(model):
-    return jtu.tree_leaves(eqx.filter(model, eqx.is_inexact_array))
-
-
 def penalised(penalty):
     return lambda m, x, y: base(m, x, y) + 0.1 * penalty(m)
 
@@ -392,7 +389,7 @@ def test_steps_of_a_layer_that_is_used_several_times():
 
 
 def test_several_uses_over_devices():
-    mesh = jax.make_mesh((2,), ("batch",), (jax.sharding.AxisType.Auto,))
+    mesh = make_mesh((2,))
     model = recurrent(kfac.Full(), True)
     params, static = eqx.partition(model, eqx.is_array)
 

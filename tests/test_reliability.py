@@ -17,6 +17,7 @@ import eqx_kfac as kfac
 from eqx_kfac._curvature._average import is_finite
 from eqx_kfac._misc import all_finite
 
+from .helpers import arrays
 from .plain import plain_kfac
 
 
@@ -42,10 +43,6 @@ def gated_loss(model, batch):
     squares = jnp.sum(model.layers[0].bias.astype(float) ** 2)
     penalty = 1e-6 * jnp.sqrt(batch["switch"] * (1 + squares))
     return kfac.SquaredError(out, batch["y"]) + penalty
-
-
-def arrays(tree):
-    return [np.asarray(x) for x in jtu.tree_leaves(eqx.filter(tree, eqx.is_array))]
 
 
 def same(a, b):

@@ -10,6 +10,7 @@ import pytest
 import eqx_kfac as kfac
 
 from . import reference
+from .helpers import arrays
 from .plain import plain_kfac
 
 
@@ -72,10 +73,6 @@ def collect(loss_fn, fisher, model, *args):
     """`(value, grads, curvature)`; compiled once for all tests that ask for the same."""
     args = [jnp.asarray(a) if isinstance(a, np.ndarray) else a for a in args]
     return compiled(loss_fn, fisher, model, *args)
-
-
-def arrays(tree):
-    return [np.asarray(x) for x in jax.tree.leaves(eqx.filter(tree, eqx.is_array))]
 
 
 def check_same(a, b):

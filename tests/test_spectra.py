@@ -10,8 +10,8 @@ import pytest
 
 import eqx_kfac as kfac
 
+from .helpers import close, flat
 from .test_block_diagonal import batch, loss_fn, mlp
-from .test_operators import close, flat
 
 
 model = mlp(jr.key(3))

@@ -11,6 +11,7 @@ import pytest
 
 import eqx_kfac as kfac
 
+from .helpers import leaves, make_mesh
 from .plain import AsMatrices, plain_kfac
 
 
@@ -33,10 +34,6 @@ def loss_of(scale):
         return scale * kfac.SquaredError(jax.vmap(model)(x), y)
 
     return loss_fn
-
-
-def leaves(tree):
-    return jtu.tree_leaves(eqx.filter(tree, eqx.is_inexact_array))
 
 
 def same(a, b):
@@ -111,7 +108,7 @@ def test_terms_of_micro_batches_and_of_several_losses():
 
 def test_terms_over_devices():
     """Each of two devices has half of the examples, but all count."""
-    mesh = jax.make_mesh((2,), ("batch",), (jax.sharding.AxisType.Auto,))
+    mesh = make_mesh((2,))
     region = kfac.TrustRegion(1e-3, terms=100)
     numbers = dict(curvature_period=1, averaging=None)
     optimizer = kfac.KFAC(

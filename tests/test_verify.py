@@ -11,6 +11,7 @@ import pytest
 
 import eqx_kfac as kfac
 
+from .helpers import assert_differs, assert_near
 from .plain import plain_kfac
 
 
@@ -418,11 +419,6 @@ def three_losses(model, x, y, w):
     return two_losses(model, x, y, w) + kfac.SigmoidCrossEntropy(z, z > 0, jnp.sqrt(w))
 
 
-def norm_error(a, b):
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs)
-
-
 ACCUMULATED = [
     (l2, kfac.Exact(), kfac.Kronecker()),
     (two_losses, kfac.Exact(), kfac.Kronecker(kfac.Reduce())),
@@ -444,11 +440,11 @@ def test_accumulated_is_whole(loss_fn, fisher, block):
     got = accumulator.finish(total, model)
     curvature = eqx.filter_jit(kfac.curvature(loss_fn, fisher))
     want = curvature(model, *data)
-    assert norm_error(got, want) < 1e-12
+    assert_near(got, want, 1e-12)
     if loss_fn is l2:
         each = [curvature(model, *(a[p] for a in data)) for p in pieces]
         mean = jax.tree.map(lambda *a: sum(a) / len(a), *each)
-        assert norm_error(mean, want) > 0.1
+        assert_differs(mean, want, 0.1)
 
 
 def test_accumulated_in_a_scan():
@@ -466,7 +462,7 @@ def test_accumulated_in_a_scan():
         return accumulator.finish(total, model)
 
     want = eqx.filter_jit(kfac.curvature(softmax, kfac.Exact()))(model, X, CLASSES)
-    assert norm_error(run(model), want) < 0.15
+    assert_near(run(model), want, 0.15)
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.5, 3.0])

@@ -1,0 +1,200 @@
+"""What many tests need: the arrays of a tree, how near two trees are, devices."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.flatten_util import ravel_pytree
+from jax.sharding import AxisType, NamedSharding
+
+import eqx_kfac as kfac
+
+
+#
+# Trees
+#
+
+
+def only_arrays(tree):
+    return eqx.filter(tree, eqx.is_array)
+
+
+def params_of(tree):
+    return eqx.filter(tree, eqx.is_inexact_array)
+
+
+def arrays(tree):
+    """All arrays, in order, as NumPy's."""
+    return [np.asarray(x) for x in jtu.tree_leaves(only_arrays(tree))]
+
+
+def leaves(tree):
+    """All arrays that may be differentiated, in order."""
+    return jtu.tree_leaves(params_of(tree))
+
+
+def flat(tree):
+    return ravel_pytree(tree)[0]
+
+
+def stack(trees):
+    """(Through NumPy, which needs no compilation.)"""
+    together = lambda *xs: jnp.asarray(np.stack([np.asarray(x) for x in xs]))
+    return jtu.tree_map(together, *map(only_arrays, trees))
+
+
+def member(tree, index):
+    """One of several models (or results) that are stacked along a leading axis."""
+    return jtu.tree_map(lambda x: x[index] if eqx.is_array(x) else x, tree)
+
+
+#
+# Comparisons
+#
+
+
+def assert_same(got, want, tolerance=0.0):
+    """The same structure and leaves; bit for bit by default."""
+    assert jtu.tree_structure(got) == jtu.tree_structure(want)
+    assert_same_leaves(got, want, tolerance)
+
+
+def assert_same_leaves(got, want, tolerance=0.0):
+    """The same shapes, types and numbers (and what is no array), whatever holds them."""
+    assert arrays(want)
+    for g, w in zip(jtu.tree_leaves(got), jtu.tree_leaves(want), strict=True):
+        assert eqx.is_array(g) == eqx.is_array(w)
+        if eqx.is_array(w):
+            assert g.shape == w.shape and g.dtype == w.dtype
+            g, w = np.asarray(g, float), np.asarray(w, float)
+            np.testing.assert_allclose(g, w, rtol=tolerance, atol=tolerance)
+        else:
+            assert g is w or g == w
+
+
+def assert_entries_near(got, want, tolerance=1e-12):
+    """Every entry of every array, absolutely."""
+    got, want = arrays(got), arrays(want)
+    assert want
+    for g, w in zip(got, want, strict=True):
+        assert g.shape == w.shape
+        np.testing.assert_allclose(g, w, rtol=0, atol=tolerance)
+
+
+def pairs(got, want):
+    """The arrays of both, in order: finite, of the same shapes, and not without any."""
+    found = list(zip(arrays(got), arrays(want), strict=True))
+    assert found
+    for g, w in found:
+        assert g.shape == w.shape
+        assert np.all(np.isfinite(g)) and np.all(np.isfinite(w))
+    return [(g.astype(float), w.astype(float)) for g, w in found]
+
+
+def assert_near(got, want, tolerance=1e-10):
+    """Every array, relative to its norm; whatever holds them."""
+    for g, w in pairs(got, want):
+        assert np.linalg.norm(g - w) <= tolerance * np.linalg.norm(w)
+
+
+def assert_near_where_finite(got, want, tolerance=1e-10):
+    """Near, with NaN and infinity where they should be; the structure is the same."""
+    assert jtu.tree_structure(got) == jtu.tree_structure(want)
+    assert arrays(want)
+    for g, w in zip(arrays(got), arrays(want), strict=True):
+        assert g.shape == w.shape
+        g, w = g.astype(float), w.astype(float)
+        finite = np.isfinite(w)
+        np.testing.assert_array_equal(g[~finite], w[~finite])
+        g, w = g[finite], w[finite]
+        assert np.linalg.norm(g - w) <= tolerance * np.linalg.norm(w)
+
+
+def assert_differs(got, want, least=1e-2):
+    """Some array, relative to its norm (absolutely, where that is zero)."""
+    norm = np.linalg.norm
+    assert max(norm(g - w) / (norm(w) or 1) for g, w in pairs(got, want)) > least
+
+
+def assert_alike(got, want):
+    """The same structure and types."""
+    assert jtu.tree_structure(got) == jtu.tree_structure(want)
+    assert [a.dtype for a in arrays(got)] == [a.dtype for a in arrays(want)]
+
+
+def relative(got, want):
+    """The distance of all parameters, as one vector."""
+    got, want = (flat(params_of(tree)) for tree in (got, want))
+    return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+
+
+def close(got, want, tolerance=1e-10):
+    """Asserts that no entry is off by more than this part of the largest one."""
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.shape == want.shape
+    scale = max(np.abs(want).max(), 1e-300)
+    assert np.abs(got - want).max() <= tolerance * scale
+
+
+#
+# Losses, factors and steps
+#
+
+
+def squared(model, x, y):
+    return kfac.SquaredError(jax.vmap(model)(x), y)
+
+
+def softmax(model, x, y):
+    return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y)
+
+
+@eqx.filter_jit
+def collect(loss_fn, fisher, model, *args, key=None):
+    return kfac.curvature(loss_fn, fisher)(model, *args, key=key)
+
+
+@eqx.filter_jit
+def stepped(optimizer, loss_fn, model, state, *args, **kwargs):
+    """(One program for all optimizers of which only arrays differ.)"""
+    return optimizer.step(loss_fn, model, state, *args, **kwargs)
+
+
+def loop(layer):
+    """The layer on every row, one by one."""
+    return lambda x: jnp.stack([layer(row) for row in x])
+
+
+#
+# Random targets
+#
+
+
+def classes(key, shape, k):
+    return jax.random.randint(key, shape, 0, k)
+
+
+def bits(key, shape, k):
+    return jax.random.bernoulli(key, 0.4, shape + (k,))
+
+
+def vectors(key, shape, k):
+    return jax.random.normal(key, shape + (k,))
+
+
+#
+# Devices
+#
+
+
+def make_mesh(shape=(8,), names=("batch",), kind=AxisType.Auto):
+    """Of the first devices."""
+    some = jax.devices()[: np.prod(shape)]
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=some)
+
+
+def put(tree, mesh, spec):
+    sharding = NamedSharding(mesh, spec)
+    move = lambda a: jax.device_put(a, sharding) if eqx.is_array(a) else a
+    return jtu.tree_map(move, tree)
