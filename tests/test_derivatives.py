@@ -222,7 +222,7 @@ def through(part, at):
 
 
 def layer_by_layer(m, x):
-    """The Laplacian, of which every layer sees one row, and not one for each direction."""
+    """The Laplacian, of which every layer sees one row, not one for each direction."""
     at = x, jnp.eye(D), jnp.zeros_like(x)
     for i, layer in enumerate(m.layers):
         at = through(layer, at if i == 0 else through(jnp.tanh, at))
