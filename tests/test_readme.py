@@ -118,6 +118,15 @@ def test_links_exist(page):
         assert found or page.stem == path.removesuffix(".ipynb"), path  # Made of it.
 
 
+@pytest.mark.parametrize("page", pages, ids=lambda page: page.name)
+def test_no_line_of_a_formula_begins_a_list(page):
+    """Markdown would end the formula there."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"\$\$.*?\$\$", "", text, flags=re.DOTALL)
+    formulas = re.findall(r"\$[^$]+\$", text)
+    assert not [f for f in formulas if re.search(r"\n\s*[-+*] ", f)]
+
+
 def test_api_pages_have_everything_public():
     public = {
         f"eqx_kfac.{name}"
