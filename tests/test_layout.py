@@ -52,3 +52,19 @@ def test_everything_is_drawn():
 def test_mutants_are_there():
     """What `mutants.py` changes is still there to be changed."""
     assert len({(mutant.path, line_of(mutant)) for mutant in MUTANTS}) > 60
+
+
+def test_files_and_functions_are_short():
+    """Docstrings do not count."""
+
+    def length(node):
+        text = ast.get_docstring(node, clean=False)
+        own = 0 if text is None else text.count("\n") + 1
+        return node.end_lineno - node.lineno + 1 - own
+
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        assert text.count("\n") <= 400, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert length(node) <= 45, (path, node.name)

@@ -71,8 +71,31 @@ def lanczos(operator: lx.AbstractLinearOperator, key: Key, num_steps: int) -> La
         Linear Differential and Integral Operators*, 1950.
     """
     check_key(key)
+    _check_operator(operator, num_steps)
+    structure = operator.in_structure()
+    dtype = accumulator(widest(structure))
+    linear = lx.linearise(operator)
+
+    def product(v):
+        return flatten(linear.mv(unflatten(v, structure)), dtype)
+
+    draw = lambda index: jr.normal(jr.fold_in(key, index), (operator.in_size(),), dtype)
+    basis, diagonal, beside = _tridiagonalised(product, draw, num_steps)
+    off = beside[:-1]
+    tridiagonal = jnp.diag(diagonal) + jnp.diag(off, 1) + jnp.diag(off, -1)
+    values, vectors = jnp.linalg.eigh(tridiagonal)
+    return Lanczos(
+        values=values,
+        residuals=beside[-1] * jnp.abs(vectors[-1]),
+        weights=vectors[0] ** 2,
+        _vectors=matmul(vectors.T, basis),
+        _structure=Structure(structure),
+    )
+
+
+def _check_operator(operator: lx.AbstractLinearOperator, num_steps: int) -> None:
     check_count("num_steps", num_steps, 1)
-    size, structure = operator.in_size(), operator.in_structure()
+    size = operator.in_size()
     if num_steps > size:
         raise ValueError(
             f"`num_steps` is {num_steps}, but the operator has {size} eigenvalues. Take "
@@ -84,11 +107,13 @@ def lanczos(operator: lx.AbstractLinearOperator, key: Key, num_steps: int) -> La
             f"{type(operator).__name__} is one. If it is, wrap it: "
             "`lx.TaggedLinearOperator(operator, lx.symmetric_tag)`."
         )
-    dtype = accumulator(widest(structure))
-    linear = lx.linearise(operator)
 
-    def product(v):
-        return flatten(linear.mv(unflatten(v, structure)), dtype)
+
+def _tridiagonalised(
+    product: Callable, draw: Callable, num_steps: int
+) -> tuple[Float[Array, "steps size"], Float[Array, " steps"], Float[Array, " steps"]]:
+    """An orthonormal basis of the Krylov space of a random vector, and the operator in
+    it: the diagonal, and the entries beside it. `draw(index)` is a random vector."""
 
     def unit(v):
         return v / jnp.linalg.norm(v)
@@ -106,29 +131,19 @@ def lanczos(operator: lx.AbstractLinearOperator, key: Key, num_steps: int) -> La
         scale = jnp.linalg.norm(new)
         new = orthogonal(new, basis)
         beside = jnp.linalg.norm(new)
-        ended = beside <= 100 * jnp.finfo(dtype).eps * scale
+        ended = beside <= 100 * jnp.finfo(new.dtype).eps * scale
 
         def another():
-            other = jr.normal(jr.fold_in(key, index), (size,), dtype)
+            other = draw(index)
             return unit(orthogonal(other, basis))
 
         v = jax.lax.cond(ended, another, lambda: new / beside)
         return (basis, v), (diagonal, jnp.where(ended, 0, beside))
 
-    first = jr.normal(jr.fold_in(key, num_steps), (size,), dtype)
-    start = jnp.zeros((num_steps, size), dtype), unit(first)
-    steps = jnp.arange(num_steps)
-    (basis, _), (diagonal, beside) = jax.lax.scan(step, start, steps)
-    off = beside[:-1]
-    tridiagonal = jnp.diag(diagonal) + jnp.diag(off, 1) + jnp.diag(off, -1)
-    values, vectors = jnp.linalg.eigh(tridiagonal)
-    return Lanczos(
-        values=values,
-        residuals=beside[-1] * jnp.abs(vectors[-1]),
-        weights=vectors[0] ** 2,
-        _vectors=matmul(vectors.T, basis),
-        _structure=Structure(structure),
-    )
+    first = unit(draw(num_steps))
+    start = jnp.zeros((num_steps, first.size), first.dtype), first
+    (basis, _), entries = jax.lax.scan(step, start, jnp.arange(num_steps))
+    return basis, *entries
 
 
 class SpectralDensity(eqx.Module):
