@@ -156,7 +156,9 @@ def _dealt_out(batches: list[_Batch], devices: Devices) -> list[PyTree]:
 Hand = tuple[tuple[int, int], ...]  # Batches and, among the last of them, jobs.
 
 
-def dealt(work: Sequence[float], numbers: Sequence[int], devices: int) -> list[Hand]:
+def dealt(
+    work: Sequence[int | float], numbers: Sequence[int], devices: int
+) -> list[Hand]:
     """Who does what, if there are so many jobs of so much work each: the largest are
     dealt out first, each to the device that has least to do so far; to none two more
     than to another, were all as large."""

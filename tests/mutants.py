@@ -178,7 +178,7 @@ MUTANTS = [
     M("_optimizer/_trial.py", "return jnp.clip(2 - 2 * cosine, 0, 1)", "return jnp.ones_like(cosine)", "trust"),
     M("_optimizer/_trial.py", "increase=finite_update & self._risen(new_loss)", "increase=finite_update & False", "adaptive reliability"),
     M("_optimizer/_trial.py", "rate = _at_most(most, rate**2 * norm) * rate", "rate = _at_most(most, rate * norm) * rate", "trust"),
-    M("_optimizer/_trust.py", "length = self.share * step.astype(float)", "length = step.astype(float)", "trust"),
+    M("_optimizer/_trust.py", "length = step.astype(float) * self.share", "length = step.astype(float)", "trust"),
     M("_optimizer/_trust.py", "most = jnp.where(share < size, share, size)", "most = size", "trust"),
     M("_optimizer/_trust.py", "few = 1.0 if terms is None else min(1.0, terms / self.terms)", "few = 1.0", "trust"),
     M("_optimizer/_damping.py", "jnp.where(trusted, damping * factor, damping)", "jnp.where(trusted, damping, damping)", "adaptive"),

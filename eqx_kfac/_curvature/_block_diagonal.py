@@ -197,7 +197,8 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
             raise ValueError(
                 f"`{name}` must be a number, or a tree with one for every tagged layer, "
                 "as `BlockDiagonalOperator.per_layer(1.0)` makes it, but is "
-                f"{eqx.tree_pformat(numbers)}."
+                f"{eqx.tree_pformat(numbers)}. (That of a state is `state.damping` if "
+                "it is a number, and `state.layer_damping` with a `kfac.LayerDamping`.)"
             ) from error
 
         def checked(block, number):

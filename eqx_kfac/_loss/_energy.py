@@ -1,11 +1,9 @@
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Shaped
 
 from .._checks import check_number
-from .._custom_types import Key
+from .._custom_types import Key, Scalar
 from .._devices import sum_over, varying_axes
 from .._misc import draw
 from ._base import AbstractLoss, at_least_float32, check_weights
@@ -51,7 +49,7 @@ class Energy(AbstractLoss):
     targets: tuple[Array, Array]
     weights: Shaped[Array, "..."] | None
 
-    def __init__(self, log_psi, local_energies, clip: Any = 5.0, weights=None):
+    def __init__(self, log_psi, local_energies, clip: Scalar | None = 5.0, weights=None):
         r"""**Arguments:**
 
         - `log_psi`: $\log \psi$, or $\log \lvert \psi \rvert$, of every walker,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .._checks import check_count, check_number, is_number
+from .._custom_types import Scalar
 from ._numbers import AbstractRule
 
 
@@ -61,24 +62,24 @@ class LevenbergMarquardt(AbstractDamping):
         Approximate Curvature*, ICML 2015, section 6.5.
     """
 
-    initial: Any
-    decay: Any
+    initial: Scalar
+    decay: Scalar
     interval: int = eqx.field(static=True)
-    lower: Any
-    upper: Any
-    minimum: Any
-    maximum: Any
+    lower: Scalar
+    upper: Scalar
+    minimum: Scalar
+    maximum: Scalar
     calibration: int = eqx.field(static=True)
 
     def __init__(
         self,
-        initial: Any,
-        decay: Any = 0.95,
+        initial: Scalar,
+        decay: Scalar = 0.95,
         interval: int = 5,
-        lower: Any = 0.25,
-        upper: Any = 0.75,
-        minimum: Any = 1e-8,
-        maximum: Any = 1e8,
+        lower: Scalar = 0.25,
+        upper: Scalar = 0.75,
+        minimum: Scalar = 1e-8,
+        maximum: Scalar = 1e8,
         calibration: int = 0,
     ):
         r"""**Arguments:**

@@ -1,13 +1,13 @@
 """What guards a step."""
 
 import abc
-from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .._checks import check_number
+from .._custom_types import Scalar
 
 
 class AbstractGuard(eqx.Module):
@@ -38,9 +38,9 @@ class MaxIncrease(AbstractGuard):
         ```
     """
 
-    most: Any
+    most: Scalar
 
-    def __init__(self, most: Any = 0.0):
+    def __init__(self, most: Scalar = 0.0):
         """**Arguments:**
 
         - `most`: at least 0, in nats. `jnp.inf` rejects only steps to where the loss is

@@ -8,7 +8,7 @@ import lineax as lx
 from jaxtyping import Array, Float
 
 from .._checks import check_number
-from .._custom_types import Model
+from .._custom_types import Model, Scalar
 from .._devices import over_stack, zeros_as_from
 from .._operator import KroneckerOperator, SeriesOperator, squared_norm, trace, unpacked
 from .._tag import flatten_tags
@@ -22,7 +22,7 @@ class AbstractLayerDamping(AbstractRule):
 
     @property
     @abc.abstractmethod
-    def initial(self) -> Any:
+    def initial(self) -> Scalar:
         """The value of `damping` in the state; `eqx.tree_at` may change it."""
 
     @abc.abstractmethod
@@ -75,13 +75,17 @@ class LayerDamping(AbstractLayerDamping):
         As a rule for damping it was found by experiment: see "How to choose".
     """
 
-    most: Any
-    share: Any
-    change: Any
-    power: Any
+    most: Scalar
+    share: Scalar
+    change: Scalar
+    power: Scalar
 
     def __init__(
-        self, most: Any = 0.03, share: Any = 0.1, change: Any = 0.3, power: Any = 0.5
+        self,
+        most: Scalar = 0.03,
+        share: Scalar = 0.1,
+        change: Scalar = 0.3,
+        power: Scalar = 0.5,
     ):
         r"""**Arguments:**
 
@@ -98,7 +102,7 @@ class LayerDamping(AbstractLayerDamping):
         self.power = check_number("power", power, "at least 0", schedule=False)
 
     @property
-    def initial(self) -> Any:
+    def initial(self) -> Scalar:
         """The initial value in the state: $\\lambda$."""
         return self.most
 

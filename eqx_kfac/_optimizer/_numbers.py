@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from .._checks import check_count, check_number
+from .._custom_types import Numeric
 from ._schedule import at
 
 
@@ -85,7 +86,7 @@ class MovingAverage(AbstractNumber):
     number: Any
     burn_in: int = eqx.field(static=True)
 
-    def __init__(self, decay: Any = 0.95, burn_in: int = 0):
+    def __init__(self, decay: Numeric = 0.95, burn_in: int = 0):
         r"""**Arguments:**
 
         - `decay`: $\rho \in [0, 1]$, or a schedule. 1 is the mean over all steps; 0 keeps
@@ -116,7 +117,7 @@ class WeightDecay(AbstractNumber):
     number: Any
     mask: Any
 
-    def __init__(self, rate: Any, mask: Any = None):
+    def __init__(self, rate: Numeric, mask: Any = None):
         r"""**Arguments:**
 
         - `rate`: $\beta \ge 0$, or a schedule.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._checks import check_examples, check_number
-from .._custom_types import Model
+from .._custom_types import Model, Scalar
 from .._misc import symmetric, tree_dot
 from ._numbers import AbstractRule
 
@@ -32,7 +32,7 @@ class AbstractStepRule(AbstractRule):
     """
 
     examples: eqx.AbstractVar[int | None]
-    damping_ratio: eqx.AbstractVar[Any]
+    damping_ratio: eqx.AbstractVar[Scalar]
 
     @property
     def initial(self) -> Float[Array, ""]:
@@ -76,9 +76,9 @@ class QuadraticModel(AbstractStepRule):
     """
 
     examples: int | None = eqx.field(static=True)
-    damping_ratio: Any
+    damping_ratio: Scalar
 
-    def __init__(self, examples: int | None = None, damping_ratio: Any = 1.0):
+    def __init__(self, examples: int | None = None, damping_ratio: Scalar = 1.0):
         """**Arguments:**
 
         - `examples`: the curvature of the model comes from the first so many examples of

@@ -1,13 +1,13 @@
 """How far a step may go, given the loss; and over which steps parameters are averaged."""
 
 import abc
-from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._checks import check_count, check_number
+from .._custom_types import Scalar
 from ._numbers import AbstractRule
 
 
@@ -16,7 +16,7 @@ class AbstractTrustRegion(AbstractRule):
 
     @property
     @abc.abstractmethod
-    def initial(self) -> Any:
+    def initial(self) -> Scalar:
         """The value of `norm_constraint` in the state; `eqx.tree_at` may change it."""
 
     @abc.abstractmethod
@@ -71,13 +71,17 @@ class TrustRegion(AbstractTrustRegion):
         choose".
     """
 
-    size: Any
-    share: Any
+    size: Scalar
+    share: Scalar
     terms: int = eqx.field(static=True)
-    velocity: Any
+    velocity: Scalar
 
     def __init__(
-        self, size: Any = 3e-3, share: Any = 5e-3, terms: int = 128, velocity: Any = 8.0
+        self,
+        size: Scalar = 3e-3,
+        share: Scalar = 5e-3,
+        terms: int = 128,
+        velocity: Scalar = 8.0,
     ):
         """**Arguments:**
 
@@ -94,7 +98,7 @@ class TrustRegion(AbstractTrustRegion):
         self.velocity = check_number("velocity", velocity, "positive", schedule=False)
 
     @property
-    def initial(self) -> Any:
+    def initial(self) -> Scalar:
         """The initial value in the state: $c$."""
         return self.size
 
@@ -106,7 +110,7 @@ class TrustRegion(AbstractTrustRegion):
         share = (self.share * jnp.abs(value)).astype(size.dtype)
         most = jnp.where(share < size, share, size)
         few = 1.0 if terms is None else min(1.0, terms / self.terms)
-        return few * most, self.velocity * most
+        return few * most, most * self.velocity
 
 
 class Window(eqx.Module):
@@ -122,9 +126,9 @@ class Window(eqx.Module):
         ```
     """
 
-    share: Any
+    share: Scalar
 
-    def __init__(self, share: Any = 0.1):
+    def __init__(self, share: Scalar = 0.1):
         """**Arguments:**
 
         - `share`: $s > 0$: the length of the window, as a part of all steps so far.
@@ -135,5 +139,5 @@ class Window(eqx.Module):
 
     def __call__(self, step: Int[Array, ""]) -> Float[Array, ""]:
         r"""$\xi_t$, given `step` $t$."""
-        length = self.share * step.astype(float)
+        length = step.astype(float) * self.share
         return length / (1 + length)

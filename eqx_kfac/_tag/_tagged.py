@@ -23,7 +23,7 @@ def is_tagged(node: PyTree) -> bool:
     return _is_tag(tag) or several
 
 
-def map_tags(fn: Callable, tree: Any, *rest: Any, others: Callable = lambda *_: None):
+def map_tags(fn: Callable, tree: Model, *rest: Model, others: Callable = lambda *_: None):
     """Maps `fn(tag, layer, *rest)` over the tags of a model-shaped tree, and `others`
     over its other leaves. Several tags of one layer give several results, by name."""
 
@@ -40,7 +40,7 @@ def map_tags(fn: Callable, tree: Any, *rest: Any, others: Callable = lambda *_: 
     return jtu.tree_map(apply, tree, *rest, is_leaf=is_tagged)
 
 
-def update_layers(fn: Callable, tree: Any, *rest: Any):
+def update_layers(fn: Callable, tree: Model, *rest: Model):
     """Maps the tagged layers of a model-shaped tree, `new = fn(tag, layer, new, *rest)`
     for one tag after the other; other leaves stay."""
 
@@ -63,7 +63,7 @@ class TaggedLayer(NamedTuple):
 
     path: str
     tag: Tag
-    layer: Any
+    layer: Layer
 
 
 def tagged_layers(model: Model) -> list[TaggedLayer]:
@@ -84,7 +84,7 @@ def trained_layers(model: Model) -> list[TaggedLayer]:
 
 
 def flatten_tags(
-    fn: Callable, model: Model, *rest: Any
+    fn: Callable, model: Model, *rest: Model
 ) -> tuple[list[tuple[str, Any]], Any]:
     """`(path, fn(tag, layer, *rest))` for every tag with something to train, and the
     structure of a model-shaped tree that has one leaf for each."""
@@ -96,7 +96,7 @@ def flatten_tags(
     return [(jtu.keystr(path), leaf.value) for path, leaf in found], treedef
 
 
-def map_at_once(do: Callable, fn: Callable, model: Model, *rest: Any) -> Model:
+def map_at_once(do: Callable, fn: Callable, model: Model, *rest: Model) -> Model:
     """As `map_tags`, but what `fn` returns (of some layers `None`) is a list, of which
     `do` makes another one: a model-shaped tree of that."""
     found, treedef = flatten_tags(fn, model, *rest)
@@ -205,12 +205,14 @@ def naming_layers(model: Model):
         raise
 
 
-def blank(model: Model) -> Any:
+def blank(model: Model) -> Model:
     """A model-shaped tree with `None` for every tag."""
     return map_tags(lambda *_: None, model)
 
 
-def fill_tags(model: Model, weights: Weights = None, curvature: Any = None) -> Any:
+def fill_tags(
+    model: Model, weights: Weights = None, curvature: Model | None = None
+) -> Model:
     """The model with its tags ready to collect. `curvature` is that so far, in whose
     bases some blocks take their statistics."""
 
@@ -220,7 +222,7 @@ def fill_tags(model: Model, weights: Weights = None, curvature: Any = None) -> A
     return with_tags(fill, model, blank(model) if curvature is None else curvature)
 
 
-def fill_raw(model: Model, slots: Any) -> Any:
+def fill_raw(model: Model, slots: Model) -> Model:
     """The model with its tags ready to hand out rows, where `slots` has any for them."""
 
     def fill(tag, layer, slots):
@@ -229,12 +231,12 @@ def fill_raw(model: Model, slots: Any) -> Any:
     return with_tags(fill, model, slots)
 
 
-def empty_tags(model: Model) -> Any:
+def empty_tags(model: Model) -> Model:
     """The model (or a tree of gradients of it) without its tags' slots."""
     return with_tags(lambda tag, _: tag.empty(), model)
 
 
-def with_tags(fn: Callable, model: Model, *rest: Any) -> Any:
+def with_tags(fn: Callable, model: Model, *rest: Model) -> Model:
     """The model with `fn(tag, layer, *rest)` in the place of each of its tags."""
 
     def apply(layer, *own):

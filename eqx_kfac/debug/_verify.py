@@ -100,6 +100,8 @@ class LayerCheck:
             return "approximate, with the exact diagonal"
         if not self.shared and (cosine < 0.5 or not 1 / 3 < ratio < 3):
             return "SUSPICIOUS: see `kfac.verify` with a batch of one example"
+        if not 1e-3 < ratio < 1e3:
+            return f"SUSPICIOUS: its trace is {ratio:.1g} times that of the exact block"
         return "approximate"
 
 

@@ -26,8 +26,15 @@ def check_input(layer: Layer, x: Any, of: Any = None) -> None:
         raise LayerError(
             layer,
             f"`kfac.{name}` acts on one input of shape {_shown(shape)}, but got an array "
-            f"of shape {jnp.shape(x)}. For batched inputs use `jax.vmap(layer)(x)`.",
+            f"of shape {jnp.shape(x)}. {_remedy(jnp.ndim(x), shape)}",
         )
+
+
+def _remedy(ndim: int, wanted: tuple) -> str:
+    """What is to be done with an array of another shape than is `wanted`."""
+    if ndim < len(wanted) - (wanted[-1:] == (...,)):
+        return "It has too few axes: that of channels or features may be missing."
+    return "For batched inputs use `jax.vmap(layer)(x)`."
 
 
 def check_floating(layer: Layer, x: Any) -> None:
