@@ -7,7 +7,7 @@
 # from one pass. The local energies have second derivatives in the electrons' positions,
 # but nothing is trained through these.
 #
-#     python examples/helium.py                    # helium: a minute or two
+#     python examples/helium.py                    # helium: two or three minutes
 #     python examples/helium.py --atom beryllium --steps 600   # as many again
 #     python examples/helium.py --toy              # does everything run?
 
@@ -276,7 +276,7 @@ def train(
         return model, state, walkers, jnp.mean(energies), jnp.std(energies)
 
     state = method.init(model)
-    jax.block_until_ready(step(model, state, walkers, keys[3], jnp.zeros(())))
+    jax.block_until_ready(step(model, state, walkers, keys[3], jnp.asarray(0.0)))
     run: tuple[list[float], ...] = [], [], []
     steps, total = options.steps, 0.0
     name, bound = f"{method.name}, seed {seed}", steps if seconds is None else None
