@@ -150,18 +150,19 @@ def test_autoencoder(tmp_path):
 
 def test_autoencoder_resumes_where_it_stopped(tmp_path):
     def some(name, *arguments):
-        names = ["K-FAC, adaptive", "Adam"]
-        methods = ["--methods", "adaptive", "adam"]
+        names = ["K-FAC", "K-FAC, adaptive", "Adam"]
+        methods = ["--methods", "kfac", "adaptive", "adam"]
         return autoencoder(tmp_path / name, names, *methods, *arguments)
 
     stopped = some("b", "--steps", "10")
     resumed = some("b", "--steps", "20", "--resume")
     whole = some("a", "--steps", "20")
     assert resumed == whole
-    assert [steps for _, steps in stopped.values()] == [10, 10]
-    # Bit for bit, the optimizer's state too.
-    kept = [tmp_path / name / "seed-0-adaptive.eqx" for name in "ab"]
-    assert kept[0].read_bytes() == kept[1].read_bytes()
+    assert [steps for _, steps in stopped.values()] == [10, 10, 10]
+    for method in ("kfac", "adaptive", "adam"):
+        # Bit for bit, the optimizer's state too.
+        kept = [tmp_path / name / f"seed-0-{method}.eqx" for name in "ab"]
+        assert kept[0].read_bytes() == kept[1].read_bytes()
 
 
 def compared(script, picture, labels, *arguments):

@@ -706,3 +706,12 @@ class Labelled(eqx.Module):
 def test_other_tags():
     model = {"layer": Labelled({"name": "first"}, kfac.Linear(3, 2, key=key))}
     assert not exact.step(vmapped, model, exact.init(model), x, y)[2].rejected
+
+
+def test_a_missing_axis_is_not_a_batch():
+    image, batch = jnp.ones((4, 4)), jnp.ones((2, 1, 4, 4))
+    layer = kfac.Conv2d(1, 2, 3, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="too few axes"):
+        layer(image)
+    with pytest.raises(ValueError, match="`jax.vmap"):
+        layer(batch)

@@ -472,3 +472,21 @@ def test_what_is_shared_is_known_whatever_examples_weigh(weight):
         return kfac.SquaredError(outputs, None, jnp.full(len(x), weight))
 
     assert all(check.shared for check in kfac.verify(loss_fn, mlp(), one).layers)
+
+
+def test_a_block_that_is_far_too_small_is_suspicious():
+    """The gradients at both positions are opposite: `Reduce` adds them up to nothing."""
+
+    def loss_fn(model, x):
+        one, other = jnp.moveaxis(jax.vmap(jax.vmap(model))(x), 1, 0)
+        return kfac.SquaredError(one - other, None)
+
+    x = jnp.stack([X, 2 * X], axis=1)
+    verdicts = {}
+    for sharing in (kfac.Expand(), kfac.Reduce()):
+        layer = kfac.convert(eqx.nn.Linear(X.shape[1], 2, key=jr.key(0)))
+        layer = kfac.convert(kfac.revert(layer), blocks=kfac.Kronecker(sharing))
+        (check,) = kfac.verify(loss_fn, layer, x).layers
+        verdicts[type(sharing).__name__] = check.verdict
+    assert verdicts["Expand"] == "approximate"
+    assert verdicts["Reduce"].startswith("SUSPICIOUS: its trace is 0 times"), verdicts
