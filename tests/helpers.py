@@ -167,6 +167,16 @@ def loop(layer):
 
 
 #
+# Random numbers, which need no compilation
+#
+
+
+def normal(*shape, seed=0, dtype=float):
+    """Standard normal ones."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+#
 # Random targets
 #
 
