@@ -142,24 +142,24 @@ def autoencoder(out, names, *arguments):
 
 
 def test_autoencoder(tmp_path):
+    """Every method trains; stopped and resumed, it is where it would have been."""
     names = ["K-FAC", "K-FAC, adaptive", "K-FAC, fixed", "Adam", "SGD with momentum"]
-    for loss, steps in autoencoder(tmp_path / "a", names, "--steps", "20").values():
+    whole = autoencoder(tmp_path / "a", names, "--steps", "20")
+    for loss, steps in whole.values():
         assert steps == 20
         assert loss < 530  # It trains, from 556 on, whoever is best.
 
+    methods = {"kfac": "K-FAC", "adaptive": "K-FAC, adaptive", "adam": "Adam"}
 
-def test_autoencoder_resumes_where_it_stopped(tmp_path):
-    def some(name, *arguments):
-        names = ["K-FAC", "K-FAC, adaptive", "Adam"]
-        methods = ["--methods", "kfac", "adaptive", "adam"]
-        return autoencoder(tmp_path / name, names, *methods, *arguments)
+    def some(*arguments):
+        named = ["--methods", *methods, *arguments]
+        return autoencoder(tmp_path / "b", list(methods.values()), *named)
 
-    stopped = some("b", "--steps", "10")
-    resumed = some("b", "--steps", "20", "--resume")
-    whole = some("a", "--steps", "20")
-    assert resumed == whole
+    stopped = some("--steps", "10")
     assert [steps for _, steps in stopped.values()] == [10, 10, 10]
-    for method in ("kfac", "adaptive", "adam"):
+    resumed = some("--steps", "20", "--resume")
+    assert resumed == {name: whole[name] for name in methods.values()}
+    for method in methods:
         # Bit for bit, the optimizer's state too.
         kept = [tmp_path / name / f"seed-0-{method}.eqx" for name in "ab"]
         assert kept[0].read_bytes() == kept[1].read_bytes()

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh
@@ -61,6 +62,7 @@ class Packed(eqx.Module):
         return jnp.concatenate([above, below], axis=-2)
 
 
+@jax.jit  # Otherwise five programs for every size, of a state that is not traced.
 def pack(matrix: Shaped[Array, "*stack n n"]) -> Packed:
     """Symmetric matrices, packed. (Of others, part of each triangle is lost.)"""
     size = matrix.shape[-1]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jaxtyping import Array, Bool
 
 from .._curvature import Batch, linearise
 from .._custom_types import Key, Layer, Model
@@ -20,6 +21,7 @@ from .._tag import (
     is_trainable,
     map_tags,
     Tag,
+    TaggedLayer,
     trained_layers,
     with_tags,
 )
@@ -211,17 +213,18 @@ def verify(
         shares = _unseen(loss_fn, model, args, kwargs, program)
         guesses = jtu.tree_leaves(approximate_blocks(model, factors, limit))
         rows = exact_rows(model, loss_fn, args, kwargs, empirical, limit)
-        return [jtu.tree_leaves(s) for s in shares], batch.terms, guesses, rows
+        inverse = [_is_inverse(tag, layer) for _, tag, layer in trained_layers(model)]
+        shares = [jtu.tree_leaves(s) for s in shares]
+        return (*shares, inverse), batch.terms, guesses, rows
 
     found = eqx.filter_jit(looked_at)(model, args, key, kwargs)
-    (shares, numbers), terms, guesses, rows = found
+    each, terms, guesses, rows = found
     compared = iter(zip(guesses, rows, strict=True))
     checks = []
-    for own, share, number in zip(trained_layers(model), shares, numbers, strict=True):
-        path, tag, layer = own
-        matrices = None if size_of(tag, layer) > limit else next(compared)
+    for own, share, number, inverse in zip(trained_layers(model), *each, strict=True):
+        matrices = None if size_of(own.tag, own.layer) > limit else next(compared)
         shared = bool(np.any(np.asarray(number) > terms))
-        checks.append(_check(path, tag, layer, np.asarray(share), shared, matrices))
+        checks.append(_check(own, np.asarray(share), shared, bool(inverse), matrices))
     return Verification(tuple(checks))
 
 
@@ -267,8 +270,9 @@ def _unseen(
 
 
 def _check(
-    path: str, tag: Tag, layer: Layer, share: np.ndarray, shared: bool, matrices: Any
+    own: TaggedLayer, share: np.ndarray, shared: bool, inverse: bool, matrices: Any
 ) -> LayerCheck:
+    path, tag, layer = own
     sizes = tag.form.sizes(layer)
     numbers = np.full((4, *sizes.stack), np.nan)
     if matrices is not None:
@@ -291,7 +295,7 @@ def _check(
         tolerance=float(10 * np.sqrt(np.finfo(share.dtype).eps)),
         scalar=1 in (sizes.d_out, sizes.d_in + sizes.bias),
         too_large=matrices is None,
-        consistent=_consistent(tag, layer),
+        consistent=inverse,
     )
 
 
@@ -311,12 +315,13 @@ def _compare(guess: np.ndarray, exact: np.ndarray) -> tuple[float, ...]:
     return tuple(map(float, numbers))
 
 
-def _consistent(tag: Tag, layer: Layer) -> bool:
+def _is_inverse(tag: Tag, layer: Layer) -> Bool[Array, ""]:
     """Whether a matrix comes back from the layer that it is put into."""
     matrix = tag.to_matrix(layer)
     other = jnp.arange(matrix.size, dtype=matrix.dtype).reshape(matrix.shape)
     there = tag.to_matrix(tag.from_matrix(other, layer))
-    return there.shape == other.shape and bool(jnp.all(there == other))
+    same = there.shape == other.shape
+    return jnp.all(there == other) if same else jnp.array(False)
 
 
 def _worst(numbers: np.ndarray, ideal: float) -> float:
