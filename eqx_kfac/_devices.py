@@ -143,8 +143,7 @@ def _traced_once(fn: Callable, *args: Any) -> Any:
 
 def _concrete_mesh(tree: PyTree) -> Mesh | None:
     """The mesh where arrays are that are no tracers."""
-    meshes = map(mesh_of, jtu.tree_leaves(tree))
-    return next((m for m in meshes if isinstance(m, Mesh)), None)
+    return next((m for m in meshes_of(tree) if isinstance(m, Mesh)), None)
 
 
 def beside(tree: PyTree, like: PyTree) -> PyTree:
@@ -167,6 +166,12 @@ def mesh_of(a: Any) -> Mesh | AbstractMesh | None:
         return None
     sharding = jax.typeof(a).sharding if isinstance(a, Tracer) else a.sharding
     return sharding.mesh if isinstance(sharding, NamedSharding) else None
+
+
+def meshes_of(tree: PyTree) -> list[Mesh | AbstractMesh]:
+    """The meshes on which arrays are, in their order."""
+    meshes = map(mesh_of, jtu.tree_leaves(tree))
+    return [mesh for mesh in meshes if mesh is not None and not mesh.empty]
 
 
 def zeros_split_as(a: Array, dtype: DTypeLike | None = None) -> Array:
@@ -241,8 +246,7 @@ class Devices(NamedTuple):
         """Those on whose mesh arrays are. `None` if there is one device only. Within
         `shard_map`, those along its axes over which no array varies, as far as JAX keeps
         account of that."""
-        kinds = [jax.typeof(a) for a in jtu.tree_leaves(trees) if eqx.is_array(a)]
-        meshes = [kind.sharding.mesh for kind in kinds]
+        meshes = [mesh.abstract_mesh for mesh in meshes_of(trees)]
         meshes = [m for m in (jax.sharding.get_abstract_mesh(), *meshes) if m.size > 1]
         if not meshes:
             return None

@@ -7,13 +7,13 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh
 from jaxtyping import Array, Bool, PyTree
 
 from .._block import AbstractFactors
 from .._curvature import has_bases, init_curvature, refreshed
 from .._custom_types import Model
-from .._devices import mesh_of, zeros_as_from
+from .._devices import meshes_of, zeros_as_from
 from .._inverse import factorise, refactorise
 from .._operator import is_packed, pack, Packed, Split, unpacked
 from .._solver import AbstractDampedSolver
@@ -118,8 +118,7 @@ def packed(state: Any, over: str | Sequence[str] = ()) -> Any:
 
 def _mesh_with(axes: tuple[str, ...], state: Any) -> AbstractMesh:
     """The mesh on which a state is."""
-    meshes = [m for m in map(mesh_of, jtu.tree_leaves(state)) if m is not None]
-    mesh = next((m for m in meshes if not m.empty), None)
+    mesh = next(iter(meshes_of(state)), None)
     names = () if mesh is None else mesh.axis_names
     missing = [axis for axis in axes if axis not in names]
     if mesh is None or missing:
@@ -128,7 +127,7 @@ def _mesh_with(axes: tuple[str, ...], state: Any) -> AbstractMesh:
             f"{names}. Put the model on a mesh with the axis {missing[0]!r}, before "
             "`optimizer.init(model)`."
         )
-    return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    return mesh.abstract_mesh
 
 
 def check_belongs(state: Any, init: Callable, model: Model) -> None:
