@@ -25,7 +25,7 @@ def plain(value: Any) -> Any:
     return value.item() if is_scalar else value
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Whether `value` is a number of Python's. (Truth values are none.)"""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -50,7 +50,7 @@ def check_number(name: str, value: Any, range_: str, schedule: bool = True) -> A
     return value
 
 
-def check_array(name: str, value: Any, range_: str) -> None:
+def check_array(name: str, value: object, range_: str) -> None:
     """Raises unless all of `value`, a number or an array, is positive or at least 0: of
     an array that is being traced, nothing is known."""
     if not (is_number(plain(value)) or isinstance(value, (jax.Array, np.ndarray))):
@@ -61,7 +61,7 @@ def check_array(name: str, value: Any, range_: str) -> None:
         raise ValueError(f"`{name}` must be {range_}, but is {value}.")
 
 
-def check_count(name: str, value: Any, least: int) -> int:
+def check_count(name: str, value: object, least: int) -> int:
     """`value`, one of numpy's as one of Python's. Raises unless it is an integer that is
     at least `least`."""
     value = plain(value)
@@ -77,7 +77,7 @@ def check_examples(examples: int | None) -> int | None:
     return None if examples is None else check_count("examples", examples, 1)
 
 
-def check_key(key: Any) -> None:
+def check_key(key: object) -> None:
     """Raises unless `key` is a single PRNG key, or `None`."""
     if key is None:
         return
@@ -98,13 +98,13 @@ def check_key(key: Any) -> None:
         )
 
 
-def check_flag(name: str, value: Any) -> None:
+def check_flag(name: str, value: object) -> None:
     """Raises unless `value` is a boolean."""
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be `True` or `False`, but is {value!r}.")
 
 
-def check_instance(name: str, value: Any, cls: type, example: str) -> None:
+def check_instance(name: str, value: object, cls: type, example: str) -> None:
     """Raises unless `value` is an instance of `cls`."""
     if isinstance(value, cls):
         return

@@ -1,13 +1,11 @@
 """Whether what a user passes is a block."""
 
-from typing import Any
-
 from .._checks import check_instance
 from ._base import AbstractBlock
 from ._sharing import AbstractSharing
 
 
-def check_block(name: str, block: Any) -> None:
+def check_block(name: str, block: object) -> None:
     """Raises unless `block` is one."""
     if isinstance(block, AbstractSharing):
         shown = f"kfac.{type(block).__name__}()"

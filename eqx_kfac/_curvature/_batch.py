@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._custom_types import Key, Model
+from .._custom_types import Key, Kwargs, Model
 from .._devices import zeros_of
 from .._fisher import AbstractFisher
 from .._program import look, Program, run
@@ -28,7 +28,7 @@ class Batch(eqx.Module):
 
     loss_fn: Callable
     args: tuple
-    kwargs: dict[str, Any]
+    kwargs: Kwargs
     micro_batches: int = eqx.field(static=True, default=1)
 
     def first(self, examples: int | None) -> "Batch":

@@ -13,7 +13,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from .._block import AbstractFactors
 from .._checks import check_array, is_number, is_scalar, plain
-from .._custom_types import Model
+from .._custom_types import Model, PerLayer
 from .._devices import over_stack
 from .._misc import names
 from .._operator import (
@@ -33,7 +33,6 @@ from ..form import has_bias
 
 
 # A number, or a tree with one for every layer.
-Damping = Any
 
 
 class BlockDiagonalOperator(AbstractSymmetricOperator):
@@ -141,7 +140,7 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
 
         return jnp.sqrt(self.sum_over_layers(squared))
 
-    def logdet(self, damping: Damping = 0.0) -> Float[Array, ""]:
+    def logdet(self, damping: PerLayer = 0.0) -> Float[Array, ""]:
         r"""$\log\det(C + \lambda I)$, with `damping` $\lambda \ge 0$."""
 
         def logdet(op, shift):
@@ -149,12 +148,12 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
 
         return self.damped(damping).sum_over_layers(logdet)
 
-    def effective_dimension(self, damping: Damping) -> Float[Array, ""]:
+    def effective_dimension(self, damping: PerLayer) -> Float[Array, ""]:
         r"""$\operatorname{tr} C (C + \lambda I)^{-1}$: how many directions of the
         parameters have a curvature above `damping` $\lambda > 0$."""
         return _added(jtu.tree_map(jnp.sum, self.effective_dimensions(damping)))
 
-    def effective_dimensions(self, damping: Damping) -> Model:
+    def effective_dimensions(self, damping: PerLayer) -> Model:
         """That of every layer separately: a tree like that of `per_layer`."""
 
         def of_layer(op, shift, number):
@@ -164,7 +163,7 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
         numbers = self.per_layer(damping, "damping")
         return self._map(lambda block, number: block(of_layer, number), numbers)
 
-    def condition_number(self, damping: Damping = 0.0) -> Float[Array, ""]:
+    def condition_number(self, damping: PerLayer = 0.0) -> Float[Array, ""]:
         r"""The largest eigenvalue of $C + \lambda I$ divided by its smallest."""
         values = jtu.tree_leaves(self.damped(damping).eigenvalues())
         largest = ft.reduce(jnp.maximum, [jnp.max(v) for v in values])
@@ -175,7 +174,7 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
         place of every tagged layer."""
         return self._map(lambda block: block(_values))
 
-    def per_layer(self, numbers: Damping, name: str = "numbers") -> Model:
+    def per_layer(self, numbers: PerLayer, name: str = "numbers") -> Model:
         """A tree shaped like the model, with a number in place of every tagged layer
         (for stacked layers: one for each, `[*stack]`). It can serve as a `damping` in
         which `eqx.tree_at` changes that of single layers.
@@ -237,7 +236,7 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
 
         return self._function(scaled)
 
-    def damped(self, damping: Damping) -> "BlockDiagonalOperator":
+    def damped(self, damping: PerLayer) -> "BlockDiagonalOperator":
         r"""$C + \lambda I$, with `damping` $\lambda \ge 0$: a number, or one for every
         layer, in a tree like that of `per_layer`."""
 
@@ -247,7 +246,7 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
         return self._blockwise(add, self.per_layer(damping, "damping"))
 
     def power(
-        self, exponent: float | int, damping: Damping = 0.0
+        self, exponent: float | int, damping: PerLayer = 0.0
     ) -> "BlockDiagonalOperator":
         r"""$(C + \lambda I)^p$, exactly, through the eigendecomposition of every layer.
 
@@ -262,7 +261,7 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
         return self.damped(damping)._function(power)
 
     def inverse(
-        self, damping: Damping, solver: AbstractDampedSolver = Eigh()
+        self, damping: PerLayer, solver: AbstractDampedSolver = Eigh()
     ) -> "BlockDiagonalOperator":
         r"""$(C + \lambda I)^{-1}$, as the solver approximates it: what an optimizer with
         this solver multiplies gradients by. The factorisation is part of the operator.

@@ -1,8 +1,8 @@
 """The rows of a gradient, of those layers where they are less work than features."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Bool
 
-from .._custom_types import Model
+from .._custom_types import Args, Kwargs, Model
 from .._devices import explicit_sharding, varying_axes
 from .._program import Program
 from .._tag import empty_tags, map_tags, trained_layers, Use
@@ -52,8 +52,8 @@ class RowSlots(NamedTuple):
 def row_slots(
     loss_fn: Callable,
     model: Model,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     program: Program,
 ) -> RowSlots | None:
     """Slots for the rows of those layers where they are less work than features; `None`

@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
 from .._block import is_statistics, no_l2, Statistics
-from .._custom_types import Key, Layer, Model
+from .._custom_types import Args, Key, Kwargs, Layer, Model
 from .._devices import cast_varying, placed_like, sum_over, varying_axes
 from .._fisher import AbstractFisher
 from .._loss import AbstractLoss, L2, linear_combination, Sum
@@ -216,8 +216,8 @@ def evaluate(objective: Sum, model: Model, share: Share) -> Float[Array, ""]:
 def linearise(
     loss_fn: Callable,
     model: Model,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     share: Share | None = None,
     fill: Callable = fill_tags,
     program: Program | None = None,

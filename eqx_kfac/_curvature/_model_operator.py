@@ -13,7 +13,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from .._custom_types import Model
+from .._custom_types import Kwargs, Model
 from .._fisher import Empirical
 from .._loss import AbstractLoss, L2, Sum
 from .._misc import accumulator, trailing
@@ -37,7 +37,7 @@ class AbstractModelOperator(AbstractSymmetricOperator):
     loss_fn: Callable
     model: Model
     args: tuple
-    kwargs: dict[str, Any]
+    kwargs: Kwargs
 
     def __init__(self, loss_fn: Callable, model: Model, *args, **kwargs):
         """**Arguments:**

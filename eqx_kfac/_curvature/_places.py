@@ -1,6 +1,6 @@
 """The tags of a model as places where rows pass, and how often they do."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from .._block import Statistics
-from .._custom_types import Layer, Model
+from .._custom_types import Args, Kwargs, Layer, Model
 from .._devices import split_as, zeros_beside
 from .._misc import accumulator
 from .._program import Program, Uses, uses
@@ -70,8 +70,8 @@ class Used(NamedTuple):
 def used_places(
     loss_fn: Callable,
     model: Model,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     program: Program | None = None,
 ) -> tuple[list[Used], Any]:
     """All places of a model, and the structure of a model-shaped tree that has one leaf

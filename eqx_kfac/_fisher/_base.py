@@ -1,11 +1,11 @@
 import abc
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import equinox as eqx
 from jaxtyping import Array, PyTree
 
-from .._custom_types import Key, Model
+from .._custom_types import IntScalar, Key, Model
 from .._loss import AbstractLoss
 
 
@@ -40,7 +40,7 @@ class AbstractFisher(eqx.Module):
 
     @abc.abstractmethod
     def cotangents(
-        self, losses: Sequence[AbstractLoss], index: Any, key: Key | None
+        self, losses: Sequence[AbstractLoss], index: IntScalar | int, key: Key | None
     ) -> list[PyTree[Array]]:
         """Cotangent `index`, for the outputs of every loss, without weights."""
 

@@ -1,13 +1,11 @@
 """The factorisations of all layers: which factors are decomposed together."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from .._block import AbstractFactors
 from .._checks import is_number, is_scalar
-from .._custom_types import Model
+from .._custom_types import Model, PerLayer
 from .._devices import Devices, over_stack
 from .._jobs import done, Job
 from .._misc import all_finite, tree_where
@@ -17,12 +15,12 @@ from .._tag import blank, flatten_tags, map_tags
 from ..form import has_bias
 
 
-def damping_of(factors: AbstractFactors, damping: Any) -> Array:
+def damping_of(factors: AbstractFactors, damping: PerLayer) -> Array:
     """An L2 term is damping that the objective itself asks for."""
     return jnp.asarray(damping, factors.l2.dtype) + factors.l2
 
 
-def for_each(damping: Any, model: Model, curvature: Model) -> Model:
+def for_each(damping: PerLayer, model: Model, curvature: Model) -> Model:
     """A number for every layer (for each of a stack): one for all, unless there are
     several already."""
     if not (is_number(damping) or is_scalar(damping)):
@@ -40,7 +38,7 @@ def factorise(
     curvature: Model,
     model: Model,
     solver: AbstractDampedSolver,
-    damping: Any,
+    damping: PerLayer,
     previous: Model | None = None,
 ) -> Model:
     """The solver's state for every layer; `None` where the operator is factorised as it
@@ -87,7 +85,7 @@ def refactorise(
     curvature: Model,
     model: Model,
     solver: AbstractDampedSolver,
-    damping: Any,
+    damping: PerLayer,
 ) -> tuple[Model, Bool[Array, ""]]:
     """The factorisation of `curvature`, and whether it is finite; if it is not, the
     previous one."""

@@ -3,7 +3,7 @@ shaped like the model."""
 
 from typing import Any
 
-from .._custom_types import Model
+from .._custom_types import Model, PerLayer
 from .._devices import Devices, over_stack
 from .._jobs import done, Job
 from .._operator import has_split, unpacked
@@ -17,7 +17,7 @@ def precondition(
     curvature: Model,
     inverse: Model,
     solver: AbstractDampedSolver,
-    damping: Any,
+    damping: PerLayer,
 ) -> Model:
     r"""$\hat F^{-1} \nabla h$ for the tagged layers; other leaves stay what they are."""
     return with_matrices(grads, solutions(grads, curvature, inverse, solver, damping))
@@ -28,7 +28,7 @@ def solutions(
     curvature: Model,
     inverse: Model,
     solver: AbstractDampedSolver,
-    damping: Any,
+    damping: PerLayer,
 ) -> Model:
     r"""The canonical matrix of $\hat F^{-1} \nabla h$ for every layer with factors. If
     the state is split over devices, each of them does a part of the layers."""
@@ -70,7 +70,7 @@ def with_matrices(tree: Model, matrices: Model) -> Model:
 
 
 def solvable(
-    tag: Tag, factors: Any, state: Any, solver: AbstractDampedSolver, damping: Any
+    tag: Tag, factors: Any, state: Any, solver: AbstractDampedSolver, damping: PerLayer
 ) -> tuple[Any, Any, dict[str, Any]]:
     """The operator of one layer, and the solver's state and options for it."""
     options = {"damping": damping}

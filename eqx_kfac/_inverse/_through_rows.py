@@ -6,13 +6,11 @@ which is less work where there are fewer rows than features. Not every gradient 
 sum: a penalty on the weights adds to it, a mask takes away from it. So the sum is
 computed too (mostly, XLA finds it is the gradient's own product), and compared."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from .._curvature import GradientRows
-from .._custom_types import Model
+from .._custom_types import Model, PerLayer
 from .._devices import gathered, over_stack
 from .._solver import AbstractDampedSolver
 from .._tag import map_tags
@@ -27,7 +25,7 @@ def precondition_through_rows(
     curvature: Model,
     inverse: Model,
     solver: AbstractDampedSolver,
-    damping: Any,
+    damping: PerLayer,
 ) -> Model:
     """As `precondition`, through the rows where there are any and they are whole."""
 

@@ -311,7 +311,7 @@ def at_least_float32(x: Inexact[Array, "*s"]) -> Float[Array, "*s"]:
     return x.astype(accumulator(x.dtype))
 
 
-def check_outputs(name: str, what: str, outputs: Any) -> Array:
+def check_outputs(name: str, what: str, outputs: object) -> Array:
     """The model's outputs as an array `[*leading, k]`, or an error."""
     leaves = jtu.tree_leaves(outputs)
     if isinstance(outputs, tuple) and not all(map(is_number, leaves)):
@@ -350,7 +350,7 @@ def check_weights(name: str, weights: Weights, leading: tuple[int, ...]) -> Arra
     return weights
 
 
-def check_targets(name: str, targets: Any, shape: tuple[int, ...]) -> Array | None:
+def check_targets(name: str, targets: object, shape: tuple[int, ...]) -> Array | None:
     """Targets of exactly `shape`, or an error."""
     if targets is None:
         return None

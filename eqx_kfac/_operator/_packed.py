@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,7 +11,7 @@ from jax.sharding import AbstractMesh
 from jaxtyping import Array, Bool, PyTree, Shaped
 
 from .._devices import split_rows
-from ._factor import diagonal
+from ._factor import diagonal, Factor
 
 
 class Packed(eqx.Module):
@@ -128,9 +127,10 @@ def has_split(tree: PyTree) -> bool:
     return any(isinstance(node, Split) for node in nodes)
 
 
-def vanishes(factor: Any) -> Bool[Array, ""]:
+def vanishes(factor: Factor | Packed | Split) -> Bool[Array, ""]:
     """Whether a positive semidefinite matrix (or diagonal, or `Packed`) is zero."""
-    entries = factor.diagonal() if is_packed(factor) else diagonal(factor)
+    is_packed = isinstance(factor, Packed | Split)
+    entries = factor.diagonal() if is_packed else diagonal(factor)
     return jnp.all(entries == 0)
 
 

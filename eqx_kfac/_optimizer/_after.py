@@ -5,8 +5,9 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import optax
 
-from .._custom_types import Model
+from .._custom_types import Model, Numeric
 from .._misc import masked, tree_where
 from .._tag import partition_tagged
 from ._choices import Rules
@@ -15,7 +16,12 @@ from ._state import count, Info, KFACState
 from ._trial import Proposal
 
 
-def decayed(proposal: Proposal, model: Model, numbers: Numbers, choice: Any) -> Model:
+def decayed(
+    proposal: Proposal,
+    model: Model,
+    numbers: Numbers,
+    choice: Numeric | WeightDecay | None,
+) -> Model:
     """The updates, with decoupled weight decay of the tagged parameters."""
     if numbers.weight_decay is None:
         return proposal.updates
@@ -35,7 +41,7 @@ def after(
     state: KFACState,
     proposal: Proposal,
     updates: Model,
-    fallback: Any,
+    fallback: optax.OptState | None,
     info: Info,
     rules: Rules,
 ) -> KFACState:

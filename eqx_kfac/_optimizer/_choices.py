@@ -146,7 +146,7 @@ def check_given(choices: Mapping[str, Any], model: Model, value: Any) -> None:
             )
 
 
-def _check_choice(name: str, value: Any) -> None:
+def _check_choice(name: str, value: object) -> None:
     if name in RANGES._fields:
         # A rule in the wrong place can be called, but is no schedule.
         schedule = not isinstance(value, (AbstractRule, AbstractNumber))
@@ -157,7 +157,7 @@ def _check_choice(name: str, value: Any) -> None:
         check_instance(name, value, *_PARTS[name])
 
 
-def _check_fallback(fallback: Any) -> None:
+def _check_fallback(fallback: object) -> None:
     if fallback is not None and not all(
         callable(getattr(fallback, name, None)) for name in ("init", "update")
     ):

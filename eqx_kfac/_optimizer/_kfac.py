@@ -88,18 +88,18 @@ class KFAC(eqx.Module):
         Kronecker-Factored Approximations*, ICLR 2017, section 5.
     """
 
-    learning_rate: Any = eqx.field(converter=plain)
-    momentum: Any = eqx.field(converter=plain)
-    damping: Any = eqx.field(converter=plain)
+    learning_rate: Numeric | AbstractStepRule = eqx.field(converter=plain)
+    momentum: Numeric | AbstractStepRule = eqx.field(converter=plain)
+    damping: Numeric | AbstractDamping | AbstractLayerDamping = eqx.field(converter=plain)
     fisher: AbstractFisher
     solver: AbstractDampedSolver
-    norm_constraint: Any = eqx.field(converter=plain)
+    norm_constraint: Numeric | AbstractTrustRegion | None = eqx.field(converter=plain)
     guard: AbstractGuard | None
-    weight_decay: Any = eqx.field(converter=plain)
-    averaging: Any = eqx.field(converter=plain)
+    weight_decay: Numeric | WeightDecay | None = eqx.field(converter=plain)
+    averaging: Numeric | None = eqx.field(converter=plain)
     curvature_period: int = eqx.field(static=True, converter=plain)
     inverse_period: int | InTurn = eqx.field(static=True, converter=plain)
-    ema: Any = eqx.field(converter=plain)
+    ema: Numeric | MovingAverage = eqx.field(converter=plain)
     fallback: optax.GradientTransformation | None
     # Periods that begin shorter.
     _early: frozenset[str] = eqx.field(static=True, repr=False)

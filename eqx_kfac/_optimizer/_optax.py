@@ -88,11 +88,11 @@ def scale_by_kfac(
 class _ScaleByKFAC:
     """The choices of `scale_by_kfac`."""
 
-    damping: Any
+    damping: Numeric
     solver: AbstractDampedSolver
     inverse_period: int | InTurn
-    ema: Any
-    fallback: Any
+    ema: Numeric
+    fallback: optax.GradientTransformation | None
 
     @property
     def _numbers(self) -> Numbers:
@@ -236,7 +236,7 @@ class _KFAC:
         )
 
 
-def _check_given(curvature: Any, name: str) -> None:
+def _check_given(curvature: object, name: str) -> None:
     if curvature is _missing:
         raise TypeError(
             f"The `update` of `{name}` needs the curvature as an extra argument: "
@@ -247,18 +247,20 @@ def _check_given(curvature: Any, name: str) -> None:
         )
 
 
-def _may_change(choice: Any) -> bool:
+def _may_change(choice: object) -> bool:
     """Whether a number has not been looked at when it was chosen."""
     return callable(choice) or eqx.is_array(choice)
 
 
-def _is_placeholder(params: Any) -> bool:
+def _is_placeholder(params: object) -> bool:
     """Whether `optax.tree.map_params` asks where the state has trees like the
     parameters. (It is not told what these are.)"""
     return type(params).__name__ == "_ParamsPlaceholder"
 
 
-def _in_place_of(params: Any, fallback: Any) -> dict[str, Any]:
+def _in_place_of(
+    params: Any, fallback: optax.GradientTransformation | None
+) -> dict[str, Any]:
     """Leaves for trees of which no part is like the parameters."""
     others = None if fallback is None else fallback.init(params)
     leaf = jnp.zeros(())
@@ -269,7 +271,7 @@ def _is_masked(node: PyTree) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
-def _unmask(tree: Any) -> Any:
+def _unmask(tree: PyTree) -> PyTree:
     """`optax.masked` hides what is not to be trained; here, that is `None`."""
     return jtu.tree_map(lambda n: None if _is_masked(n) else n, tree, is_leaf=_is_masked)
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from .._checks import check_instance
 from .._curvature import BlockDiagonalOperator, capture, Captured
-from .._custom_types import Model
+from .._custom_types import Model, PerLayer
 from .._operator import Factor, KroneckerOperator, matmul, right
 from .._solver import AbstractDampedSolver, Eigh
 
@@ -33,7 +33,7 @@ class Influence(eqx.Module):
 
     loss_fn: Callable
     curvature: Model
-    damping: Any
+    damping: PerLayer
     solver: AbstractDampedSolver
 
     def __call__(
@@ -89,7 +89,7 @@ class Influence(eqx.Module):
 def influence(
     loss_fn: Callable,
     curvature: Model,
-    damping: Any,
+    damping: PerLayer,
     solver: AbstractDampedSolver = Eigh(),
 ) -> Influence:
     r"""How the losses of test examples depend on training examples: influence functions,
@@ -147,7 +147,7 @@ class _Rows(NamedTuple):
     g: Float[Array, "*stack examples rows d_out"]
 
 
-def _is_captured(node: Any) -> bool:
+def _is_captured(node: object) -> bool:
     return isinstance(node, Captured)
 
 

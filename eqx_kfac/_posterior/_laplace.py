@@ -3,7 +3,6 @@
 import functools as ft
 import math
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,7 +13,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from .._checks import check_array, check_count, check_key, is_number, is_scalar, plain
 from .._curvature import BlockDiagonalOperator
-from .._custom_types import Key, Model
+from .._custom_types import Key, Model, PerLayer
 from .._misc import accumulator
 from .._operator import flatten, matmul, widest
 from .._tag import map_tags, partition_tagged
@@ -64,7 +63,7 @@ class Laplace(eqx.Module):
     curvature: BlockDiagonalOperator
     model: Model
     num_examples: Float[Array, ""]
-    prior_precision: Any
+    prior_precision: PerLayer
     sigma_noise: Float[Array, ""]
     temperature: Float[Array, ""]
 
@@ -73,7 +72,7 @@ class Laplace(eqx.Module):
         curvature: Model,
         model: Model,
         num_examples: ArrayLike,
-        prior_precision: Any = 1.0,
+        prior_precision: PerLayer = 1.0,
         sigma_noise: ArrayLike = 1.0,
         temperature: ArrayLike = 1.0,
     ):

@@ -2,7 +2,7 @@
 what it returns comes from."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import jax
 import jax.tree_util as jtu
 from jax.extend.core import JaxprEqn
 
-from .._custom_types import Model
+from .._custom_types import Args, Kwargs, Model
 from .._loss import L2
 from .._tag import (
     flatten_tags,
@@ -138,8 +138,8 @@ class Found(NamedTuple):
 def traced(
     loss_fn: Callable,
     model: Model,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     expressions: Expressions,
     examples: tuple[int, ...],
     spare: bool,

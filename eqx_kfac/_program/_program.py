@@ -6,13 +6,13 @@ So the loss function is traced, and the flow of values followed. A second trace 
 slots than the first: the losses have to be the same expressions."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import jax.tree_util as jtu
 
-from .._custom_types import Model
+from .._custom_types import Args, Kwargs, Model
 from .._misc import names
 from .._tag import (
     check_tagged,
@@ -41,8 +41,8 @@ class Program(NamedTuple):
 def look(
     loss_fn: Callable,
     model: Model,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     uses: bool = True,
     trains: bool = False,
 ) -> Program:

@@ -1,6 +1,6 @@
 """A loss function, run at a model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,15 +8,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array
 
-from .._custom_types import Model
+from .._custom_types import Args, Kwargs, Model
 from .._loss import AbstractLoss, AbstractObjective, Sum
 from .._misc import accumulator, common_prefix
 from .._tag import naming_layers
 
 
-def run(
-    loss_fn: Callable, model: Model, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[Sum, Any]:
+def run(loss_fn: Callable, model: Model, args: Args, kwargs: Kwargs) -> tuple[Sum, Any]:
     """The objective that `loss_fn` returns, and its aux."""
     with naming_layers(model):
         # Copies: an `eqx.nn.State` may be used once only.
@@ -50,7 +48,7 @@ def example_weights(losses: list[AbstractLoss]) -> Array | None:
     return jnp.mean(jnp.stack([w.astype(dtype) for w in means]), axis=0)
 
 
-def _check_objective(objective: Any) -> Sum:
+def _check_objective(objective: object) -> Sum:
     if not isinstance(objective, AbstractObjective):
         got = type(objective).__name__
         if isinstance(objective, jax.Array):

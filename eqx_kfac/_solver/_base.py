@@ -4,8 +4,9 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
+from .._custom_types import Options
 from .._operator import eigh, Factor, KroneckerOperator, SeriesOperator, SpectralOperator
 from ._series import apply_series, factorise_series, SeriesState
 
@@ -23,10 +24,10 @@ class Pair(NamedTuple):
 class AbstractSymmetricSolver(lx.AbstractLinearSolver[_State]):
     """A solver for real, symmetric operators of full rank."""
 
-    def transpose(self, state: Any, options: dict[str, Any]) -> Any:
+    def transpose(self, state: _State, options: Options) -> tuple[_State, Options]:
         return state, options  # Symmetric.
 
-    def conj(self, state: Any, options: dict[str, Any]) -> Any:
+    def conj(self, state: _State, options: Options) -> tuple[_State, Options]:
         return state, options  # Real.
 
     def assume_full_rank(self) -> bool:
@@ -56,7 +57,7 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
         `vmap`).
     """
 
-    state_type: ClassVar[Any]
+    state_type: ClassVar[type]
     together: ClassVar[bool] = True
 
     def damped(
@@ -71,12 +72,14 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
         return Pair(output_factor, input_factor)
 
     @abc.abstractmethod
-    def decompose(self, factor: Factor, previous: Any) -> tuple[Any, ...]:
+    def decompose(self, factor: Factor, previous: tuple | None) -> tuple:
         """What is kept of a factor. `previous` is what was kept of one that may be
         similar, `None`, or all zeros."""
 
     @abc.abstractmethod
-    def inverse(self, state: Any, damping: Float[Array, ""]) -> Any:
+    def inverse(
+        self, state: _State, damping: Float[Array, ""]
+    ) -> KroneckerOperator | SpectralOperator:
         """The operator that the state stands for: a [`eqx_kfac.KroneckerOperator`][] or
         an [`eqx_kfac.SpectralOperator`][]."""
 
@@ -87,7 +90,7 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
         may be similar. For blocks that want an eigenbasis of every solver."""
         return eigh(factor)
 
-    def bounds(self, state: Any) -> Any:
+    def bounds(self, state: _State) -> PyTree:
         """Numbers that are finite only if the whole state is."""
         return state
 
@@ -112,16 +115,16 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
         factors = operator.output_factor, operator.input_factor
         return self.damped(*factors, damping, bias)
 
-    def split(self, state: Any) -> tuple[Any, Any]:
+    def split(self, state: tuple) -> tuple[tuple, tuple]:
         """What a state has of either factor."""
         half = len(state) // 2
         return state[:half], state[half:]
 
-    def join(self, output: tuple[Any, ...], input: tuple[Any, ...]) -> Any:
+    def join(self, output: tuple, input: tuple) -> _State:
         """The inverse of `split`."""
         return self.state_type(*output, *input)
 
-    def init(self, operator: lx.AbstractLinearOperator, options: dict[str, Any]) -> Any:
+    def init(self, operator: lx.AbstractLinearOperator, options: Options) -> Any:
         """Factorises the operator."""
         leaf = jtu.tree_leaves(operator)[0]
         bias = options.get("bias", False)
@@ -133,8 +136,8 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
         return self.join(*map(self.decompose, prepared, before))
 
     def compute(
-        self, state: Any, vector: Float[Array, "..."], options: dict[str, Any]
-    ) -> tuple[Float[Array, "..."], lx.RESULTS, dict[str, Any]]:
+        self, state: Any, vector: Float[Array, "..."], options: Options
+    ) -> tuple[Float[Array, "..."], lx.RESULTS, Options]:
         if isinstance(state, lx.DiagonalLinearOperator):
             solution = vector / (state.diagonal + _damping(options, vector))
         elif isinstance(state, SeriesState):
@@ -148,20 +151,22 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
         state: Any,
         g: Float[Array, "rows d_out"],
         x: Float[Array, "rows d_in"],
-        options: dict[str, Any],
+        options: Options,
     ) -> Float[Array, "d_out d_in"]:
         r"""The solution for $\sum g x^\top$, given its rows. The operator is a Kronecker
         product, or one in a basis that is."""
         return self._inverse(state, options, x).mv_outer(g, x)
 
-    def _inverse(self, state: Any, options: dict[str, Any], like: Array) -> Any:
+    def _inverse(
+        self, state: Any, options: Options, like: Array
+    ) -> KroneckerOperator | SpectralOperator:
         damping = _damping(options, like)
         if isinstance(state, SpectralOperator):
             return state.power(-1, damping)
         return self.inverse(state, damping)
 
 
-def _damping(options: dict[str, Any], like: Array) -> Float[Array, ""]:
+def _damping(options: Options, like: Array) -> Float[Array, ""]:
     return jnp.asarray(options.get("damping", 0.0), like.dtype)
 
 

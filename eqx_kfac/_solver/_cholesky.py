@@ -1,5 +1,3 @@
-from typing import Any
-
 import equinox as eqx
 
 from .._checks import check_flag
@@ -44,5 +42,5 @@ class Cholesky(AbstractFactoredSolver):
     def invert(self, factor: Factor, previous: Factor | None) -> Factor:
         return inverse(factor)
 
-    def bounds(self, state: InverseState) -> Any:
+    def bounds(self, state: InverseState) -> tuple:
         return tuple(map(diagonal, state))  # Of positive definite matrices.

@@ -8,6 +8,7 @@ import lineax as lx
 from jaxtyping import Array, PyTree
 
 from .._checks import check_count, check_number
+from .._custom_types import Options
 from .._misc import tree_dot, tree_where
 from ._base import AbstractSymmetricSolver
 
@@ -66,7 +67,7 @@ class ConjugateGradient(AbstractSymmetricSolver[lx.AbstractLinearOperator]):
         self.max_steps = max_steps
 
     def init(
-        self, operator: lx.AbstractLinearOperator, options: dict[str, Any]
+        self, operator: lx.AbstractLinearOperator, options: Options
     ) -> lx.AbstractLinearOperator:
         if not lx.is_positive_semidefinite(operator):
             name = type(operator).__name__
@@ -79,8 +80,8 @@ class ConjugateGradient(AbstractSymmetricSolver[lx.AbstractLinearOperator]):
         return lx.linearise(operator)
 
     def compute(
-        self, state: lx.AbstractLinearOperator, vector: PyTree, options: dict[str, Any]
-    ) -> tuple[PyTree, lx.RESULTS, dict[str, Any]]:
+        self, state: lx.AbstractLinearOperator, vector: PyTree, options: Options
+    ) -> tuple[PyTree, lx.RESULTS, Options]:
         identity = lx.IdentityLinearOperator(state.in_structure())
         preconditioner = lx.linearise(options.get("preconditioner", identity))
         damping = options.get("damping", 0.0)

@@ -1,4 +1,4 @@
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -22,7 +22,7 @@ class AbstractEigenSolver(AbstractDampedSolver[EighState]):
 
     state_type = EighState
 
-    def decompose(self, factor: Factor, previous: Any) -> tuple[Any, Any]:
+    def decompose(self, factor: Factor, previous: tuple | None) -> tuple:
         return self.eigenbasis(factor, None if previous is None else previous[1])
 
     def inverse(self, state: EighState, damping: Float[Array, ""]) -> SpectralOperator:

@@ -1,5 +1,5 @@
 import abc
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 from jaxtyping import Array, Float
@@ -38,7 +38,7 @@ class AbstractFactoredSolver(AbstractDampedSolver[InverseState]):
         bias = bias and self.without_bias
         return Pair(*damped_factors(output_factor, input_factor, damping, bias))
 
-    def decompose(self, factor: Factor, previous: Any) -> tuple[Factor]:
+    def decompose(self, factor: Factor, previous: tuple | None) -> tuple:
         return (self.invert(factor, None if previous is None else previous[0]),)
 
     def inverse(

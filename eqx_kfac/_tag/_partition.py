@@ -1,7 +1,5 @@
 """The parameters of a model that tags cover, and the others."""
 
-from typing import Any
-
 import equinox as eqx
 import jax.tree_util as jtu
 
@@ -26,7 +24,7 @@ def partition_tagged(model: Model) -> tuple[Model, Model]:
     return tagged, parameters_of(rest)
 
 
-def check_covered(model: Model, fallback: Any) -> None:
+def check_covered(model: Model, fallback: object) -> None:
     """Raises if there are parameters that neither a tag nor a fallback looks after."""
     check_tagged(model)
     _, rest = partition_tagged(model)

@@ -1,7 +1,7 @@
 """Blocks of layers as dense matrices: the approximate ones, and the exact ones, from
 derivatives of the model that know nothing of tags."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .._curvature import Batch
-from .._custom_types import Key, Layer, Model
+from .._custom_types import Args, Key, Kwargs, Layer, Model
 from .._devices import over_stack
 from .._fisher import AbstractFisher, check_whole, Empirical
 from .._loss import AbstractLoss
@@ -24,8 +24,8 @@ from .._tag import is_trainable, map_tags, Tag, trained_layers, update_layers
 def dense_blocks(
     loss_fn: Callable,
     model: Model,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     fisher: AbstractFisher,
     key: Key | None,
     layer: str,

@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._curvature import BlockDiagonalOperator, init_curvature
-from .._custom_types import Layer, Model
+from .._custom_types import Layer, Model, PerLayer
 from .._inverse import factorise
 from .._solver import AbstractDampedSolver, Cholesky
 from .._tag import flatten_tags, partition_tagged, Tag
@@ -111,7 +111,7 @@ def summary(
     curvature: Model | None = None,
     *,
     solver: AbstractDampedSolver = Cholesky(),
-    damping: Any = 0.0,
+    damping: PerLayer = 0.0,
 ) -> Summary:
     """Which layers of a model are tagged, how their curvature is approximated, and how
     many numbers are kept for it; and which parameters no tag covers.
@@ -175,7 +175,7 @@ def _held(model: Model, factors: Model, inverse: Model) -> list[dict[str, Any]]:
     return [held for _, held in flatten_tags(count, model, factors, inverse)[0]]
 
 
-def _health(model: Model, curvature: Model, damping: Any) -> list[dict[str, float]]:
+def _health(model: Model, curvature: Model, damping: PerLayer) -> list[dict[str, float]]:
     """Trace and condition number of every layer."""
     operator = BlockDiagonalOperator(curvature, model)
     plain, damped = operator.eigenvalues(), operator.damped(damping).eigenvalues()

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from .._curvature import Batch, linearise
-from .._custom_types import Key, Layer, Model
+from .._custom_types import Args, Key, Kwargs, Layer, Model
 from .._fisher import AbstractFisher, check_whole, Empirical, Exact
 from .._program import Program
 from .._tag import (
@@ -231,8 +231,8 @@ def verify(
 def _unseen(
     loss_fn: Callable,
     model: Model,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     program: Program,
 ) -> tuple[Model, Model]:
     r"""How much of the gradient of a layer its tag does not see: if all of the layer's

@@ -167,7 +167,7 @@ class _Choice:
             )
 
 
-def _check_blocks(blocks: Any) -> None:
+def _check_blocks(blocks: object) -> None:
     if isinstance(blocks, Mapping):
         for key, block in blocks.items():
             if block is not None:

@@ -1,9 +1,14 @@
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import numpy as np
 
 from .._misc import names
+
+
+if TYPE_CHECKING:  # It is imported with the first picture.
+    from matplotlib.axes import Axes
+    from matplotlib.image import AxesImage
 
 
 def pyplot() -> Any:
@@ -27,7 +32,7 @@ def panels(rows: int, columns: int, width: float, height: float) -> np.ndarray:
     return axes
 
 
-def plain(axis: Any, **properties: Any) -> Any:
+def plain(axis: "Axes", **properties: Any) -> "Axes":
     """Axes without a box, with a grid in the background."""
     axis.set(**properties)
     axis.grid(True, color="0.5", alpha=0.2, linewidth=0.6)
@@ -35,7 +40,7 @@ def plain(axis: Any, **properties: Any) -> Any:
     return axis
 
 
-def image(axis: Any, matrix: np.ndarray, title: str, **style: Any) -> Any:
+def image(axis: "Axes", matrix: np.ndarray, title: str, **style: Any) -> "AxesImage":
     """A matrix as a picture of its own proportions, without ticks."""
     found = axis.imshow(matrix, interpolation="nearest", **style)
     axis.set_title(title, fontsize=9)

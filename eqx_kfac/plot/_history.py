@@ -1,12 +1,16 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from .._optimizer import Info
 from ._axes import panels, plain
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 # What is drawn into which panel.
@@ -66,7 +70,7 @@ def history(
     return axes
 
 
-def _series(infos: Any) -> Mapping[str, np.ndarray]:
+def _series(infos: Info | Mapping[str, Any] | Sequence[Any]) -> Mapping[str, np.ndarray]:
     """What was measured, by name, for all steps; of anything else, NaN."""
     several = [infos] if isinstance(infos, (Info, Mapping)) else list(infos)
     each = [info.as_dict() if isinstance(info, Info) else info for info in several]
@@ -90,28 +94,33 @@ def _positive(values: Mapping[str, np.ndarray]) -> bool:
 
 
 def _draw(
-    axis: Any, steps: np.ndarray, values: Mapping[str, np.ndarray], log: bool
+    axis: "Axes", steps: np.ndarray, values: Mapping[str, np.ndarray], log: bool
 ) -> None:
     """Lines through what was measured; the rest is NaN."""
     for name, of_name in values.items():
         there = np.isfinite(of_name) & ((of_name > 0) | (not log))
         marker = "." if np.sum(there) <= 30 else None
-        style = dict(label=name.replace("_", " "), linewidth=1.2, marker=marker)
+        style: dict[str, Any] = dict(
+            label=name.replace("_", " "), linewidth=1.2, marker=marker
+        )
         axis.plot(steps[there], of_name[there], **style)
     axis.set_yscale("log" if log else "linear")
 
 
-def _mark_rejected(axis: Any, steps: np.ndarray, seen: Mapping[str, np.ndarray]) -> None:
+def _mark_rejected(
+    axis: "Axes", steps: np.ndarray, seen: Mapping[str, np.ndarray]
+) -> None:
     """A tick at the bottom for every rejected step, a colour for every reason."""
     names = [name for name in seen if name.startswith("faults/")]
     reasons = {name: steps[(seen["rejected"] > 0) & (seen[name] > 0)] for name in names}
     found = {name: at for name, at in reasons.items() if len(at)}
+    style: dict[str, Any] = dict(linestyle="", marker="|", markersize=12, clip_on=False)
     for i, (name, at) in enumerate(found.items()):
         axis.plot(
             at,
             np.zeros(len(at)),
             transform=axis.get_xaxis_transform(),
             color=f"C{3 + i}",
-            **dict(linestyle="", marker="|", markersize=12, clip_on=False),
+            **style,
             label=f"rejected: {name.removeprefix('faults/')} ({len(at)})",
         )

@@ -1,11 +1,15 @@
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import numpy as np
 
 from .._curvature import BlockDiagonalOperator
-from .._custom_types import Model
+from .._custom_types import Model, PerLayer
 from .._tag import flatten_tags
 from ._axes import panels, plain, pyplot, shown_path
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 _MOST_POINTS = 500
@@ -13,8 +17,12 @@ _MOST_NAMED = 12
 
 
 def spectra(
-    model: Model, curvature: Model, *, damping: Any = None, ax: Any = None
-) -> Any:
+    model: Model,
+    curvature: Model,
+    *,
+    damping: PerLayer | None = None,
+    ax: "Axes | None" = None,
+) -> "Axes":
     """The eigenvalues of every layer's curvature, from the largest down, on logarithmic
     scales. The damping, if drawn, shows its effect: along directions above it,
     steps are scaled by the curvature; along those below it, by the damping. For stacked
@@ -60,9 +68,9 @@ def spectra(
     return axis
 
 
-def _draw_damping(axis: Any, dampings: list, layers: list, colours: Any) -> None:
+def _draw_damping(axis: "Axes", dampings: list, layers: list, colours: Any) -> None:
     """One line if it is the same for all layers, else one for each."""
-    style = dict(linestyle="--", linewidth=0.9)
+    style: dict[str, Any] = dict(linestyle="--", linewidth=0.9)
     if len({float(number) for own in dampings for number in own}) == 1:
         axis.axhline(dampings[0][0], color="0.5", label="damping", **style)
         return
