@@ -312,6 +312,9 @@ class Stacks(eqx.Module):
         return eqx.filter_vmap(on_one)(self.stack, x).reshape(-1)
 
 
+make_stacks = ft.cache(eqx.filter_jit(Stacks))
+
+
 def bases(model, state):
     keep = lambda tag, layer, f: (f.output_vectors, f.input_vectors)
     return map_tags(keep, model, state.curvature)
@@ -322,7 +325,7 @@ def bases(model, state):
 def test_members_in_turn(block, packed):
     """Stacks of several axes, and the groups of a convolution; all of them again, where
     the damping was too small."""
-    model, x = eqx.filter_jit(Stacks)(block), normal(20, 12, seed=2)
+    model, x = make_stacks(block), normal(20, 12, seed=2)
     y = jnp.asarray(np.ones((20, 18)))
     choices = dict(fisher=kfac.Exact(), norm_constraint=1e-3, packed=packed)
     optimizer = plain_kfac(0.1, inverse_period=kfac.InTurn(6), **choices)
@@ -337,7 +340,7 @@ def test_members_in_turn(block, packed):
         ]
         return new_model, new, info, kept
 
-    state, seen = optimizer.init(model), []
+    state, seen = eqx.filter_jit(optimizer.init)(model), []
     for number in range(8):
         if number == 7:
             state = eqx.tree_at(lambda s: s.refactorise, state, jnp.asarray(True))
