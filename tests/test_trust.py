@@ -23,8 +23,8 @@ EXACT = kfac.Exact()
 
 @ft.cache
 @eqx.filter_jit
-def make_model(width=5):
-    return kfac.convert(eqx.nn.MLP(D, K, width, 1, activation=jnp.tanh, key=KEY))
+def make_model(width=5, depth=1):
+    return kfac.convert(eqx.nn.MLP(D, K, width, depth, activation=jnp.tanh, key=KEY))
 
 
 @ft.cache
@@ -67,6 +67,7 @@ def scaled_step(optimizer, model, state, scale):
     return optimizer.step(loss_fn, model, state, X, Y)[0]
 
 
+@ft.cache
 def loss_at_the_start():
     y = jax.jit(jax.vmap(make_model()))(X)
     return 0.5 * np.sum((np.asarray(y) - np.asarray(Y)) ** 2) / N
@@ -137,10 +138,10 @@ def test_the_size_may_be_changed():
     optimizer = plain_kfac(10.0, norm_constraint=kfac.TrustRegion(1e-3), fisher=EXACT)
     model = make_model()
     state = optimizer.init(model)
-    larger = eqx.tree_at(lambda s: s.norm_constraint, state, jnp.array(4e-3))
+    larger = eqx.tree_at(lambda s: s.norm_constraint, state, jnp.asarray(4e-3))
     updates = []
     for own in (state, larger):
-        new, _, _ = stepped(optimizer, loss_of(1.0), model, own)
+        new, _, _ = stepped(optimizer, loss_of(10.0), model, own)
         updates.append(jtu.tree_map(np.subtract, leaves(new), leaves(model)))
     assert same(jtu.tree_map(lambda u: 2 * u, updates[0]), updates[1])
 
@@ -322,7 +323,7 @@ def test_what_auto_stands_for():
 
 
 def test_rows_are_used_where_they_can_be():
-    model = make_model(40)  # Wider than the batch.
+    model = make_model(40, 2)  # Wider than the batch.
     results = []
     for by_rows in (True, False):
         optimizer = (kfac.KFAC if by_rows else AsMatrices)(fisher=EXACT)
