@@ -138,12 +138,11 @@ def alone(name, model):
     return train(OPTIMIZERS[name], MODELS[model]())
 
 
-# Devices, and whether their mesh is explicit: fewer than there are matrices, and more; of
-# an axis of one; along two axes.
+# More devices than there are matrices; fewer, on an explicit mesh; along two axes.
 MESHES = {
-    "deep": make_mesh(),
+    "deep": make_mesh((6,)),
     "scanned": make_mesh((2,), kind=EXPLICIT),
-    "convnet": make_mesh((3, 2), ("batch", "other")),
+    "convnet": make_mesh((2, 2), ("batch", "other")),
 }
 
 
@@ -163,7 +162,7 @@ def in_eigenbases(kind=None):
     mlp = kfac.convert(eqx.filter_jit(eqx.nn.MLP)(6, 3, 5, 1, jnp.tanh, key=jr.key(3)))
     model = kfac.convert(kfac.revert(mlp), blocks=kfac.EKFAC())
     data = dict(loss_fn=squared, args=(X, jnp.asarray(np.eye(3)[Y])), number=3)
-    mesh = None if kind is None else make_mesh(kind=kind)
+    mesh = None if kind is None else make_mesh((4,), kind=kind)
     with contextlib.nullcontext() if kind is None else context(mesh):
         return model, train(OPTIMIZERS["eigh"], model, mesh, **data)
 
@@ -268,7 +267,7 @@ def test_members_in_shard_map():
 
 
 # Inputs, outputs, and how many there are: twelve layers again, some as stacks.
-SHAPES = [(6, 9, 1), (9, 9, 3), (7, 7, 3), (12, 7, 2), (6, 6, 2), (6, 3, 1)]
+SHAPES = [(6, 9, 1), (9, 9, 3), (8, 7, 5), (6, 3, 3)]
 
 
 @ft.cache
@@ -323,7 +322,7 @@ def test_the_work_is_dealt_out_evenly(devices):
 def test_what_is_gathered():
     """The statistics, the inverses, the gradient: nothing twice, nothing padded."""
     mesh = make_mesh()
-    model, args = put(deep(*WIDTHS), mesh, P()), put((X, Y), mesh, P("batch"))
+    model, args = put(deep(*WIDTHS[:8]), mesh, P()), put((X, Y), mesh, P("batch"))
     optimizer = OPTIMIZERS["default"]
     state = optimizer.init(model)
     params, static = eqx.partition(model, eqx.is_array)
@@ -336,7 +335,7 @@ def test_what_is_gathered():
 
     traced = step.trace(params, state, args)
     number, _ = decompositions(traced.jaxpr.jaxpr)
-    assert number in (3, 4)  # Of 24 on 8 devices.
+    assert number in (2, 3)  # Of 14 on 8 devices.
     sizes = transfers(traced.lower().compile().as_text())
     inverses = sum(leaf.size for leaf in jtu.tree_leaves(state.inverse))
     assert sum(sum(several) == inverses for several in sizes) == 1
@@ -494,7 +493,10 @@ def test_products_with_split_inverses_are_dealt_out():
     """Each device multiplies with some of them: those of eight equal layers, one."""
     mesh, optimizer = make_mesh(), kfac.scale_by_kfac(0.1)
     update = eqx.filter_jit(optimizer.update)
-    model = put(deep(*[64] * 9), mesh, P())
+    one = lambda key: kfac.Linear(64, 64, key=key)
+    stack = lambda: eqx.filter_vmap(one)(jr.split(jr.key(0), 6))
+    model = eqx.filter_jit(lambda: [stack(), one(jr.key(1)), one(jr.key(2))])()
+    model = put(model, mesh, P())
     flops = []
     for over in ((), ("batch",)):
         state = eqx.filter_jit(kfac.packed)(optimizer.init(model), over=over)
