@@ -14,25 +14,36 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import eqx_kfac as kfac
 
-from .helpers import arrays, assert_alike, assert_differs, assert_near, make_mesh
+from .helpers import (
+    arrays,
+    assert_alike,
+    assert_differs,
+    assert_near,
+    collect,
+    make_mesh,
+    normal,
+    only_arrays,
+    squared as loss_without_keys,
+)
 from .plain import plain_kfac
 
 
 BATCH = 16
 # Dealt out in turn, parts differ in their total weight and in how many examples count.
-WEIGHTS = jnp.array([1.0, 0, 2, 1.5, 0, 0.25, 3, 1, 1, 0, 0.5, 1, 0, 0, 2, 5])
+WEIGHTS = np.array([1.0, 0, 2, 1.5, 0, 0.25, 3, 1, 1, 0, 0.5, 1, 0, 0, 2, 5])
 ETA = 0.05
 
 
-def make_model(seed=0):
-    mlp = eqx.nn.MLP(3, 2, 4, 1, activation=jnp.tanh, key=jr.key(seed))
+@ft.cache
+@eqx.filter_jit
+def make_model():
+    mlp = eqx.nn.MLP(3, 2, 4, 1, activation=jnp.tanh, key=jr.key(0))
     return kfac.convert(mlp)
 
 
 def make_data(seed=0, number=BATCH):
-    keys = jr.split(jr.key(100 + seed), 3)
-    x = jr.normal(keys[0], (number, 3))
-    return x, jr.normal(keys[1], (number, 2)), jr.split(keys[2], number)
+    keys = jr.split(jr.key(100 + seed), number)
+    return normal(number, 3, seed=seed), normal(number, 2, seed=100 + seed), keys
 
 
 #
@@ -110,7 +121,7 @@ def run(loss_fn, kind, fisher, micro_batches):
     results = []
     for index in range(3):
         # In the last step, some parts have no examples that count at all.
-        masked = jnp.where(jnp.arange(BATCH) % 4 == 1, 0, WEIGHTS)
+        masked = np.where(np.arange(BATCH) % 4 == 1, 0, WEIGHTS)
         args = *make_data(index), masked if index == 2 else WEIGHTS
         model, state, info = train_step(
             optimizer, loss_fn, model, state, args, micro_batches
@@ -145,25 +156,26 @@ def test_cases_differ():
 def test_mean_over_parts_differs():
     """A part counts as much as its examples weigh; their plain mean is another step."""
     model = make_model()
-    x, y, keys = make_data()
-    k = 4
-    parts = [(x[i::k], y[i::k], keys[i::k], WEIGHTS[i::k]) for i in range(k)]
-    weights = np.array([float(jnp.sum(w)) for *_, w in parts])
+    x, y, _ = make_data()
+    data, k = (np.asarray(x), np.asarray(y), WEIGHTS), 4
+    parts = [[a[i::k] for a in data] for i in range(k)]
+    weights = np.array([np.sum(w) for *_, w in parts])
     assert len(set(weights)) == k
-    assert len({int(jnp.sum(w > 0)) for *_, w in parts}) > 1
+    assert len({np.sum(w > 0) for *_, w in parts}) > 1
 
-    def collect(*args):
-        value, grads, curvature = kfac.value_grad_and_curvature(
-            weighted, fisher=kfac.Exact()
-        )(model, *args)
+    @eqx.filter_jit
+    def run(x, y, weights):
+        estimate = kfac.value_grad_and_curvature(weighted, fisher=kfac.Exact())
+        value, grads, curvature = estimate(model, x, y, None, weights)
         factors = [c.output_factor for c in curvature.layers]
-        return value, eqx.filter(grads, eqx.is_array), factors
+        return value, only_arrays(grads), factors
 
-    pieces = [eqx.filter_jit(collect)(*part) for part in parts]
-    whole = eqx.filter_jit(collect)(x, y, keys, WEIGHTS)
+    pieces = [jtu.tree_map(np.asarray, run(*part)) for part in parts]
+    whole = run(*data)
 
     def mean(shares):
-        return jtu.tree_map(lambda *p: sum(s * a for s, a in zip(shares, p)), *pieces)
+        add = lambda *p: jnp.asarray(sum(s * a for s, a in zip(shares, p)))
+        return jtu.tree_map(add, *pieces)
 
     assert_same_numbers(mean(weights / weights.sum()), whole, 1e-12)
     for a, b in zip(mean(np.full(k, 1 / k)), whole):
@@ -196,7 +208,7 @@ def test_monte_carlo_draws_for_every_part():
     x, y, _ = make_data(number=1)
 
     def factor(copies, micro_batches, seed):
-        args = [jnp.repeat(a, copies, axis=0) for a in (x, y)]
+        args = [np.repeat(a, copies, axis=0) for a in (x, y)]
         state = optimizer.init(model)
         key = jr.key(seed)
         _, state, info = train_step(
@@ -214,10 +226,6 @@ def test_monte_carlo_draws_for_every_part():
     assert condition(first) > 1e-3
     np.testing.assert_array_equal(factor(4, 4, 0), first)
     assert np.linalg.norm(factor(4, 4, 1) - first) > 1e-3 * np.linalg.norm(first)
-
-
-def loss_without_keys(model, x, y):
-    return kfac.SquaredError(jax.vmap(model)(x), y)
 
 
 #
@@ -257,23 +265,23 @@ def combined(states, micro_batches):
         return states
 
     def combine(s):
-        floating = jnp.issubdtype(s.dtype, jnp.floating)
-        return jnp.mean(s, axis=0) if floating else s[0]
+        s, floating = np.asarray(s), jnp.issubdtype(s.dtype, jnp.floating)
+        return jnp.asarray(np.mean(s, axis=0) if floating else s[0])
 
     return jtu.tree_map(combine, states)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_state_dropout_and_aux(micro_batches):
-    model, norm_state = eqx.nn.make_with_state(Stateful)()
+    model, norm_state = eqx.filter_jit(eqx.nn.make_with_state(Stateful))()
     optimizer = plain_kfac(0.05, 0.5, 0.1, fisher=kfac.Exact())
     state = optimizer.init(model)
-    x, y, _ = make_data()
+    x, y = arrays(make_data()[:2])
     plain = eqx.filter_jit(lambda *args, **kwargs: stateful_loss(*args, **kwargs)[1])
     losses = []
     for index in range(6):
         before, before_norm = model, norm_state
-        key = jr.fold_in(jr.key(3), index)
+        key = jr.key(30 + index)
         model, state, info = step_with_keywords(
             optimizer, model, state, x, y, micro_batches, norm_state, key
         )
@@ -289,7 +297,7 @@ def test_state_dropout_and_aux(micro_batches):
             want_states, want = plain(
                 before, x[part::k], y[part::k], norm_state=before_norm, key_of_dropout=key
             )
-            pick = (lambda a: a) if k == 1 else (lambda a: a[part])
+            pick = lambda a: a if k == 1 else jnp.asarray(np.asarray(a)[part])
             got_states = jtu.tree_map(pick, states)
             assert_same_numbers(got_states, want_states, 1e-12)
             outputs = pick(metrics["outputs"])
@@ -374,10 +382,11 @@ def test_first_examples(micro_batches):
     _, state, info = train_step(
         optimizer, penalised, model, optimizer.init(model), args, micro_batches
     )
-    collect = eqx.filter_jit(kfac.curvature(penalised, fisher=kfac.Exact()))
-    first = collect(model, *[a[:3] for a in args])
+    curvature = ft.partial(collect, penalised, kfac.Exact(), model)
+    x, y, _, weights = args
+    first = curvature(*[np.asarray(a)[:3] for a in (x, y)], None, weights[:3])
     assert_same_numbers(state.curvature, first, 1e-12)
-    assert_other_numbers(state.curvature, collect(model, *args), 1e-2)
+    assert_other_numbers(state.curvature, curvature(x, y, None, weights), 1e-2)
 
     rate = float(info.learning_rate)
     direction = [v / rate for v in layers_of(state.velocity)]
@@ -410,23 +419,19 @@ def test_first_examples_may_be_all():
 
 
 def temporary_bytes(micro_batches):
-    mlp = eqx.nn.MLP(8, 8, 32, 3, activation=jnp.tanh, key=jr.key(0))
-    params, static = eqx.partition(kfac.convert(mlp), eqx.is_array)
-    optimizer = plain_kfac(0.1, fisher=kfac.Empirical())
-    x = jnp.zeros((8192, 8))
+    make = eqx.filter_jit(eqx.nn.MLP)
+    model = kfac.convert(make(8, 8, 32, 2, activation=jnp.tanh, key=jr.key(0)))
+    params, static = eqx.partition(model, eqx.is_array)
+    optimizer = plain_kfac(0.1, fisher=kfac.Empirical(), inverse_period=1)
+    x = np.zeros((8192, 8))
 
     def step(params, state, x):
-        model, state, _ = optimizer.step(
-            loss_without_keys,
-            eqx.combine(params, static),
-            state,
-            x,
-            x,
-            micro_batches=micro_batches,
-        )
-        return eqx.filter(model, eqx.is_array), state
+        model, batch = eqx.combine(params, static), dict(micro_batches=micro_batches)
+        step = ft.partial(optimizer.step, loss_without_keys)
+        model, state, _ = step(model, state, x, x, **batch)
+        return only_arrays(model), state
 
-    args = params, optimizer.init(eqx.combine(params, static)), x
+    args = params, optimizer.init(model), x
     analysis = jax.jit(step).lower(*args).compile().memory_analysis()
     return analysis.temp_size_in_bytes
 

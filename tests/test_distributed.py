@@ -17,15 +17,26 @@ import eqx_kfac as kfac
 from eqx_kfac._jobs import dealt
 
 from .benchmarks.devices import decompositions, transfers
-from .helpers import assert_differs, assert_near, leaves, make_mesh, put
+from .helpers import (
+    assert_differs,
+    assert_near,
+    leaves,
+    make_mesh,
+    normal,
+    only_arrays,
+    put,
+    softmax as loss_fn,
+    squared,
+    stepped,
+)
 from .plain import plain_kfac
 
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 # Twelve layers, of eight different shapes.
 WIDTHS = [6, 9, 9, 7, 7, 9, 12, 12, 7, 7, 6, 6, 3]
-X = jr.normal(jr.key(1), (48, WIDTHS[0]))
-Y = jr.randint(jr.key(2), (48,), 0, WIDTHS[-1])
+X = normal(48, WIDTHS[0], seed=1)
+Y = jnp.asarray(np.random.default_rng(2).integers(WIDTHS[-1], size=48))
 
 
 class Deep(eqx.Module):
@@ -46,42 +57,49 @@ class Scanned(eqx.Module):
     """Three alike, as one stack."""
 
     stack: kfac.Linear
-    last: kfac.Linear
 
     def __init__(self):
         make = lambda key: kfac.Linear(WIDTHS[0], WIDTHS[0], key=key)
         self.stack = eqx.filter_vmap(make)(jr.split(jr.key(5), 3))
-        self.last = kfac.Linear(WIDTHS[0], WIDTHS[-1], key=jr.key(6))
 
     def __call__(self, x):
         leaves, static = eqx.partition(self.stack, eqx.is_array)
         body = lambda x, layer: (x + jnp.tanh(eqx.combine(layer, static)(x)), None)
-        return self.last(jax.lax.scan(body, x, leaves)[0])
+        return jax.lax.scan(body, x, leaves)[0][: WIDTHS[-1]]
 
 
 class Net(eqx.Module):
-    """A ConvNet with a normalisation of groups."""
+    """A convolution with a normalisation of groups."""
 
     conv: kfac.Conv1d
     norm: kfac.GroupNorm
-    last: kfac.Linear
 
     def __init__(self):
-        keys = jr.split(jr.key(7))
-        self.conv = kfac.Conv1d(1, 4, 3, key=keys[0])
-        self.norm = kfac.GroupNorm(2, 4)
-        self.last = kfac.Linear(16, WIDTHS[-1], key=keys[1])
+        self.conv = kfac.Conv1d(1, WIDTHS[-1], 3, key=jr.key(7))
+        self.norm = kfac.GroupNorm(1, WIDTHS[-1])
 
     def __call__(self, x):
-        return self.last(jnp.tanh(self.norm(self.conv(x[None]))).reshape(-1))
+        return jnp.mean(jnp.tanh(self.norm(self.conv(x[None]))), axis=1)
 
 
-MODELS = {"deep": ft.partial(Deep, [6, 5, 5, 3]), "scanned": Scanned, "convnet": Net}
+@ft.cache
+def deep(*widths):
+    return eqx.filter_jit(Deep)(list(widths))
+
+
+SMALL = [6, 6, 3]
+MODELS = {
+    "deep": ft.partial(deep, *SMALL),
+    "scanned": ft.cache(eqx.filter_jit(Scanned)),
+    "convnet": ft.cache(eqx.filter_jit(Net)),
+}
 EXACT = kfac.Exact()
 OPTIMIZERS = {
     "default": kfac.KFAC(),
-    "eigh": plain_kfac(0.1, 0.9, 0.1, solver=kfac.Eigh(), fisher=EXACT),
-    "iterated": plain_kfac(0.1, solver=kfac.NewtonSchulz(1e-14), fisher=EXACT),
+    "eigh": plain_kfac(0.1, 0.9, 0.1, solver=kfac.Eigh(), inverse_period=1, fisher=EXACT),
+    "iterated": plain_kfac(
+        0.1, solver=kfac.NewtonSchulz(1e-14), inverse_period=1, fisher=EXACT
+    ),
     "in-turn": plain_kfac(0.1, inverse_period=kfac.InTurn(3), fisher=EXACT),
     "adaptive": kfac.KFAC(
         kfac.QuadraticModel(), kfac.QuadraticModel(), kfac.LevenbergMarquardt(1.0)
@@ -89,99 +107,97 @@ OPTIMIZERS = {
 }
 
 
-def loss_fn(model, x, y):
-    return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y)
-
-
 def context(mesh):
     is_explicit = EXPLICIT in mesh.axis_types
     return jax.set_mesh(mesh) if is_explicit else contextlib.nullcontext()
 
 
-@ft.cache
-def step_of(name):
-    return eqx.filter_jit(OPTIMIZERS[name].step)
+@eqx.filter_jit
+def several_steps(optimizer, loss_fn, model, state, args, number):
+    """The model, and the state."""
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def body(carry, key):
+        params, state = carry
+        model = eqx.combine(params, static)
+        model, state, _ = optimizer.step(loss_fn, model, state, *args, key=key)
+        return (only_arrays(model), state), None
+
+    keys = jr.split(jr.key(0), number)
+    return jax.lax.scan(body, (params, state), keys)[0]
 
 
-def train(name, model, mesh=None, number=8):
-    """Some steps; the model, and the loss after every step."""
-    x, y = X, Y
+def train(optimizer, model, mesh=None, loss_fn=loss_fn, args=(X, Y), number=8):
     if mesh is not None:
-        model, (x, y) = put(model, mesh, P()), put((x, y), mesh, P("batch"))
-    state, losses = OPTIMIZERS[name].init(model), []
-    for i in range(number):
-        model, state, info = step_of(name)(loss_fn, model, state, x, y, key=jr.key(i))
-        losses.append(info.loss)
-    return model, state, losses
+        model, args = put(model, mesh, P()), put(args, mesh, P("batch"))
+    state = optimizer.init(model)
+    return several_steps(optimizer, loss_fn, model, state, args, number)[0]
 
 
 @ft.cache
 def alone(name, model):
-    return train(name, MODELS[model]())[0]
+    return train(OPTIMIZERS[name], MODELS[model]())
 
 
-# Devices, and whether their mesh is explicit: fewer than there are matrices, and more; of
-# an axis of one; along two axes.
+# More devices than there are matrices; fewer, on an explicit mesh; along two axes.
 MESHES = {
-    "deep": make_mesh(),
+    "deep": make_mesh((6,)),
     "scanned": make_mesh((2,), kind=EXPLICIT),
-    "convnet": make_mesh((3, 2), ("batch", "other")),
+    "convnet": make_mesh((2, 2), ("batch", "other")),
 }
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_are_those_of_one_device(name, model):
-    mesh = MESHES[model]
+    mesh, start = MESHES[model], MODELS[model]()
     with context(mesh):
-        got, _, _ = train(name, MODELS[model](), mesh)
+        got = train(OPTIMIZERS[name], start, mesh)
     assert_near(got, alone(name, model), 1e-9)
-    assert_differs(got, MODELS[model](), 1e-3)
+    assert_differs(got, start, 1e-3)
+
+
+@ft.cache
+def in_eigenbases(kind=None):
+    """The model before and after some steps."""
+    mlp = kfac.convert(eqx.filter_jit(eqx.nn.MLP)(6, 3, 5, 1, jnp.tanh, key=jr.key(3)))
+    model = kfac.convert(kfac.revert(mlp), blocks=kfac.EKFAC())
+    data = dict(loss_fn=squared, args=(X, jnp.asarray(np.eye(3)[Y])), number=3)
+    mesh = None if kind is None else make_mesh((4,), kind=kind)
+    with contextlib.nullcontext() if kind is None else context(mesh):
+        return model, train(OPTIMIZERS["eigh"], model, mesh, **data)
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_steps_in_eigenbases(kind):
     """The factors have full rank, for else rounding chooses some of the bases."""
-    model = kfac.convert(eqx.nn.MLP(6, 3, 5, 1, jnp.tanh, key=jr.key(3)))
-    model = kfac.convert(kfac.revert(model), blocks=kfac.EKFAC())
-    squared = lambda model, x, y: kfac.SquaredError(jax.vmap(model)(x), y)
-    step = eqx.filter_jit(OPTIMIZERS["eigh"].step)
+    start, got = in_eigenbases(kind)
+    assert_near(got, in_eigenbases()[1], 1e-9)
+    assert_differs(got, start, 1e-3)
 
-    def three_steps(model, x, y):
-        state = OPTIMIZERS["eigh"].init(model)
-        for _ in range(3):
-            model, state, _ = step(squared, model, state, x, y)
-        return model
 
-    y = jax.nn.one_hot(Y, 3)
-    mesh = make_mesh(kind=kind)
-    want = three_steps(model, X, y)
-    with context(mesh):
-        got = three_steps(put(model, mesh, P()), *put((X, y), mesh, P("batch")))
-    assert_near(got, want, 1e-9)
-    assert_differs(got, model, 1e-3)
+def two_steps(static, params, x, y):
+    model, optimizer = eqx.combine(params, static), OPTIMIZERS["eigh"]
+    state = optimizer.init(model)
+    return several_steps(optimizer, loss_fn, model, state, (x, y), 2)[0]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_steps_in_shard_map(check_vma):
     """What JAX does not keep account of is not shared, for devices may differ."""
-    params, static = eqx.partition(Deep([6, 5, 5, 3]), eqx.is_array)
-    optimizer = OPTIMIZERS["eigh"]
-
-    def two_steps(params, x, y):
-        model = eqx.combine(params, static)
-        state = optimizer.init(model)
-        for _ in range(2):
-            model, state, _ = optimizer.step(loss_fn, model, state, x, y)
-        return eqx.filter(model, eqx.is_array)
-
+    params, static = eqx.partition(deep(*SMALL), eqx.is_array)
     split = P("batch") if check_vma else P()
-    local = ft.partial(jax.shard_map, mesh=make_mesh((4,)), check_vma=check_vma)
-    local = jax.jit(local(two_steps, in_specs=(P(), split, split), out_specs=P()))
-    want = jax.jit(two_steps)(params, X, Y)
-    assert_near(local(params, X, Y), want, 1e-9)
-    shared = "psum" in str(jax.make_jaxpr(lambda *a: local(*a))(params, X, Y))
-    assert shared == check_vma
+    local = jax.shard_map(
+        ft.partial(two_steps, static),
+        mesh=make_mesh((4,)),
+        check_vma=check_vma,
+        in_specs=(P(), split, split),
+        out_specs=P(),
+    )
+    traced = jax.jit(local).trace(params, X, Y)
+    assert ("psum" in str(traced.jaxpr)) == check_vma
+    got = traced.lower().compile()(params, X, Y)
+    assert_near(got, train(OPTIMIZERS["eigh"], deep(*SMALL), number=2), 1e-9)
 
 
 def gathered_loss(model, x, y):
@@ -207,24 +223,19 @@ def test_split_weights(name):
     *specs, kind, loss = SPLITS[name]
     mesh = make_mesh((2, 2), ("data", "model"), kind)
     widths = [6, 8, 4]
-    x, y = X, Y % widths[-1]
-    optimizer = OPTIMIZERS["default"]
-
-    def three_steps(loss, model, x, y):
-        state = optimizer.init(model)
-        for i in range(3):
-            model, state, _ = step_of("default")(loss, model, state, x, y, key=jr.key(i))
-        return model, state
-
-    want, _ = three_steps(loss_fn, Deep(widths), x, y)
+    x, y = X, jnp.asarray(np.asarray(Y) % widths[-1])
+    optimizer = kfac.KFAC(fisher=EXACT, curvature_period=1, inverse_period=2)
+    start = deep(*widths)
+    want = train(optimizer, start, args=(x, y), number=3)
     with context(mesh):
-        model = put(Deep(widths), mesh, P())
+        model, args = put(start, mesh, P()), put((x, y), mesh, P("data"))
         for i, spec in enumerate(specs):
             where = lambda m, i=i: m.layers[i].weight
             model = eqx.tree_at(where, model, put(where(model), mesh, spec))
-        got, state = three_steps(loss, model, *put((x, y), mesh, P("data")))
+        state = optimizer.init(model)
+        got, state = several_steps(optimizer, loss, model, state, args, 3)
     assert_near(got, want, 1e-9)
-    assert_differs(got, Deep(widths), 1e-3)
+    assert_differs(got, start, 1e-3)
     for part in (got, state.velocity):
         for i, spec in enumerate(specs):
             weight = part.layers[i].weight
@@ -234,24 +245,21 @@ def test_split_weights(name):
 def test_members_in_shard_map():
     """Devices along one axis have members of their own, and share along the other one."""
     mesh = make_mesh((2, 3), ("members", "batch"))
-    make = lambda key: kfac.Linear(6, 3, key=key)
-    members = eqx.filter_vmap(make)(jr.split(jr.key(8)))
+    make = eqx.filter_vmap(lambda key: kfac.Linear(6, 3, key=key))
+    members = eqx.filter_jit(lambda: make(jr.split(jr.key(8))))()
     params, static = eqx.partition(members, eqx.is_array)
-    optimizer = OPTIMIZERS["eigh"]
 
-    def two_steps(params, x, y):
-        model = eqx.combine(jtu.tree_map(lambda a: a[0], params), static)
-        state = optimizer.init(model)
-        for _ in range(2):
-            model, state, _ = optimizer.step(loss_fn, model, state, x, y)
-        return jtu.tree_map(lambda a: a[None], eqx.filter(model, eqx.is_array))
+    def own_steps(params, x, y):
+        own = jtu.tree_map(lambda a: a[0], params)
+        return jtu.tree_map(lambda a: a[None], two_steps(static, own, x, y))
 
     specs = dict(in_specs=(P("members"), P("batch"), P("batch")), out_specs=P("members"))
-    got = jax.jit(jax.shard_map(two_steps, mesh=mesh, **specs))(params, X, Y)
+    got = jax.jit(jax.shard_map(own_steps, mesh=mesh, **specs))(params, X, Y)
+    got, params = jax.device_get((got, params))
+    own_steps = jax.jit(own_steps)
     for i in range(2):
         own = lambda tree, i=i: jtu.tree_map(lambda a: a[i : i + 1], tree)
-        want = jax.jit(two_steps)(own(params), X, Y)
-        assert_near(own(got), want, 1e-9)
+        assert_near(own(got), own_steps(own(params), X, Y), 1e-9)
 
 
 #
@@ -259,29 +267,38 @@ def test_members_in_shard_map():
 #
 
 
-def decompositions_in_a_step(mesh, name, model):
-    x, y = X, Y
-    if mesh is not None:
-        model, (x, y) = put(model, mesh, P()), put((x, y), mesh, P("batch"))
-    params, static = eqx.partition(model, eqx.is_array)
+# Inputs, outputs, and how many there are: twelve layers again, some as stacks.
+SHAPES = [(6, 9, 1), (9, 9, 3), (8, 7, 5), (6, 3, 3)]
+
+
+@ft.cache
+@eqx.filter_jit
+def make_layers():
+    stack = lambda i, o: eqx.filter_vmap(lambda key: kfac.Linear(i, o, key=key))
+    return [stack(i, o)(jr.split(jr.key(0), n)) for i, o, n in SHAPES]
+
+
+def decompositions_in_an_update(mesh, name):
+    layers = make_layers()
+    layers = layers if mesh is None else put(layers, mesh, P())
+    params, static = eqx.partition(layers, eqx.is_array)
     optimizer = OPTIMIZERS[name]
 
-    def step(params, state, x, y):
-        model = eqx.combine(params, static)
-        model, *rest = optimizer.step(loss_fn, model, state, x, y, key=jr.key(0))
-        return eqx.filter((model, rest), eqx.is_array)
+    def update(params, state):
+        new = dict(curvature=state.curvature, value=state.weight)
+        return optimizer.update(params, state, eqx.combine(params, static), **new)
 
-    traced = jax.jit(step).trace(params, optimizer.init(model), x, y)
+    traced = jax.jit(update).trace(params, optimizer.init(layers))
     number, _ = decompositions(traced.jaxpr.jaxpr)
     return number
 
 
 @pytest.mark.parametrize("name", ["default", "eigh"])
 def test_each_device_decomposes_its_part(name):
-    total = 2 * (len(WIDTHS) - 1)
-    assert decompositions_in_a_step(None, name, Deep(WIDTHS)) == total
+    total = 2 * sum(number for *_, number in SHAPES)
+    assert decompositions_in_an_update(None, name) == total
     for devices in (1, 2, 4, 8):
-        number = decompositions_in_a_step(make_mesh((devices,)), name, Deep(WIDTHS))
+        number = decompositions_in_an_update(make_mesh((devices,)), name)
         assert total / devices <= number <= -(-total // devices) + (devices > 1)
 
 
@@ -306,11 +323,21 @@ def test_the_work_is_dealt_out_evenly(devices):
 def test_what_is_gathered():
     """The statistics, the inverses, the gradient: nothing twice, nothing padded."""
     mesh = make_mesh()
-    model, args = put(Deep(WIDTHS), mesh, P()), put((X, Y), mesh, P("batch"))
+    model, args = put(deep(*WIDTHS[:8]), mesh, P()), put((X, Y), mesh, P("batch"))
     optimizer = OPTIMIZERS["default"]
     state = optimizer.init(model)
-    lowered = step_of("default").lower(loss_fn, model, state, *args, key=jr.key(0))
-    sizes = transfers(lowered.compile().compiled.as_text())
+    params, static = eqx.partition(model, eqx.is_array)
+
+    @jax.jit
+    def step(params, state, args):
+        model = eqx.combine(params, static)
+        out = optimizer.step(loss_fn, model, state, *args, key=jr.key(0))
+        return only_arrays(out)
+
+    traced = step.trace(params, state, args)
+    number, _ = decompositions(traced.jaxpr.jaxpr)
+    assert number in (2, 3)  # Of 14 on 8 devices.
+    sizes = transfers(traced.lower().compile().as_text())
     inverses = sum(leaf.size for leaf in jtu.tree_leaves(state.inverse))
     assert sum(sum(several) == inverses for several in sizes) == 1
     parameters = sum(leaf.size for leaf in leaves(model))
@@ -327,7 +354,7 @@ def test_what_is_gathered():
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_a_state_begins_on_the_mesh(kind, jit):
     """So that a step is compiled once."""
-    mesh = make_mesh(kind=kind)
+    mesh, start = make_mesh(kind=kind), deep(6, 3)
     compiled = []
 
     def listen(event, duration, fun_name="", **_):
@@ -335,7 +362,7 @@ def test_a_state_begins_on_the_mesh(kind, jit):
             compiled.append(fun_name)
 
     with context(mesh):
-        model, args = put(Deep([6, 5, 3]), mesh, P()), put((X, Y), mesh, P("batch"))
+        model, args = put(start, mesh, P()), put((X, Y), mesh, P("batch"))
         init = OPTIMIZERS["default"].init
         state = (eqx.filter_jit(init) if jit else init)(model)
         for leaf in jtu.tree_leaves(state):
@@ -358,7 +385,7 @@ def test_a_state_begins_on_the_mesh(kind, jit):
 @pytest.mark.parametrize("jit", [False, True])
 def test_velocity_is_split_as_the_parameters(jit):
     mesh = make_mesh()
-    model = put(Deep([8, 16, 8]), mesh, P("batch"))
+    model = put(deep(8, 16, 8), mesh, P("batch"))
     init = OPTIMIZERS["default"].init
     state = (eqx.filter_jit(init) if jit else init)(model)
     for part in (state.velocity, state.iterates.mean):
@@ -371,7 +398,7 @@ def test_velocity_is_split_as_the_parameters(jit):
 
 def test_of_a_model_that_is_not_finite_it_is_zero():
     mesh = make_mesh()
-    model = put(Deep([8, 16, 8]), mesh, P("batch"))
+    model = put(deep(8, 16, 8), mesh, P("batch"))
     model = eqx.tree_at(lambda m: m.layers[0].weight, model, replace_fn=lambda w: w / 0)
     state = eqx.filter_jit(OPTIMIZERS["default"].init)(model)
     assert not any(np.any(leaf) for leaf in jtu.tree_leaves(state.velocity))
@@ -382,21 +409,31 @@ def test_of_a_model_that_is_not_finite_it_is_zero():
 #
 
 
-WIDE = [40, 72, 72, 8]
-WIDE_X, WIDE_Y = jr.normal(jr.key(3), (32, 40)), jr.randint(jr.key(4), (32,), 0, 8)
+WIDE = [72, 72, 8]
+WIDE_X = normal(32, WIDE[0], seed=3)
+WIDE_Y = jnp.asarray(np.random.default_rng(4).integers(WIDE[-1], size=32))
 
 
-def three_steps(optimizer, mesh, over, step=None):
-    """(The first one factorises, the third does not.)"""
-    model, args = Deep(WIDE), (WIDE_X, WIDE_Y)
+def three_steps(optimizer, mesh=None):
+    """(The first one factorises, the second does not.)"""
+    model, args = deep(*WIDE), (WIDE_X, WIDE_Y)
     if mesh is not None:
-        model, args = put(model, mesh, P()), put(args, mesh, P(mesh.axis_names[0]))
+        model, args = put(model, mesh, P()), put(args, mesh, P("batch"))
     state = optimizer.init(model)
-    state = kfac.packed(state, over=over) if over else state
-    step = eqx.filter_jit(optimizer.step) if step is None else step
-    for i in range(3):
-        model, state, _ = step(loss_fn, model, state, *args, key=jr.key(i))
+    if mesh is not None:
+        state = eqx.filter_jit(kfac.packed)(state, over="batch")
+    for _ in range(3):
+        model, state, _ = stepped(optimizer, loss_fn, model, state, *args)
     return model, state
+
+
+@ft.cache
+def whole_states(solver):
+    return three_steps(halving(solver))
+
+
+def halving(solver):
+    return plain_kfac(0.1, solver=solver, fisher=EXACT, inverse_period=2)
 
 
 def bytes_here(tree):
@@ -407,20 +444,19 @@ def bytes_here(tree):
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 @pytest.mark.parametrize("solver", [kfac.Cholesky(), kfac.NewtonSchulz(1e-14)])
 def test_split_states(kind, solver):
-    optimizer = plain_kfac(0.1, solver=solver, fisher=EXACT, inverse_period=2)
-    want, whole = three_steps(optimizer, None, ())
+    want, whole = whole_states(solver)
     mesh = make_mesh((4,), kind=kind)
     with context(mesh):
-        got, state = three_steps(optimizer, mesh, "batch")
+        got, state = three_steps(halving(solver), mesh)
     assert_near(got, want, 1e-9)
     split = (state.curvature, state.inverse)
     total = bytes_here((whole.curvature, whole.inverse))
     # Half of it, a quarter of that, and some padding.
     assert total / 8 < bytes_here(split) <= 1.3 * total / 8
-    unpacked = kfac.unpacked(state)
+    unpacked = eqx.filter_jit(kfac.unpacked)(state)
     assert_near(unpacked.curvature, whole.curvature, 1e-9)
     assert_near(unpacked.inverse, whole.inverse, 1e-9)
-    repacked = kfac.packed(state)
+    repacked = eqx.filter_jit(kfac.packed)(unpacked)
     assert bytes_here((repacked.curvature, repacked.inverse)) > 3 * bytes_here(split)
 
 
@@ -429,8 +465,9 @@ def test_split_states_have_the_same_shapes_on_any_number_of_devices():
     optimizer, shapes = OPTIMIZERS["default"], []
     for devices in (2, 6, 8):
         mesh = make_mesh((devices,))
-        state = optimizer.init(put(Deep(WIDE), mesh, P()))
-        state = kfac.packed(state, over=mesh.axis_names)
+        state = optimizer.init(put(deep(*WIDE), mesh, P()))
+        split = ft.partial(kfac.packed, over=mesh.axis_names)
+        state = eqx.filter_eval_shape(split, state)
         shapes.append([leaf.shape for leaf in jtu.tree_leaves(state)])
     assert shapes[0] == shapes[1] == shapes[2]
 
@@ -441,7 +478,10 @@ def test_split_states_of_optax():
     estimate = eqx.filter_jit(kfac.value_grad_and_curvature(loss_fn, fisher=EXACT))
     update, results = eqx.filter_jit(optimizer.update), []
     for over in ((), ("batch",)):
-        model, args = put(Deep(WIDE), mesh, P()), put((WIDE_X, WIDE_Y), mesh, P("batch"))
+        model, args = (
+            put(deep(72, 73), mesh, P()),
+            put((WIDE_X, WIDE_Y), mesh, P("batch")),
+        )
         state = kfac.packed(optimizer.init(model), over=over)
         for _ in range(2):
             _, grads, curvature = estimate(model, *args)
@@ -456,10 +496,13 @@ def test_products_with_split_inverses_are_dealt_out():
     """Each device multiplies with some of them: those of eight equal layers, one."""
     mesh, optimizer = make_mesh(), kfac.scale_by_kfac(0.1)
     update = eqx.filter_jit(optimizer.update)
-    model = put(Deep([64] * 9), mesh, P())
+    one = lambda key: kfac.Linear(64, 64, key=key)
+    stack = lambda: eqx.filter_vmap(one)(jr.split(jr.key(0), 6))
+    model = eqx.filter_jit(lambda: [stack(), one(jr.key(1)), one(jr.key(2))])()
+    model = put(model, mesh, P())
     flops = []
     for over in ((), ("batch",)):
-        state = kfac.packed(optimizer.init(model), over=over)
+        state = eqx.filter_jit(kfac.packed)(optimizer.init(model), over=over)
         lowered = update.lower(model, state, model, curvature=None)
         flops.append(lowered.compile().compiled.cost_analysis()["flops"])
     products = 8 * 2 * 2 * 64**2 * 65
@@ -467,9 +510,9 @@ def test_products_with_split_inverses_are_dealt_out():
 
 
 def test_split_states_need_a_mesh():
-    optimizer = OPTIMIZERS["default"]
+    optimizer, model = OPTIMIZERS["default"], deep(2, 3)
     with pytest.raises(ValueError, match="Put the model on a mesh with the axis 'batch'"):
-        kfac.packed(optimizer.init(Deep(WIDE)), over="batch")
+        kfac.packed(optimizer.init(model), over="batch")
     mesh = make_mesh((2,))
     with pytest.raises(ValueError, match=r"on a mesh with the axes \('batch',\)"):
-        kfac.packed(optimizer.init(put(Deep(WIDE), mesh, P())), over="data")
+        kfac.packed(optimizer.init(put(model, mesh, P())), over="data")

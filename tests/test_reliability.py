@@ -17,7 +17,7 @@ import eqx_kfac as kfac
 from eqx_kfac._curvature._average import is_finite
 from eqx_kfac._misc import all_finite
 
-from .helpers import arrays
+from .helpers import arrays, normal
 from .plain import plain_kfac
 
 
@@ -274,8 +274,14 @@ def scan(optimizer, model, data):
     return jax.lax.scan(body, (params, optimizer.init(model)), data)[1]
 
 
+@ft.cache
+@eqx.filter_jit
+def net_of(dtype):
+    return kfac.cast(Net(), dtype) if dtype != "float64" else Net()
+
+
 def make_model(case):
-    return kfac.cast(Net(), case.dtype) if case.dtype != "float64" else Net()
+    return net_of(case.dtype)
 
 
 def run(case, data):
@@ -457,7 +463,7 @@ def test_rejection_with_donated_buffers():
         now = jtu.tree_map(lambda a: a[state.step], on_device)
         return one_step(case.optimizer, model, state, now)
 
-    model = Net()
+    model = eqx.filter_jit(Net)()
     state = case.optimizer.init(model)
     results = run(case, data)[1:]
     for t, want in enumerate(results):
@@ -514,6 +520,11 @@ def checkpointed_optimizer(kind):
 
 
 @eqx.filter_jit
+def init_of(optimizer, model):
+    return optimizer.init(model)
+
+
+@eqx.filter_jit
 def token_step(optimizer, model, state):
     """All that is random follows from the step."""
     batch_key, key = jr.split(jr.fold_in(jr.key(7), state.step))
@@ -528,8 +539,9 @@ def test_killed_and_resumed(kind, dtype):
     """After any number of steps, from a file alone, bit for bit."""
     with jax.numpy_dtype_promotion("standard"):  # As optax's Adam needs.
         optimizer = checkpointed_optimizer(kind)
-        model = Tokens(0, dtype)
-        state = optimizer.init(model)
+        make_model = eqx.filter_jit(lambda seed: Tokens(seed, dtype))
+        model = make_model(np.asarray(0))
+        state = init_of(optimizer, model)
         files, results = [], []
         for _ in range(7):
             file = io.BytesIO()
@@ -540,8 +552,8 @@ def test_killed_and_resumed(kind, dtype):
         assert not any(bool(info.rejected) for _, _, info in results)
         for killed, file in enumerate(files):
             optimizer = checkpointed_optimizer(kind)
-            model = Tokens(1, dtype)
-            like = model, optimizer.init(model)
+            model = make_model(np.asarray(1))
+            like = model, init_of(optimizer, model)
             assert not same(like[0], results[-1][0])
             model, state = eqx.tree_deserialise_leaves(io.BytesIO(file), like)
             for want in results[killed:]:
@@ -551,7 +563,11 @@ def test_killed_and_resumed(kind, dtype):
         # The randomness matters: at another step, it is another run.
         step = lambda s: s.step
         model, state = eqx.tree_deserialise_leaves(io.BytesIO(files[2]), like)
-        other = token_step(optimizer, model, eqx.tree_at(step, state, state.step + 6))
+        other = token_step(
+            optimizer,
+            model,
+            eqx.tree_at(step, state, jnp.asarray(np.asarray(state.step) + 6)),
+        )
         assert not same(other[0], results[2][0])
 
 
@@ -582,7 +598,7 @@ class Mixed(eqx.Module):
 
 def finite_curvature(block):
     """Of a model on some inputs: whether all factors are finite, and what is said."""
-    model = Mixed(block)
+    model = eqx.filter_jit(Mixed)(block)
 
     def loss_fn(model, x):
         y = jax.vmap(model)(x)
@@ -594,7 +610,7 @@ def finite_curvature(block):
         factors = kfac.curvature(loss_fn, kfac.Exact())(eqx.combine(scaled, model), x)
         return all_finite(factors), is_finite(factors)
 
-    return run
+    return lambda x, scale: [bool(flag) for flag in run(x, jnp.asarray(scale))]
 
 
 @pytest.mark.parametrize(
@@ -611,13 +627,15 @@ def finite_curvature(block):
 )
 def test_whether_curvature_is_finite(block):
     run = finite_curvature(block)
-    x = jax.random.normal(jax.random.key(1), (5, 4))
-    assert [bool(flag) for flag in run(x, 1.0)] == [True, True]
+    x = np.asarray(normal(5, 4, seed=1))
+    assert run(x, 1.0) == [True, True]
     bad_inputs = [
-        x.at[2, 3].set(jnp.nan),  # One column of a factor.
-        x.at[2, 3].set(1e200),  # Its square overflows, with others it does not.
-        x.at[0].set(jnp.inf),
+        ((2, 3), np.nan),  # One column of a factor.
+        ((2, 3), 1e200),  # Its square overflows, with others it does not.
+        (0, np.inf),
     ]
-    for bad in bad_inputs:
-        assert [bool(flag) for flag in run(bad, 1.0)] == [False, False]
-    assert [bool(flag) for flag in run(x, 1e120)] == [False, False]  # Gradients overflow.
+    for where, value in bad_inputs:
+        bad = x.copy()
+        bad[where] = value
+        assert run(bad, 1.0) == [False, False]
+    assert run(x, 1e120) == [False, False]  # Gradients overflow.

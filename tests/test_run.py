@@ -14,7 +14,16 @@ from jax.sharding import PartitionSpec as P
 import eqx_kfac as kfac
 
 from . import reference
-from .helpers import assert_near, make_mesh, stepped
+from .helpers import (
+    arrays,
+    assert_near,
+    leaves,
+    make_mesh,
+    normal,
+    softmax,
+    squared,
+    stepped,
+)
 from .plain import plain_kfac
 
 
@@ -22,13 +31,15 @@ BATCH, D_IN, D_OUT = 16, 4, 3
 TOLERANCE = 1e-10
 
 
+@ft.cache
 def make_model(seed=0):
-    return kfac.convert(eqx.nn.MLP(D_IN, D_OUT, 5, 1, jnp.tanh, key=jr.key(seed)))
+    make = eqx.filter_jit(eqx.nn.MLP)
+    return kfac.convert(make(D_IN, D_OUT, 5, 1, jnp.tanh, key=jr.key(seed)))
 
 
 def data(seed=1, batch=BATCH):
-    keys = jr.split(jr.key(seed))
-    return jr.normal(keys[0], (batch, D_IN)), jr.randint(keys[1], (batch,), 0, D_OUT)
+    y = np.random.default_rng(seed).integers(D_OUT, size=batch)
+    return normal(batch, D_IN, seed=seed), jnp.asarray(y)
 
 
 #
@@ -69,25 +80,30 @@ def quotient_and_others(model, x, y):
     return 0.5 * quotient(model, x, y) + D_OUT / 2 + 0.3
 
 
+@eqx.filter_jit
+def derivatives(loss_fn, plain, model, x, y):
+    """Value, gradient and a Hessian-vector product, of both; curvature."""
+    estimate = lambda fn: kfac.value_grad_and_curvature(fn, kfac.Exact())(model, x, y)
+    value, grads, curvature = estimate(loss_fn)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    curved = kfac.Hessian(loss_fn, model, x, y).mv(params)
+    slope = jax.value_and_grad(lambda p: plain(eqx.combine(p, static), x, y))
+    (want, slope), (_, want_curved) = jax.jvp(slope, (params,), (params,))
+    _, *others = estimate(constant)
+    return (value, grads, curved), (want, slope, want_curved), curvature, others
+
+
 @pytest.mark.parametrize(
     "loss_fn, plain", [(focal, quotient), (with_others, quotient_and_others)]
 )
 def test_gradient_of_weights_that_depend_on_the_model(loss_fn, plain):
-    model, (x, y) = make_model(), data()
-    value, slope = eqx.filter_jit(eqx.filter_value_and_grad(plain))(model, x, y)
-    estimate = eqx.filter_jit(kfac.value_grad_and_curvature(loss_fn, kfac.Exact()))
-    got_value, got, curvature = estimate(model, x, y)
-    assert reference.error(got_value, value) < TOLERANCE
-    assert_near(got, slope)
-    hessian = kfac.Hessian(loss_fn, model, x, y)
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-    plain_slope = jax.grad(lambda p: plain(eqx.combine(p, static), x, y))
-    curved = jax.jit(lambda p: jax.jvp(plain_slope, (p,), (p,))[1])
-    assert_near(eqx.filter_jit(hessian.mv)(params), curved(params))
+    got, want, curvature, others = derivatives(loss_fn, plain, make_model(), *data())
+    assert reference.error(got[0], want[0]) < TOLERANCE
+    assert_near(got[1], want[1])
+    assert_near(got[2], want[2])
     # Curvature takes them for constants.
-    estimate = eqx.filter_jit(kfac.value_grad_and_curvature(constant, kfac.Exact()))
-    _, other, same = estimate(model, x, y)
-    assert reference.error(other.layers[0].weight, slope.layers[0].weight) > 0.1
+    other, same = others
+    assert reference.error(other.layers[0].weight, want[1].layers[0].weight) > 0.1
     if loss_fn is focal:
         assert_near(curvature, same)
 
@@ -96,8 +112,9 @@ def test_loss_after_a_step_with_weights_that_depend_on_the_model():
     model, (x, y) = make_model(), data()
     optimizer = plain_kfac(0.1, fisher=kfac.Exact(), max_increase=jnp.inf)
     new, _, info = stepped(optimizer, focal, model, optimizer.init(model), x, y)
-    assert reference.error(info.loss, quotient(model, x, y)) < TOLERANCE
-    assert reference.error(info.new_loss, quotient(new, x, y)) < TOLERANCE
+    loss = eqx.filter_jit(quotient)
+    assert reference.error(info.loss, loss(model, x, y)) < TOLERANCE
+    assert reference.error(info.new_loss, loss(new, x, y)) < TOLERANCE
 
 
 def test_weights_that_depend_on_the_model_on_several_devices():
@@ -113,7 +130,7 @@ def test_weights_that_depend_on_the_model_on_several_devices():
 
     specs = dict(in_specs=(P(), P("batch"), P("batch")), out_specs=P())
     got = jax.jit(jax.shard_map(gradient, mesh=mesh, **specs))(params, x, y)
-    assert_near(got, eqx.filter_value_and_grad(quotient)(model, x, y))
+    assert_near(got, eqx.filter_jit(eqx.filter_value_and_grad(quotient))(model, x, y))
 
 
 def test_weights_that_depend_on_the_model_in_micro_batches():
@@ -136,12 +153,12 @@ def test_masks_that_depend_on_the_model_in_micro_batches():
         return kfac.SoftmaxCrossEntropy(logits, y, jnp.max(logits, axis=1) > 0.5)
 
     optimizer = plain_kfac(2.0, 0.0, 1e-2, fisher=kfac.Exact(), max_increase=jnp.inf)
-    state = optimizer.init(model)
+    state, loss = optimizer.init(model), eqx.filter_jit(loss_fn)
     for parts in (1, 2):
         parts = dict(micro_batches=parts)
         new, _, info = stepped(optimizer, loss_fn, model, state, x, y, **parts)
-        after = loss_fn(new, x, y)
-        assert after.count != loss_fn(model, x, y).count
+        after = loss(new, x, y)
+        assert after.count != loss(model, x, y).count
         assert reference.error(info.new_loss, after.value) < TOLERANCE
 
 
@@ -157,21 +174,20 @@ def valley(model, x, y):
 
 def test_momentum_that_leads_uphill_is_not_tried_again():
     model = kfac.Linear(2, 2, use_bias=False, key=jr.key(0))
-    x = jr.normal(jr.key(1), (8, 2))
-    y = jr.normal(jr.key(2), (8, 2)) ** 2
+    x, y = normal(8, 2, seed=4), normal(8, 2, seed=5)
     optimizer = plain_kfac(0.1, 0.99, 1e-3, fisher=kfac.Exact(), max_increase=0.0)
-    state = optimizer.init(model)
 
     def body(carry, _):
         model, state = carry
-        model, state, info = optimizer.step(valley, model, state, x, y)
+        model, state, info = optimizer.step(valley, model, state, x, y**2)
         return (model, state), (info.rejected, state.velocity.weight, info.loss)
 
-    _, (rejected, velocity, loss) = jax.lax.scan(body, (model, state), length=100)
+    scan = jax.jit(lambda *start: jax.lax.scan(body, start, length=100)[1])
+    rejected, velocity, loss = map(np.asarray, scan(model, optimizer.init(model)))
     in_a_row = "".join("01"[int(r)] for r in rejected)
     assert "1" in in_a_row and "11" not in in_a_row
-    assert not jnp.any(velocity[rejected])
-    assert jnp.all(jnp.diff(loss) <= 0)
+    assert not np.any(velocity[rejected])
+    assert np.all(np.diff(loss) <= 0)
 
 
 #
@@ -201,45 +217,46 @@ def normed_loss(model, bn_state, x, y):
     return kfac.SoftmaxCrossEntropy(logits, y), bn_state
 
 
+@eqx.filter_jit
+def normed_step(optimizer, model, state, bn_state, x, y):
+    """With the state of the batch, as it is returned and as it is chosen."""
+    model, state, info = optimizer.step(normed_loss, model, state, bn_state, x, y)
+    return model, state, info.aux, info.choose(info.aux, bn_state), info.rejected
+
+
 @pytest.mark.parametrize("choosing", [True, False])
 def test_state_of_a_batch_that_was_rejected(choosing):
-    model, bn_state = eqx.nn.make_with_state(Normed)(jr.key(0))
-    inference = eqx.nn.inference_mode(model)
+    model, bn_state = eqx.filter_jit(eqx.nn.make_with_state(Normed))(jr.key(0))
+    inference = eqx.filter_jit(eqx.nn.inference_mode(model))
     optimizer = plain_kfac(0.1, fisher=kfac.Exact())
     state = optimizer.init(model)
-
-    @eqx.filter_jit
-    def step(model, state, bn_state, x, y):
-        model, state, info = optimizer.step(normed_loss, model, state, bn_state, x, y)
-        new = info.choose(info.aux, bn_state) if choosing else info.aux
-        return model, state, new, info
-
     for index in range(6):
-        x, y = data(index)
-        x = x.at[0, 0].set(jnp.nan) if index == 2 else x
-        before = bn_state
-        model, state, bn_state, info = step(model, state, bn_state, x, y)
-        assert bool(info.rejected) == (index == 2)
-        moved = jtu.tree_map(lambda a, b: not jnp.array_equal(a, b), bn_state, before)
-        assert any(jtu.tree_leaves(moved)) == (index != 2 or not choosing)
-    finite = [bool(jnp.all(jnp.isfinite(a))) for a in jtu.tree_leaves(bn_state)]
-    out, _ = inference(data()[0][0], bn_state)
-    assert all(finite) == bool(jnp.all(jnp.isfinite(out))) == choosing
+        x, y = arrays(data(index))
+        x = x.copy()
+        x[0, 0] = np.nan if index == 2 else x[0, 0]
+        before = arrays(bn_state)
+        out = normed_step(optimizer, model, state, bn_state, x, y)
+        model, state, returned, chosen, rejected = out
+        bn_state = chosen if choosing else returned
+        assert bool(rejected) == (index == 2)
+        pairs = zip(arrays(bn_state), before, strict=True)
+        assert any(not np.array_equal(*pair) for pair in pairs) == (
+            index != 2 or not choosing
+        )
+    finite = all(np.all(np.isfinite(a)) for a in arrays(bn_state))
+    out, _ = inference(arrays(data())[0][0], bn_state)
+    assert finite == bool(np.all(np.isfinite(out))) == choosing
 
 
 def test_choosing():
     model, (x, y) = make_model(), data()
     optimizer = plain_kfac(0.1, fisher=kfac.Exact())
-    new = dict(a=jnp.array([1, 2]), b=jnp.nan * jnp.ones(2), c="new", d=None, e=3)
-    old = dict(a=np.array([3, 4]), b=jnp.ones(2), c="old", d=None, e=4)
-
-    def loss_fn(model, x, y):
-        return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y)
-
-    for bad, want in ((False, new), (True, old)):
-        x = x.at[0].set(jnp.nan) if bad else x
+    new = dict(a=np.array([1, 2]), b=np.full(2, np.nan), c="new", d=None, e=3)
+    new = {k: jnp.asarray(v) if k in "ab" else v for k, v in new.items()}
+    old = dict(a=np.array([3, 4]), b=jnp.asarray(np.ones(2)), c="old", d=None, e=4)
+    for scale, want in ((1.0, new), (np.nan, old)):
         state = optimizer.init(model)
-        _, _, info = stepped(optimizer, loss_fn, model, state, x, y)
+        _, _, info = stepped(optimizer, softmax, model, state, x * scale, y)
         got = info.choose(new, old)
         assert (got["c"], got["d"], got["e"]) == ("old", None, 4)
         for name in "ab":
@@ -253,21 +270,21 @@ def test_choosing():
 
 
 class Stack(eqx.Module):
-    first: kfac.Linear
-    second: kfac.Linear
+    stack: kfac.Linear
     head: kfac.Linear
 
-    def __init__(self, block, stacked):
-        keys = jr.split(jr.key(0), 3)
-        make = lambda key: kfac.Linear(5, 5, key=key, block=block)
-        self.first = kfac.Linear(D_IN, 5, key=keys[0])
-        self.second = eqx.filter_vmap(make)(jr.split(keys[1], 2 if stacked else 1))
-        self.head = kfac.Linear(5, D_OUT, key=keys[2])
+    def __init__(self, stacked):
+        keys = jr.split(jr.key(0))
+        make = lambda key: kfac.Linear(D_IN, 5, key=key)
+        self.stack = eqx.filter_vmap(make)(jr.split(keys[0], 2 if stacked else 1))
+        self.head = kfac.Linear(5, D_OUT, key=keys[1])
 
     def __call__(self, x):
-        x = jnp.tanh(self.first(x))
         use = eqx.filter_vmap(lambda layer, x: layer(x), in_axes=(0, None))
-        return self.head(jnp.tanh(jnp.sum(use(self.second, x), axis=0)))
+        return self.head(jnp.tanh(jnp.sum(use(self.stack, x), axis=0)))
+
+
+make_stack = ft.cache(eqx.filter_jit(Stack))
 
 
 def certain_loss(model, x, y, scale=1.0):
@@ -287,65 +304,74 @@ blocks = {
 }
 
 
-def without_last_member(layer):
-    """What is there of the last layer of a stack becomes zero."""
-    zero = lambda a: a.at[-1].set(0) if eqx.is_inexact_array(a) else a
-    return jtu.tree_map(zero, layer)
+def without_last_member(tree, happens):
+    """What is there of the last layer of the stack becomes zero, if it happens."""
+    zero = lambda a: a.at[-1].multiply(1 - happens) if eqx.is_inexact_array(a) else a
+    return eqx.tree_at(lambda t: t.stack, tree, jtu.tree_map(zero, tree.stack))
+
+
+@eqx.filter_jit
+def update(optimizer, model, x, y, still, zeroed, l2):
+    """Whether nothing is moved, and what is said."""
+    estimate = kfac.value_grad_and_curvature(certain_loss, kfac.Exact())
+    _, grads, curvature = estimate(model, x, y)
+    grads = without_last_member(grads, still)
+    curvature = without_last_member(curvature, zeroed)
+    curvature = eqx.tree_at(lambda c: c.stack.l2, curvature, replace_fn=lambda a: a + l2)
+    state = optimizer.init(model)
+    updates, state = optimizer.update(grads, state, model, curvature=curvature)
+    moves = jnp.stack([jnp.any(u) for u in leaves(updates)])
+    return jnp.any(moves), state.faults.unseen, state.rejected
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one", "stacked and packed"])
 @pytest.mark.parametrize("name", blocks)
 def test_gradients_without_curvature(name, packed):
-    model = Stack(blocks[name], stacked=packed)
-    optimizer = plain_kfac(0.1, packed=packed)
-    estimate = kfac.value_grad_and_curvature(certain_loss, kfac.Exact())
-    _, grads, curvature = eqx.filter_jit(estimate)(model, *data())
-    second = lambda tree: tree.second
-    zeroed = eqx.tree_at(second, curvature, without_last_member(curvature.second))
-    spared = eqx.tree_at(lambda c: c.second.l2, zeroed, replace_fn=lambda a: a + 0.1)
-    still = eqx.tree_at(second, grads, without_last_member(grads.second))
-
-    @eqx.filter_jit
-    def update(grads, curvature):
-        return optimizer.update(grads, optimizer.init(model), model, curvature=curvature)
-
-    cases = [
-        (grads, curvature, False),
-        (grads, zeroed, True),
-        (grads, spared, False),
-        (still, zeroed, False),
-        (still, curvature, False),
+    model, convert = make_stack(packed), ft.partial(kfac.convert, blocks=blocks[name])
+    stack = convert(kfac.revert(model.stack))
+    model = eqx.tree_at(lambda m: m.stack, model, stack)
+    optimizer = plain_kfac(0.1, packed=packed, inverse_period=1)
+    cases = [  # No gradient, no curvature, a penalty; whether that is a fault.
+        (0.0, 0.0, 0.0, False),
+        (0.0, 1.0, 0.0, True),
+        (0.0, 1.0, 0.1, False),
+        (1.0, 1.0, 0.0, False),
+        (1.0, 0.0, 0.0, False),
     ]
-    for some_grads, some_curvature, unseen in cases:
-        updates, state = update(some_grads, some_curvature)
-        assert int(state.faults.unseen) == int(state.rejected) == unseen
-        assert any(map(np.any, jtu.tree_leaves(updates))) != unseen
+    for *numbers, fault in cases:
+        moves, unseen, rejected = update(
+            optimizer, model, *data(), *map(jnp.asarray, numbers)
+        )
+        assert int(unseen) == int(rejected) == fault
+        assert bool(moves) != fault
 
 
 def test_recurrent_curvature_of_nothing():
-    make = lambda scale: kfac.SeriesFactors(
-        *(scale * jnp.eye(3) for _ in range(4)), jnp.ones(()), jnp.zeros(())
-    )
-    assert [bool(make(scale).is_zero()) for scale in (0.0, 1.0)] == [True, False]
+    @jax.jit
+    def is_zero(scale):
+        eyes = (scale * jnp.eye(3) for _ in range(4))
+        return kfac.SeriesFactors(*eyes, jnp.ones(()), jnp.zeros(())).is_zero()
+
+    assert [bool(is_zero(scale)) for scale in (0.0, 1.0)] == [True, False]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_outputs_without_curvature(micro_batches):
-    model, (x, y) = Stack(kfac.Kronecker(), True), data()
-    optimizer = plain_kfac(0.1, fisher=kfac.Exact())
-    step = eqx.filter_jit(optimizer.step)
+    model, (x, y) = make_stack(True), data()
+    optimizer = plain_kfac(0.1, fisher=kfac.Exact(), inverse_period=1)
     for scale, unseen in ((1.0, False), (1e6, True)):
-        batch = dict(scale=jnp.array(scale), micro_batches=micro_batches)
-        new, _, info = step(certain_loss, model, optimizer.init(model), x, y, **batch)
+        state = optimizer.init(model)
+        batch = dict(scale=jnp.asarray(scale), micro_batches=micro_batches)
+        new, _, info = stepped(optimizer, certain_loss, model, state, x, y, **batch)
         assert bool(info.rejected) == bool(info.faults.unseen) == unseen
         assert float(info.gradient_norm) > 0.1
-        assert jnp.array_equal(new.head.weight, model.head.weight) == unseen
+        assert np.array_equal(new.head.weight, model.head.weight) == unseen
 
 
 def test_frozen_layers_without_curvature():
-    model, (x, y) = Stack(kfac.Kronecker(), False), data()
+    model, (x, y) = make_stack(False), data()
     frozen = jtu.tree_map(eqx.is_array, model)
-    frozen = eqx.tree_at(lambda m: (m.first, m.second), frozen, (False, False))
+    frozen = eqx.tree_at(lambda m: m.stack, frozen, False)
     params, static = eqx.partition(model, frozen)
     optimizer = plain_kfac(0.1, fisher=kfac.Exact())
 
@@ -356,20 +382,25 @@ def test_frozen_layers_without_curvature():
     assert not bool(info.rejected)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e6])
-def test_layers_without_curvature_on_several_devices(scale):
-    model = Stack(kfac.Kronecker(), True)
-    mesh = make_mesh()
-    optimizer = plain_kfac(0.1, fisher=kfac.Exact())
-    params, static = eqx.partition(model, eqx.is_array)
+@jax.jit
+def faults_on_devices(params, x, y, scale):
+    optimizer = plain_kfac(0.1, fisher=kfac.Exact(), inverse_period=1)
+    static = eqx.filter(make_stack(True), eqx.is_array, inverse=True)
+    specs = dict(in_specs=(P(), P("batch"), P("batch"), P()), out_specs=P())
 
-    def step(params, x, y):
+    @ft.partial(jax.shard_map, mesh=make_mesh(), **specs)
+    def step(params, x, y, scale):
         model, state = eqx.combine(params, static), optimizer.init(params)
         _, _, info = optimizer.step(certain_loss, model, state, x, y, scale=scale)
         return info.faults
 
-    specs = dict(in_specs=(P(), P("batch"), P("batch")), out_specs=P())
-    faults = jax.jit(jax.shard_map(step, mesh=mesh, **specs))(params, *data())
+    return step(params, x, y, scale)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e6])
+def test_layers_without_curvature_on_several_devices(scale):
+    params = eqx.filter(make_stack(True), eqx.is_array)
+    faults = faults_on_devices(params, *data(), scale)
     assert bool(faults.unseen) == (scale > 1)
 
 
@@ -377,7 +408,7 @@ def test_penalties_have_no_curvature():
     """A head of zeros: other layers have no gradient yet, but for the penalty."""
     model = make_model()
     head = lambda m: m.layers[-1].weight
-    model = eqx.tree_at(head, model, jnp.zeros_like(head(model)))
+    model = eqx.tree_at(head, model, jnp.zeros(head(model).shape))
     optimizer = plain_kfac(0.1, fisher=kfac.Exact())
 
     def loss_fn(model, x, y):
@@ -395,28 +426,30 @@ def test_penalties_have_no_curvature():
 #
 
 
+def sized_loss(model, x, y, size):
+    return size * softmax(model, x, y)
+
+
+@eqx.filter_jit
+def step_of_size(size):
+    model = kfac.cast(make_model(), jnp.float32)
+    x, y = data()
+    optimizer = plain_kfac(0.1, damping=1e-2 * size, fisher=kfac.Exact())
+    state, x = optimizer.init(model), x.astype(jnp.float32)
+    return optimizer.step(sized_loss, model, state, x, y, size)
+
+
 @pytest.mark.parametrize("size", [1e18, 1e30, 1e36])
 def test_gradients_whose_squares_overflow(size):
     """Are fine: the step is that of a loss in smaller units."""
-    model = kfac.cast(make_model(), jnp.float32)
-    x, y = data()
-    x, size = x.astype(jnp.float32), jnp.float32(size)
-
-    def loss_fn(model, x, y, size):
-        return size * kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y)
-
-    @eqx.filter_jit
-    def step(size):
-        optimizer = plain_kfac(0.1, damping=1e-2 * size, fisher=kfac.Exact())
-        return optimizer.step(loss_fn, model, optimizer.init(model), x, y, size)
-
-    (got, _, info), (want, _, small) = step(size), step(jnp.float32(1))
+    step, size = lambda size: step_of_size(np.asarray(size, np.float32)), np.float32(size)
+    (got, _, info), (want, _, small) = step(size), step(1)
     assert not bool(info.rejected)
-    norm = info.gradient_norm
+    norm = np.asarray(info.gradient_norm)
     error = reference.error(norm / size, small.gradient_norm)
-    assert error < 1e-5 if size < 1e19 else jnp.isinf(norm)
+    assert error < 1e-5 if size < 1e19 else np.isinf(norm)
     assert_near(got, want, 1e-4)
-    _, _, info = step(jnp.float32(3e38))
+    _, _, info = step(3e38)
     assert bool(info.rejected) and not bool(info.faults.gradient)
 
 
@@ -430,22 +463,17 @@ STEPS = 10_000
 
 def long_run(optimizer, dtype, batches):
     """All steps in one program: what is asked of every one, and the last state."""
-    model = kfac.cast(
-        kfac.convert(eqx.nn.MLP(2, 1, 2, 1, jnp.tanh, key=jr.key(0))), dtype
-    )
-    params, static = eqx.partition(model, eqx.is_array)
-
-    def loss_fn(model, x, y):
-        return kfac.SquaredError(jax.vmap(model)(x), y)
+    mlp = eqx.filter_jit(eqx.nn.MLP)(2, 1, 2, 1, jnp.tanh, key=jr.key(0))
+    params, static = eqx.partition(kfac.cast(kfac.convert(mlp), dtype), eqx.is_array)
 
     def body(carry, batch):
         params, state = carry
         model, key = eqx.combine(params, static), jr.fold_in(jr.key(1), state.step)
-        model, state, info = optimizer.step(loss_fn, model, state, *batch, key=key)
+        model, state, info = optimizer.step(squared, model, state, *batch, key=key)
         seen = info.rejected, info.faults, info.loss, state.weight, state.damping
         return (eqx.filter(model, eqx.is_array), state), seen
 
-    start = params, optimizer.init(model)
+    start = params, optimizer.init(eqx.combine(params, static))
     end, seen = jax.jit(lambda s, b: jax.lax.scan(body, s, b))(start, batches)
     return start, end, jtu.tree_map(np.asarray, seen)
 
@@ -505,7 +533,7 @@ def test_ten_thousand_steps(dtype, average, periods):
     types = lambda tree: [jax.typeof(a) for a in jtu.tree_leaves(tree)]
     assert jtu.tree_structure(end) == jtu.tree_structure(start)
     assert types(end) == types(start)
-    assert all(jnp.all(jnp.isfinite(a)) for a in jtu.tree_leaves(end))
+    assert all(np.all(np.isfinite(a)) for a in jtu.tree_leaves(end))
     fine = loss[~bad]
     assert np.mean(fine[-1000:]) < 0.5 * np.mean(fine[:10])
 
@@ -526,4 +554,4 @@ def test_ten_thousand_steps_at_the_limits_of_the_damping(at):
     extreme = 1e-3 if at == "least" else 1.0
     assert np.mean(np.isclose(damping[1000:], extreme, rtol=1e-5)) > 0.3
     assert int(state.rejected) == rejected.sum() and int(state.step) == STEPS
-    assert all(jnp.all(jnp.isfinite(a)) for a in jtu.tree_leaves((params, state)))
+    assert all(np.all(np.isfinite(a)) for a in jtu.tree_leaves((params, state)))

@@ -14,11 +14,13 @@ from jax.sharding import AxisType, PartitionSpec as P
 import eqx_kfac as kfac
 
 from .helpers import (
+    arrays,
     assert_differs,
     assert_near,
     assert_near_where_finite,
     make_mesh,
     member,
+    normal,
     only_arrays,
     put,
     stack,
@@ -29,18 +31,18 @@ from .plain import plain_kfac
 DEVICES = 8
 BATCH, D_IN, HIDDEN, D_OUT = 16, 4, 5, 3
 # Devices (two examples each) differ in their total weight; the third has none at all.
-WEIGHTS = jnp.array([1.0, 2, 0, 1, 0, 0, 3, 1, 1, 0, 0.5, 1, 1, 1, 2, 5])
+WEIGHTS = jnp.asarray(np.array([1.0, 2, 0, 1, 0, 0, 3, 1, 1, 0, 0.5, 1, 1, 1, 2, 5]))
 
 
-def make_model(seed=0):
-    mlp = eqx.nn.MLP(D_IN, D_OUT, HIDDEN, 1, jnp.tanh, key=jr.key(seed))
-    return kfac.convert(mlp)
+@ft.cache
+def make_model(seed=0, hidden=HIDDEN):
+    make = eqx.filter_jit(eqx.nn.MLP)
+    return kfac.convert(make(D_IN, D_OUT, hidden, 1, jnp.tanh, key=jr.key(seed)))
 
 
 def data(*leading, seed=1):
-    keys = jr.split(jr.key(seed))
-    x = jr.normal(keys[0], (*leading, D_IN))
-    return x, jr.randint(keys[1], leading, 0, D_OUT)
+    y = np.random.default_rng(seed).integers(D_OUT, size=leading)
+    return normal(*leading, D_IN, seed=seed), jnp.asarray(y)
 
 
 def loss_fn(model, x, y, weights=None):
@@ -56,7 +58,7 @@ def penalised_loss(model, x, y, weights=None):
 
 
 #
-# What is run: the three results, or two steps of an optimizer
+# What is run: the three results, or steps of an optimizer
 #
 
 
@@ -74,10 +76,28 @@ def train(loss_fn, model, key, *args, fisher=kfac.Exact(), solver=kfac.Cholesky(
     return model, state.curvature, state.velocity, info
 
 
+def several_steps(loss_fn, model, key, *args):
+    """A `scan` of steps, with work that is not due at every step."""
+    optimizer = plain_kfac(
+        0.1, 0.9, 1e-2, fisher=kfac.Exact(), inverse_period=3, curvature_period=2
+    )
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def step(carry, key):
+        params, state = carry
+        model = eqx.combine(params, static)
+        model, state, info = optimizer.step(loss_fn, model, state, *args, key=key)
+        return (only_arrays(model), state), info
+
+    carry = params, optimizer.init(model)
+    return jax.lax.scan(step, carry, jr.split(key, 4))
+
+
 RUNS = {
     "collect": collect,
     "Cholesky": train,
     "Eigh": ft.partial(train, solver=kfac.Eigh()),
+    "steps": several_steps,
 }
 
 
@@ -85,12 +105,16 @@ RUNS = {
 CASES = [("collect", False), ("collect", True), ("Cholesky", True), ("Eigh", False)]
 
 
+@eqx.filter_jit
+def jitted(run, loss_fn, model, key, *args, **choices):
+    return RUNS[run](loss_fn, model, key, *args, **choices)
+
+
 @ft.cache
 def unsharded(run, weighted=False, penalised=False, seed=0, fisher=kfac.Exact()):
-    args = *data(BATCH), WEIGHTS if weighted else None
     fn = penalised_loss if penalised else loss_fn
-    run = ft.partial(RUNS[run], fn, fisher=fisher)
-    return eqx.filter_jit(run)(make_model(seed), jr.key(0), *args)
+    args = arguments(weighted)
+    return jitted(run, fn, make_model(seed), jr.key(0), *args, fisher=fisher)
 
 
 def arguments(weighted):
@@ -122,7 +146,7 @@ def test_auto_mesh(run, weighted):
     mesh = make_mesh()
     args = put(arguments(weighted), mesh, P("batch"))
     model = put(make_model(), mesh, P())
-    got = eqx.filter_jit(ft.partial(RUNS[run], loss_fn))(model, jr.key(0), *args)
+    got = jitted(run, loss_fn, model, jr.key(0), *args)
     assert_near(got, unsharded(run, weighted))
 
 
@@ -137,18 +161,17 @@ def test_auto_mesh_reduces_over_devices():
     def run(params, *args):
         return only_arrays(collect(loss_fn, eqx.combine(params, static), None, *args))
 
-    text = run.lower(params, *args).compile().as_text()
-    assert "all-reduce" in text
-    assert "all-gather" not in text
-    _, _, curvature = run(params, *args)
+    compiled = run.lower(params, *args).compile()
+    assert "all-reduce" in compiled.as_text()
+    assert "all-gather" not in compiled.as_text()
+    _, _, curvature = compiled(params, *args)
     assert curvature.layers[0].input_factor.sharding.is_fully_replicated
 
 
 def test_auto_mesh_with_a_split_model():
     mesh = make_mesh()
-    model = eqx.nn.MLP(D_IN, D_OUT, 8, 1, jnp.tanh, key=jr.key(0))
-    model = kfac.convert(model)
-    run = eqx.filter_jit(ft.partial(collect, loss_fn))
+    model = make_model(hidden=8)
+    run = ft.partial(jitted, "collect", loss_fn)
     want = run(model, None, *data(BATCH))
     split = tensor_parallel(model, mesh)
     assert not split.layers[0].weight.sharding.is_fully_replicated
@@ -163,7 +186,7 @@ def test_auto_mesh_monte_carlo(run):
     mesh = make_mesh()
     fisher = kfac.MonteCarlo(2)
     args = put(data(BATCH), mesh, P("batch"))
-    fn = eqx.filter_jit(ft.partial(RUNS[run], loss_fn, fisher=fisher))
+    fn = ft.partial(jitted, run, loss_fn, fisher=fisher)
     got = fn(put(make_model(), mesh, P()), jr.key(0), *args)
     assert_near(got, unsharded(run, fisher=fisher))
     other = fn(put(make_model(), mesh, P()), jr.key(1), *args)
@@ -172,34 +195,36 @@ def test_auto_mesh_monte_carlo(run):
 
 @pytest.mark.parametrize("run, weighted", CASES)
 def test_explicit_mesh(run, weighted):
-    mesh = make_mesh(kind=AxisType.Explicit)
+    mesh, model = make_mesh(kind=AxisType.Explicit), make_model()
     with jax.set_mesh(mesh):
         args = put(arguments(weighted), mesh, P("batch"))
-        model = put(make_model(), mesh, P())
+        model = put(model, mesh, P())
         assert jax.typeof(args[0]).sharding.spec == P("batch", None)
-        got = eqx.filter_jit(ft.partial(RUNS[run], loss_fn))(model, jr.key(0), *args)
+        got = jitted(run, loss_fn, model, jr.key(0), *args)
     assert_near(got, unsharded(run, weighted))
 
 
 def test_explicit_mesh_penalised():
-    mesh = make_mesh(kind=AxisType.Explicit)
+    mesh, model = make_mesh(kind=AxisType.Explicit), make_model()
     with jax.set_mesh(mesh):
         args = put(arguments(True), mesh, P("batch"))
-        model = put(make_model(), mesh, P())
-        fn = eqx.filter_jit(ft.partial(collect, penalised_loss))
-        got = fn(model, None, *args)
+        model = put(model, mesh, P())
+        got = jitted("collect", penalised_loss, model, None, *args)
     assert_near(got, unsharded("collect", True, True))
 
 
 def test_explicit_mesh_monte_carlo():
-    mesh = make_mesh(kind=AxisType.Explicit)
+    mesh, model = make_mesh(kind=AxisType.Explicit), make_model()
     fisher = kfac.MonteCarlo(2)
     with jax.set_mesh(mesh):
         args = put(data(BATCH), mesh, P("batch"))
-        model = put(make_model(), mesh, P())
-        fn = eqx.filter_jit(ft.partial(collect, loss_fn, fisher=fisher))
-        got = fn(model, jr.key(0), *args)
+        model = put(model, mesh, P())
+        got = jitted("collect", loss_fn, model, jr.key(0), *args, fisher=fisher)
     assert_near(got, unsharded("collect", fisher=fisher))
+
+
+def token_loss(model, x, y):
+    return kfac.SoftmaxCrossEntropy(jax.vmap(jax.vmap(model))(x), y)
 
 
 @pytest.mark.parametrize("tokens", [2])
@@ -207,16 +232,11 @@ def test_explicit_mesh_monte_carlo():
 def test_two_mesh_axes(kind, tokens):
     """Examples over one axis of the mesh, tokens over the other."""
     mesh = make_mesh((4, 2), ("batch", "tokens"), kind)
-    x, y = data(BATCH, tokens)
-
-    def loss(model, x, y):
-        return kfac.SoftmaxCrossEntropy(jax.vmap(jax.vmap(model))(x), y)
-
-    run = ft.partial(collect, loss)
-    want = eqx.filter_jit(run)(make_model(), None, x, y)
+    model, args = make_model(), data(BATCH, tokens)
+    want = jitted("collect", token_loss, model, None, *args)
     with jax.set_mesh(mesh):
-        args = put((x, y), mesh, P("batch", "tokens"))
-        got = eqx.filter_jit(run)(put(make_model(), mesh, P()), None, *args)
+        args = put(args, mesh, P("batch", "tokens"))
+        got = jitted("collect", token_loss, put(model, mesh, P()), None, *args)
     assert_near(got, want)
 
 
@@ -233,6 +253,22 @@ def test_ensemble_over_a_mesh_axis(kind):
         factor = got[2].layers[0].input_factor
         assert not factor.sharding.is_fully_replicated
     assert_near(got, separate_members())
+
+
+@eqx.filter_jit
+def three_steps(optimizer, loss_fn, model, args):
+    """The model's arrays, the state, and what is said of every step."""
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def step(carry, _):
+        params, state = carry
+        model = eqx.combine(params, static)
+        model, state, info = optimizer.step(loss_fn, model, state, *args)
+        return (only_arrays(model), state), info
+
+    carry = params, optimizer.init(model)
+    (params, state), infos = jax.lax.scan(step, carry, length=3)
+    return params, state, infos
 
 
 def ensemble_loss(model, x, y):
@@ -266,26 +302,19 @@ def test_steps_over_an_explicit_mesh_axis(block, choices):
     """Members on devices of their own; so are the factorisations."""
     choices = dict(inverse_period=2) | choices
     optimizer = plain_kfac(0.1, fisher=kfac.Exact(), **choices)
-    step = eqx.filter_jit(ft.partial(optimizer.step, ensemble_loss))
     model = kfac.convert(kfac.revert(make_ensemble()), blocks=block)
     args = data(DEVICES, BATCH)
-
-    def several_steps(model, args):
-        state = eqx.filter_jit(optimizer.init)(model)
-        for _ in range(3):
-            model, state, info = step(model, state, *args)
-        return model, state, info
-
+    run = ft.partial(three_steps, optimizer, ensemble_loss)
     if isinstance(optimizer.inverse_period, kfac.InTurn):
         # Members that are split over an explicit mesh have one turn.
         one = make_mesh((1,), ("members",), AxisType.Explicit)
         with jax.set_mesh(one):
-            want, _, want_info = several_steps(*put((model, args), one, P("members")))
+            want, _, want_info = run(*put((model, args), one, P("members")))
     else:
-        want, _, want_info = several_steps(model, args)
+        want, _, want_info = run(model, args)
     mesh = make_mesh(names=("members",), kind=AxisType.Explicit)
     with jax.set_mesh(mesh):
-        got, state, info = several_steps(*put((model, args), mesh, P("members")))
+        got, state, info = run(*put((model, args), mesh, P("members")))
     for leaf in jtu.tree_leaves((state.curvature, state.inverse)):
         assert jax.typeof(leaf).sharding.spec[0] == "members"
     # (What is not looked at after a step is NaN.)
@@ -306,46 +335,38 @@ class Scanned(eqx.Module):
         return jax.lax.scan(body, x, leaves)[0][:D_OUT]
 
 
+@eqx.filter_jit
+def in_turn(model, args):
+    choices = dict(norm_constraint=1e-2, inverse_period=kfac.InTurn(4))
+    optimizer = plain_kfac(0.1, fisher=kfac.Exact(), **choices)
+    params, state, _ = three_steps(optimizer, loss_fn, model, args)
+    return params, state.inverse
+
+
+make_scanned = ft.cache(eqx.filter_jit(Scanned))
+
+
+@ft.cache
+def in_turn_on_one_device():
+    return in_turn(make_scanned(), data(BATCH))
+
+
 @pytest.mark.parametrize("where", ["members", "explicit batch", "shard_map"])
 def test_stacked_layers_in_turn(where):
     """Some at every step, wherever they are."""
-    choices = dict(norm_constraint=1e-2, inverse_period=kfac.InTurn(4))
-    optimizer = plain_kfac(0.1, fisher=kfac.Exact(), **choices)
-    step = ft.partial(optimizer.step, loss_fn)
-
-    def several_steps(model, args, step=eqx.filter_jit(step)):
-        state = eqx.filter_jit(optimizer.init)(model)
-        for _ in range(3):
-            model, state, _ = step(model, state, *args)
-        return model, state.inverse
-
-    model, args = Scanned(), data(BATCH)
-    want = several_steps(model, args)
+    model, args = make_scanned(), data(BATCH)
+    want = in_turn_on_one_device()
     if where == "members":
-        got = several_steps(put(model, make_mesh(), P("batch")), args)
+        got = in_turn(put(model, make_mesh(), P("batch")), args)
     elif where == "explicit batch":
         mesh = make_mesh(kind=AxisType.Explicit)
         with jax.set_mesh(mesh):
-            got = several_steps(model, put(args, mesh, P("batch")))
+            got = in_turn(model, put(args, mesh, P("batch")))
     else:
-        every, split = P(), P("batch")
-
-        @eqx.filter_jit
-        def mapped(model, state, x, y):
-            leaves, static = eqx.partition((model, state), eqx.is_array)
-
-            @ft.partial(
-                jax.shard_map,
-                mesh=make_mesh(),
-                in_specs=(every, split, split),
-                out_specs=every,
-            )
-            def run(leaves, x, y):
-                return only_arrays(step(*eqx.combine(leaves, static), x, y)[:2])
-
-            return *eqx.combine(run(leaves, x, y), static), None
-
-        got = several_steps(model, args, mapped)
+        params, static = eqx.partition(model, eqx.is_array)
+        local = lambda params, *args: in_turn(eqx.combine(params, static), args)
+        specs = dict(in_specs=(P(), P("batch"), P("batch")), out_specs=P())
+        got = jax.jit(jax.shard_map(local, mesh=make_mesh(), **specs))(params, *args)
     assert_near(got, want)
     assert_differs(got[0], model)
 
@@ -368,16 +389,14 @@ def sharded_loss(model, x, y, weights=None):
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_shard_map_inside_the_loss(weighted):
-    run = eqx.filter_jit(ft.partial(collect, sharded_loss))
-    got = run(make_model(), None, *arguments(weighted))
+    got = jitted("collect", sharded_loss, make_model(), None, *arguments(weighted))
     assert_near(got, unsharded("collect", weighted))
 
 
 def test_shard_map_inside_the_loss_without_jit():
     model = kfac.Linear(D_IN, D_OUT, key=jr.key(0))
     got = collect(sharded_loss, model, None, *arguments(True))
-    want = eqx.filter_jit(ft.partial(collect, loss_fn))(model, None, *arguments(True))
-    assert_near(got, want)
+    assert_near(got, jitted("collect", loss_fn, model, None, *arguments(True)))
 
 
 #
@@ -385,15 +404,16 @@ def test_shard_map_inside_the_loss_without_jit():
 #
 
 
-def in_shard_map(run, mesh, model, args, spec=P("batch"), key=None):
-    """`run(model, key, *args)` on every device, for its part of `args`; the result has
-    to be the same on all of them."""
+@eqx.filter_jit
+def in_shard_map(run, loss_fn, mesh, model, args, spec=P("batch"), key=None, **choices):
+    """A run on every device, for its part of `args`; the result has to be the same on all
+    of them."""
     params, static = eqx.partition(model, eqx.is_array)
 
-    @jax.jit
     @ft.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(), spec), out_specs=P())
     def local(params, key, args):
-        return only_arrays(run(eqx.combine(params, static), key, *args))
+        model = eqx.combine(params, static)
+        return only_arrays(RUNS[run](loss_fn, model, key, *args, **choices))
 
     return local(params, jr.key(0) if key is None else key, args)
 
@@ -401,122 +421,96 @@ def in_shard_map(run, mesh, model, args, spec=P("batch"), key=None):
 @pytest.mark.parametrize("run, weighted", CASES)
 def test_inside_shard_map(run, weighted):
     """The loss is that of the examples of one device; the results are those of all."""
-    local = ft.partial(RUNS[run], loss_fn)
-    got = in_shard_map(local, make_mesh(), make_model(), arguments(weighted))
+    got = in_shard_map(run, loss_fn, make_mesh(), make_model(), arguments(weighted))
     assert_near(got, unsharded(run, weighted))
 
 
 @pytest.mark.parametrize("run", ["collect", "Cholesky"])
 def test_inside_shard_map_penalised(run):
-    local = ft.partial(RUNS[run], penalised_loss)
-    got = in_shard_map(local, make_mesh(), make_model(), arguments(True))
+    got = in_shard_map(run, penalised_loss, make_mesh(), make_model(), arguments(True))
     assert_near(got, unsharded(run, True, True))
 
 
-def several_steps(loss_fn, model, key, *args):
-    """A `scan` of steps, with work that is not due at every step."""
-    optimizer = plain_kfac(
-        0.1, 0.9, 1e-2, fisher=kfac.Exact(), inverse_period=3, curvature_period=2
-    )
-    params, static = eqx.partition(model, eqx.is_array)
-
-    def step(carry, key):
-        params, state = carry
-        model = eqx.combine(params, static)
-        model, state, info = optimizer.step(loss_fn, model, state, *args, key=key)
-        return (only_arrays(model), state), info
-
-    carry = params, optimizer.init(model)
-    return jax.lax.scan(step, carry, jr.split(key, 4))
-
-
 def test_scan_of_steps_inside_shard_map():
-    run = ft.partial(several_steps, loss_fn)
-    got = in_shard_map(run, make_mesh(), make_model(), arguments(True))
-    want = eqx.filter_jit(run)(make_model(), jr.key(0), *arguments(True))
+    got = in_shard_map("steps", loss_fn, make_mesh(), make_model(), arguments(True))
+    want = jitted("steps", loss_fn, make_model(), jr.key(0), *arguments(True))
     assert_near(got, want)
 
 
 def test_inside_shard_map_over_two_axes():
     mesh = make_mesh((4, 2), ("a", "b"))
-    run = ft.partial(collect, loss_fn)
-    got = in_shard_map(run, mesh, make_model(), arguments(True), spec=P(("a", "b")))
+    run = ft.partial(in_shard_map, "collect", loss_fn, mesh, make_model())
+    got = run(arguments(True), spec=P(("a", "b")))
     assert_near(got, unsharded("collect", True))
     # Split over one of the axes only: twice the same examples count once.
-    got = in_shard_map(run, mesh, make_model(), arguments(True), spec=P("a"))
+    got = run(arguments(True), spec=P("a"))
     assert_near(got, unsharded("collect", True))
 
 
 def test_inside_shard_map_explicit_mesh():
-    mesh = make_mesh(kind=AxisType.Explicit)
+    mesh, model = make_mesh(kind=AxisType.Explicit), make_model()
     with jax.set_mesh(mesh):
         args = put(arguments(True), mesh, P("batch"))
-        model = put(make_model(), mesh, P())
-        got = in_shard_map(ft.partial(collect, loss_fn), mesh, model, args)
+        model = put(model, mesh, P())
+        got = in_shard_map("collect", loss_fn, mesh, model, args)
     assert_near(got, unsharded("collect", True))
 
 
 def test_local_results_are_not_the_answer():
     """What a device would compute by itself is something else."""
-    alone = eqx.filter_jit(ft.partial(collect, loss_fn))(
-        make_model(), None, *[a[:2] for a in arguments(True)]
-    )
+    args = [np.asarray(a)[:2] for a in arguments(True)]
+    alone = jitted("collect", loss_fn, make_model(), None, *args)
     for got, want in zip(alone, unsharded("collect", True)):
         assert_differs(got, want)
 
 
 def test_mean_of_local_results_is_not_the_answer():
     """With unequal weights the mean over devices is not the mean over examples."""
-    args = arguments(True)
-    run = eqx.filter_jit(ft.partial(collect, loss_fn))
-    halves = [
-        run(make_model(), None, *[a[i] for a in args]) for i in (np.s_[:4], np.s_[4:])
-    ]
-    mean = jtu.tree_map(lambda a, b: (a + b) / 2, *map(only_arrays, halves))
+    args = arrays(arguments(True))
+    run = ft.partial(jitted, "collect", loss_fn, make_model(), None)
+    halves = [arrays(run(*[a[i] for a in args])) for i in (np.s_[:4], np.s_[4:])]
+    mean = [(a + b) / 2 for a, b in zip(*halves, strict=True)]
     assert_differs(mean, unsharded("collect", True))
+
+
+def chain_loss(model, x, weights):
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def one(x):
+        step = lambda x, p: (jnp.tanh(eqx.combine(p, static)(x)), None)
+        return jax.lax.scan(step, x, params)[0]
+
+    return kfac.SquaredError(jax.vmap(one)(x), x, weights)
 
 
 def test_scan_inside_shard_map():
     """Stacked layers, scanned, with examples split over devices."""
-    make = lambda key: kfac.Linear(D_IN, D_IN, key=key)
-    model = eqx.filter_vmap(make)(jr.split(jr.key(0), 3))
-
-    def loss(model, x, weights):
-        params, static = eqx.partition(model, eqx.is_array)
-
-        def one(x):
-            step = lambda x, p: (jnp.tanh(eqx.combine(p, static)(x)), None)
-            return jax.lax.scan(step, x, params)[0]
-
-        return kfac.SquaredError(jax.vmap(one)(x), x, weights)
-
-    x, _ = data(BATCH)
-    run = ft.partial(collect, loss)
-    got = in_shard_map(run, make_mesh(), model, (x, WEIGHTS))
-    assert_near(got, eqx.filter_jit(run)(model, None, x, WEIGHTS))
+    model, (x, _) = make_scanned().layers, data(BATCH)
+    got = in_shard_map("collect", chain_loss, make_mesh(), model, (x, WEIGHTS))
+    assert_near(got, jitted("collect", chain_loss, model, None, x, WEIGHTS))
 
 
 def test_devices_draw_different_samples():
     """One and the same example everywhere: if all devices drew one target, the output
     factor of the last layer would have rank one."""
-    x, y = data(1)
-    x, y = jnp.tile(x, (DEVICES, 1)), jnp.tile(y, DEVICES)
-    run = ft.partial(collect, loss_fn, fisher=kfac.MonteCarlo())
+    one = arrays(data(1))
+    args = tuple(jnp.asarray(np.repeat(a, DEVICES, axis=0)) for a in one)
+    fisher = kfac.MonteCarlo()
     rank = lambda result: np.linalg.matrix_rank(result[2].layers[-1].output_factor)
-    one = eqx.filter_jit(run)(make_model(), jr.key(0), x[:1], y[:1])
-    assert rank(one) == 1
-    got = in_shard_map(run, make_mesh(), make_model(), (x, y))
+    alone = jitted("collect", loss_fn, make_model(), jr.key(0), *one, fisher=fisher)
+    assert rank(alone) == 1
+    run = ft.partial(in_shard_map, "collect", loss_fn, make_mesh(), make_model(), args)
+    got, again = (run(fisher=fisher, key=jr.key(0)) for _ in range(2))
     assert rank(got) > 1
-    again = in_shard_map(run, make_mesh(), make_model(), (x, y))
     assert_near(got, again, tolerance=0)
-    other = in_shard_map(run, make_mesh(), make_model(), (x, y), key=jr.key(1))
+    other = run(fisher=fisher, key=jr.key(1))
     assert_differs(got[2], other[2])
 
 
 def test_monte_carlo_inside_shard_map_is_unbiased():
     fisher = kfac.MonteCarlo(2000)
-    run = ft.partial(collect, loss_fn, fisher=fisher)
-    _, _, got = in_shard_map(run, make_mesh(), make_model(), arguments(True))
+    run = ft.partial(in_shard_map, "collect", loss_fn, make_mesh(), make_model())
+    _, _, got = run(arguments(True), fisher=fisher)
     _, _, want = unsharded("collect", True)
     assert_near(got, want, tolerance=5e-2)
     assert_differs(got, want, 1e-6)
@@ -535,12 +529,10 @@ def make_ensemble(members=DEVICES):
 @ft.cache
 def separate_members(run="collect", weighted=False):
     """Every member by itself, on the examples of its own device."""
-    x, y = data(DEVICES, BATCH)
-    fn = eqx.filter_jit(ft.partial(RUNS[run], loss_fn))
+    x, y = arrays(data(DEVICES, BATCH))
     weights = (WEIGHTS,) if weighted else ()
-    return stack(
-        [fn(make_model(i), jr.key(0), x[i], y[i], *weights) for i in range(DEVICES)]
-    )
+    alone = lambda i: jitted(run, loss_fn, make_model(i), jr.key(0), x[i], y[i], *weights)
+    return stack(map(alone, range(DEVICES)))
 
 
 def one_member_per_device(run, params, *args):
@@ -564,7 +556,7 @@ def test_ensemble_in_shard_map(run, weighted):
     """Models that differ from device to device are not one model: nothing is added up
     over devices."""
     x, y = data(DEVICES, BATCH)
-    weights = jnp.broadcast_to(WEIGHTS, (DEVICES, BATCH)) if weighted else None
+    weights = jnp.asarray(np.tile(WEIGHTS, (DEVICES, 1))) if weighted else None
     params, static = eqx.partition(make_ensemble(), eqx.is_array)
 
     def local(params, *args):
@@ -575,34 +567,32 @@ def test_ensemble_in_shard_map(run, weighted):
 
 
 def test_ensemble_of_scans_in_shard_map():
-    x, y = data(DEVICES, BATCH)
+    x, y = arrays(data(DEVICES, BATCH))
     params, static = eqx.partition(make_ensemble(), eqx.is_array)
 
     def local(params, *args):
         return several_steps(loss_fn, eqx.combine(params, static), jr.key(0), *args)
 
     got = one_member_per_device(local, params, x, y)
-    alone = eqx.filter_jit(ft.partial(several_steps, loss_fn))
     for i in (0, DEVICES - 1):
-        want = alone(make_model(i), jr.key(0), x[i], y[i])
+        want = jitted("steps", loss_fn, make_model(i), jr.key(0), x[i], y[i])
         assert_near(member(got, i), want)
 
 
 def test_ensemble_with_a_state_from_outside():
     """Made for all members before they are handed out."""
-    x, y = data(DEVICES, BATCH)
+    x, y = arrays(data(DEVICES, BATCH))
     params, static = eqx.partition(make_ensemble(), eqx.is_array)
     optimizer = plain_kfac(0.1, 0.9, 1e-2, fisher=kfac.Exact(), inverse_period=3)
-    states = eqx.filter_vmap(optimizer.init)(make_ensemble())
+    states = eqx.filter_jit(eqx.filter_vmap(optimizer.init))(make_ensemble())
 
     def step(params, state, x, y):
         model = eqx.combine(params, static)
-        return optimizer.step(loss_fn, model, state, x, y)
+        return only_arrays(optimizer.step(loss_fn, model, state, x, y))
 
     got = one_member_per_device(step, params, states, x, y)
-    want = eqx.filter_jit(step)(
-        only_arrays(make_model(3)), optimizer.init(make_model(3)), x[3], y[3]
-    )
+    state = optimizer.init(make_model(3))
+    want = jax.jit(step)(only_arrays(make_model(3)), state, x[3], y[3])
     assert_near(member(got, 3), want)
 
 
