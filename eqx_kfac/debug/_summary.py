@@ -175,10 +175,18 @@ def _held(model: Model, factors: Model, inverse: Model) -> list[dict[str, Any]]:
     return [held for _, held in flatten_tags(count, model, factors, inverse)[0]]
 
 
+@eqx.filter_jit
+def _eigenvalues(
+    model: Model, curvature: Model, damping: PerLayer
+) -> tuple[Model, Model]:
+    """Those of every layer's block, without damping and with it."""
+    operator = BlockDiagonalOperator(curvature, model)
+    return operator.eigenvalues(), operator.damped(damping).eigenvalues()
+
+
 def _health(model: Model, curvature: Model, damping: PerLayer) -> list[dict[str, float]]:
     """Trace and condition number of every layer."""
-    operator = BlockDiagonalOperator(curvature, model)
-    plain, damped = operator.eigenvalues(), operator.damped(damping).eigenvalues()
+    plain, damped = _eigenvalues(model, curvature, damping)
 
     def of_layer(tag, layer, plain, damped):
         values = np.asarray(damped).reshape(-1, *damped.shape[-2:])
