@@ -18,7 +18,7 @@ from eqx_kfac._tag import is_tagged
 from eqx_kfac._tag._partition import partition_tagged
 
 from . import reference
-from .helpers import close, flat, params_of
+from .helpers import close, flat, normal, params_of
 from .test_operators import noise
 
 
@@ -172,7 +172,7 @@ models = {
     "groups": Grouped,
     "gates": Recurrent,
 }
-batch = jr.normal(jr.key(1), (6, 3)), jr.normal(jr.key(2), (6, 2))
+batch = normal(6, 3, seed=1), normal(6, 2, seed=2)
 
 
 def curvature_of(model, fisher=kfac.Exact()):
