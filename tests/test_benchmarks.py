@@ -88,9 +88,13 @@ def programs_compiled(fn):
 def test_init_is_few_programs(packed):
     """Not one for every shape of a factor, or of what it is made of."""
     sizes = range(3, 12)
-    model = kfac.convert(
-        eqx.nn.Sequential([eqx.nn.Linear(i, i + 1, key=jax.random.key(i)) for i in sizes])
-    )
+
+    @eqx.filter_jit
+    def make(key):
+        layers = [eqx.nn.Linear(i, i + 1, key=key) for i in sizes]
+        return kfac.convert(eqx.nn.Sequential(layers))
+
+    model = make(jax.random.key(0))
     init = kfac.KFAC(0.1).init
     if packed:
         init = eqx.filter_jit(lambda model: kfac.packed(kfac.KFAC(0.1).init(model)))
