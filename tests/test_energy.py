@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
-import lineax as lx
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
@@ -13,20 +12,21 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import eqx_kfac as kfac
 
-from .helpers import make_mesh
+from .helpers import arrays, make_mesh, normal
 
 
 N, D = 12, 3
-KEYS = jr.split(jr.key(5), 4)
-X = jr.normal(KEYS[0], (N, D))
-REAL = 2 * jr.normal(KEYS[1], (N,)) + 1.0
-COMPLEX = jax.lax.complex(REAL, jr.normal(KEYS[2], (N,)))
+KEY = jr.key(5)
+X = normal(N, D, seed=1)
+REAL = jnp.asarray(2 * np.asarray(normal(N, seed=2)) + 1.0)
+COMPLEX = jnp.asarray(np.asarray(REAL) + 1j * np.asarray(normal(N, seed=3)))
 KINDS = pytest.mark.parametrize("is_complex", [False, True], ids=["real", "complex"])
 
 
+@eqx.filter_jit
 def network(block=kfac.Full(), is_complex=False):
     out = 2 if is_complex else "scalar"
-    mlp = eqx.nn.MLP(D, out, 4, 1, activation=jnp.tanh, key=KEYS[3])
+    mlp = eqx.nn.MLP(D, out, 4, 1, activation=jnp.tanh, key=KEY)
     return kfac.convert(mlp, block)
 
 
@@ -45,19 +45,33 @@ def loss_fn(model, x, e, clip=None):
 
 def jacobian(model):
     """`[walkers, parameters]`: the derivatives of log psi."""
-    params, static = eqx.partition(kfac.revert(model), eqx.is_inexact_array)
+    return np.asarray(compiled_jacobian(kfac.revert(model)))
+
+
+@eqx.filter_jit
+def compiled_jacobian(model):
+    params, static = eqx.partition(model, eqx.is_inexact_array)
     flat, back = ravel_pytree(params)
-    return np.asarray(
-        jax.jacfwd(lambda p: log_psi(eqx.combine(back(p), static), X))(flat)
-    )
+    return jax.jacfwd(lambda p: log_psi(eqx.combine(back(p), static), X))(flat)
 
 
 def flat(tree):
-    return np.asarray(ravel_pytree(eqx.filter(kfac.revert(tree), eqx.is_array))[0])
+    return np.concatenate([a.ravel() for a in arrays(kfac.revert(tree))])
 
 
-def gradient(model, *args, clip=None):
-    return eqx.filter_grad(lambda m: loss_fn(m, *args, clip=clip).value)(model)
+@eqx.filter_jit
+def value_and_gradient(loss_fn, model, *args, **kwargs):
+    value = lambda model: loss_fn(model, *args, **kwargs).value
+    return eqx.filter_value_and_grad(value)(model)
+
+
+def gradient(*args, **kwargs):
+    return flat(value_and_gradient(*args, **kwargs)[1])
+
+
+@eqx.filter_jit
+def matrix_of(operator, loss_fn, model, *args):
+    return operator(loss_fn, model, *args).as_matrix()
 
 
 def covariance(jac):
@@ -72,15 +86,17 @@ def covariance(jac):
 
 @KINDS
 def test_value_and_gradient(is_complex):
-    e, model = energies(is_complex), network(is_complex=is_complex)
-    np.testing.assert_allclose(loss_fn(model, X, e).value, REAL.mean(), rtol=1e-14)
+    e, model = np.asarray(energies(is_complex)), network(is_complex=is_complex)
+    value, grads = value_and_gradient(loss_fn, model, X, jnp.asarray(e))
+    np.testing.assert_allclose(value, np.asarray(REAL).mean(), rtol=1e-14)
     o = jacobian(model)
-    away = np.asarray(e - e.mean())
+    away = e - e.mean()
     want = 2 * np.real(away.conj() @ o) / N
-    np.testing.assert_allclose(flat(gradient(model, X, e)), want, atol=1e-14)
+    np.testing.assert_allclose(flat(grads), want, atol=1e-14)
     # The energies are constants, and of another mean the gradient is the same.
-    np.testing.assert_allclose(flat(gradient(model, X, e + 7.0)), want, atol=1e-13)
-    assert np.linalg.norm(2 * np.real(np.asarray(e).conj() @ o) / N - want) > 0.1
+    moved = gradient(loss_fn, model, X, jnp.asarray(e + 7.0))
+    np.testing.assert_allclose(moved, want, atol=1e-13)
+    assert np.linalg.norm(2 * np.real(e.conj() @ o) / N - want) > 0.1
 
 
 def test_energies_are_constants():
@@ -88,44 +104,42 @@ def test_energies_are_constants():
         return kfac.Energy(log_psi(model, x), e * jnp.sum(model.layers[0].weight))
 
     model = network()
-    factor = jnp.sum(model.layers[0].weight)
-    got = eqx.filter_grad(lambda m: with_model(m, X, REAL).value)(model)
-    want = factor * flat(gradient(model, X, REAL, clip=5.0))
-    np.testing.assert_allclose(flat(got), want, atol=1e-13)
+    factor = np.sum(np.asarray(model.layers[0].weight))
+    got = gradient(with_model, model, X, REAL)
+    want = factor * gradient(loss_fn, model, X, REAL, clip=5.0)
+    np.testing.assert_allclose(got, want, atol=1e-13)
 
 
 def test_clipped():
-    e = REAL.at[3].set(500.0)
-    model, o = network(), jacobian(network())
-    away = np.asarray(e - e.mean())
+    e = np.array(REAL)
+    e[3] = 500.0
+    model, args = network(), (X, jnp.asarray(e))
+    o, away = jacobian(model), e - e.mean()
     most = 2.0 * np.abs(away).mean()
     away = np.clip(away, -most, most)
     away = away - away.mean()
     want = 2 * away @ o / N
-    np.testing.assert_allclose(flat(gradient(model, X, e, clip=2.0)), want, atol=1e-12)
-    assert np.linalg.norm(flat(gradient(model, X, e)) - want) > 1
-    np.testing.assert_allclose(loss_fn(model, X, e, clip=2.0).value, e.mean())
+    value, grads = value_and_gradient(loss_fn, model, *args, clip=2.0)
+    np.testing.assert_allclose(flat(grads), want, atol=1e-12)
+    assert np.linalg.norm(gradient(loss_fn, model, *args) - want) > 1
+    np.testing.assert_allclose(value, e.mean())
 
 
 def test_weights_are_repetitions():
     weights, few = jnp.array([1, 0, 2] * 4), [0, 2, 2, 3, 5, 5, 6, 8, 8, 9, 11, 11]
-    few = jnp.array(few)
+    repeated = [jnp.asarray(np.asarray(a)[few]) for a in (X, REAL)]
 
     def weighted(model, x, e):
         return kfac.Energy(log_psi(model, x), e, weights=weights)
 
-    value = lambda loss: lambda m, *args: loss(m, *args).value
-    plain = lambda m, x, e: kfac.Energy(log_psi(m, x), e)
-    got = eqx.filter_value_and_grad(value(weighted))(network(), X, REAL)
-    want = eqx.filter_value_and_grad(value(plain))(network(), X[few], REAL[few])
+    model = network()
+    got = value_and_gradient(weighted, model, X, REAL)
+    want = value_and_gradient(loss_fn, model, *repeated)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-13)
     np.testing.assert_allclose(flat(got[1]), flat(want[1]), atol=1e-13)
-    operators = [
-        kfac.Fisher(weighted, network(), X, REAL),
-        kfac.Fisher(plain, network(), X[few], REAL[few]),
-    ]
-    matrices = [np.asarray(lx.materialise(o).as_matrix()) for o in operators]
-    np.testing.assert_allclose(*matrices, atol=1e-12)
+    matrix = matrix_of(kfac.Fisher, weighted, model, X, REAL)
+    other = matrix_of(kfac.Fisher, loss_fn, model, *repeated)
+    np.testing.assert_allclose(matrix, other, atol=1e-12)
 
 
 #
@@ -137,7 +151,7 @@ def test_weights_are_repetitions():
 @pytest.mark.parametrize("operator", [kfac.Fisher, kfac.GaussNewton])
 def test_exact_operators_are_the_covariance(operator, is_complex):
     model = network(is_complex=is_complex)
-    got = operator(loss_fn, model, X, energies(is_complex)).as_matrix()
+    got = np.asarray(matrix_of(operator, loss_fn, model, X, energies(is_complex)))
     o = jacobian(model)
     np.testing.assert_allclose(got, covariance(o), atol=1e-12)
     around_zero = 4 * np.real(o.conj().T @ o) / N
@@ -158,8 +172,17 @@ def layers_of(matrix, model):
     return found
 
 
-def collect(fisher, model, e, x=X):
-    return kfac.curvature(loss_fn, fisher)(model, x, e)
+@eqx.filter_jit
+def collect(fisher, model, e, key=None):
+    return kfac.curvature(loss_fn, fisher)(model, X, e, key=key)
+
+
+@eqx.filter_jit
+def collect_matrices(model, e):
+    """By the covariance, as dense matrices."""
+    curvature = kfac.curvature(loss_fn, kfac.Centred())(model, X, e)
+    pairs = zip(model.layers, curvature.layers, strict=True)
+    return [layer.tag.block.operator(f).as_matrix() for layer, f in pairs]
 
 
 @KINDS
@@ -171,17 +194,15 @@ def test_centred_blocks_are_the_covariance(is_complex):
         np.testing.assert_allclose(factors.matrix, block, atol=1e-12)
     diagonal = collect(kfac.Centred(), network(kfac.Diagonal(), is_complex), e)
     for factors, block in zip(diagonal.layers, want, strict=True):
-        np.testing.assert_allclose(
-            factors.diagonal.reshape(-1), np.diag(block), atol=1e-12
-        )
+        found = np.asarray(factors.diagonal).reshape(-1)
+        np.testing.assert_allclose(found, np.diag(block), atol=1e-12)
     for block in (kfac.TNT(), kfac.Identity()):
-        other = collect(kfac.Centred(), network(block, is_complex), e)
-        for factors, dense in zip(other.layers, want, strict=True):
-            matrix = block.operator(factors).as_matrix()
+        matrices = collect_matrices(network(block, is_complex), e)
+        for matrix, dense in zip(map(np.asarray, matrices), want, strict=True):
             np.testing.assert_allclose(np.trace(matrix), np.trace(dense), rtol=1e-12)
             assert np.linalg.eigvalsh(matrix).min() > -1e-12
-    plain = collect(kfac.Exact(), model, e)
-    assert np.linalg.norm(plain.layers[0].matrix - want[0]) > 1e-2
+    plain = np.asarray(collect(kfac.Exact(), model, e).layers[0].matrix)
+    assert np.linalg.norm(plain - want[0]) > 1e-2
 
 
 @KINDS
@@ -191,12 +212,11 @@ def test_samples_are_around_zero(is_complex):
     o = jacobian(model)
     want = layers_of(4 * np.real(o.conj().T @ o) / N, model)
     exact = collect(kfac.Exact(), model, e)
-    sampled = kfac.curvature(loss_fn, kfac.MonteCarlo(4000, batch_size=500))(
-        model, X, e, key=KEYS[0]
-    )
+    sampled = collect(kfac.MonteCarlo(4000, batch_size=500), model, e, KEY)
     for a, b, block in zip(exact.layers, sampled.layers, want, strict=True):
         np.testing.assert_allclose(a.matrix, block, atol=1e-12)
-        assert np.linalg.norm(b.matrix - block) < 0.1 * np.linalg.norm(block)
+        away = np.asarray(b.matrix) - block
+        assert np.linalg.norm(away) < 0.1 * np.linalg.norm(block)
 
 
 @KINDS
@@ -206,9 +226,14 @@ def test_the_quadratic_model_is_of_the_covariance(is_complex):
     optimizer = kfac.KFAC(
         kfac.QuadraticModel(), 0.0, 0.1, norm_constraint=None, fisher=kfac.Centred()
     )
-    new, _, info = optimizer.step(loss_fn, model, optimizer.init(model), X, e)
+
+    @eqx.filter_jit
+    def run(model, e):
+        return optimizer.step(loss_fn, model, optimizer.init(model), X, e)
+
+    new, _, info = run(model, e)
     step = flat(new) - flat(model)
-    slope = flat(gradient(model, X, e))
+    slope = gradient(loss_fn, model, X, e)
     curved = covariance(jacobian(model)) + 0.1 * np.eye(len(step))
     best = -(slope @ step) / (step @ curved @ step)
     np.testing.assert_allclose(best, 1.0, rtol=1e-9)
@@ -230,7 +255,7 @@ def test_devices(inside):
     if inside:
         run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P())
     args = jax.device_put((X, REAL), NamedSharding(mesh, P("batch")))
-    got, want = jax.jit(run)(params, *args), collected(params, X, REAL)
+    got, want = jax.jit(run)(params, *args), jax.jit(collected)(params, X, REAL)
     for a, b in zip(jtu.tree_leaves(got), jtu.tree_leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-12)
 
@@ -253,7 +278,7 @@ def test_where_centring_makes_no_sense():
         collect(kfac.Centred(), network(kfac.Kronecker()), REAL)
     weighted = lambda m, x, e: kfac.Energy(log_psi(m, x), e, weights=jnp.ones(N))
     with pytest.raises(ValueError, match="one loss without weights"):
-        kfac.curvature(weighted, kfac.Centred())(network(), X, REAL)
+        eqx.filter_jit(kfac.curvature(weighted, kfac.Centred()))(network(), X, REAL)
     squared = lambda m, x: kfac.SquaredError(jax.vmap(m)(x)[:, None], x[:, :1])
     model = network()
     for loss, args, fisher, what in (
@@ -261,8 +286,10 @@ def test_where_centring_makes_no_sense():
         (squared, (X,), kfac.Centred(), "takes the mean over the whole batch"),
     ):
         optimizer = kfac.KFAC(0.1, fisher=fisher)
+        state = eqx.filter_jit(optimizer.init)(model)
+        step = eqx.filter_jit(optimizer.step)
         with pytest.raises(ValueError, match=f"{what}.*`micro_batches=1`"):
-            optimizer.step(loss, model, optimizer.init(model), *args, micro_batches=2)
+            step(loss, model, state, *args, micro_batches=2)
     for take in (kfac.capture, kfac.Accumulator):
         with pytest.raises(ValueError, match="not one of single examples"):
             take(loss_fn, kfac.Centred())

@@ -11,7 +11,7 @@ import pytest
 import eqx_kfac as kfac
 
 from . import reference
-from .helpers import bits, classes, loop, vectors
+from .helpers import loop, normal
 from .plain import plain_kfac
 
 
@@ -23,8 +23,25 @@ def identity(x):
     return x
 
 
-def probabilities(key, shape, k):
-    return jax.nn.softmax(jax.random.normal(key, shape + (k,)))
+def numbers(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def classes(shape, k):
+    return jax.device_put(np.random.default_rng(0).integers(k, size=shape))
+
+
+def bits(shape, k):
+    return jax.device_put(numbers(*shape, k, seed=1) > 0.3)
+
+
+def vectors(shape, k):
+    return jax.device_put(numbers(*shape, k, seed=1))
+
+
+def probabilities(shape, k):
+    p = np.exp(numbers(*shape, k, seed=1))
+    return jax.device_put(p / p.sum(axis=-1, keepdims=True))
 
 
 # The loss, its reference for one term, and its targets.
@@ -47,9 +64,10 @@ SHARING = pytest.mark.parametrize(
 )
 
 
-def mlp(key, sizes, activation=identity, use_bias=True):
+@eqx.filter_jit
+def mlp(sizes, activation=identity, use_bias=True):
     """Plain layers of the given sizes ("scalar" allowed), with Gaussian biases."""
-    keys = jax.random.split(key, len(sizes))
+    keys = jax.random.split(jax.random.key(0), len(sizes))
     pairs = zip(sizes[:-1], sizes[1:], strict=True)
     layers = [eqx.nn.Linear(i, o, use_bias, key=k) for (i, o), k in zip(pairs, keys[1:])]
     between = [eqx.nn.Lambda(activation)] * len(layers)
@@ -86,6 +104,14 @@ def collect(model, run, loss, targets, fisher=kfac.Exact(), sharing=kfac.Expand(
     return jax.tree.leaves(tree, is_leaf=lambda n: isinstance(n, kfac.KroneckerFactors))
 
 
+def ggn(run, *args, **kwargs):
+    return reference.ggn(eqx.filter_jit(run), *args, **kwargs)
+
+
+def empirical(run, *args, **kwargs):
+    return reference.empirical(eqx.filter_jit(run), *args, **kwargs)
+
+
 def errors(blocks, factors):
     pairs = zip(blocks, factors, strict=True)
     return [reference.error(reference.kron(f), block) for block, f in pairs]
@@ -106,11 +132,11 @@ NETS = pytest.mark.parametrize(
 
 @LOSSES
 @NETS
-def test_one_example(loss, use_bias, activation, getkey):
-    model = mlp(getkey(), (3, 4, 4, 3), activation, use_bias)
-    run = ft.partial(batched, x=jax.random.normal(getkey(), (1, 3)))
-    targets = loss[2](getkey(), (1,), 3)
-    blocks = reference.ggn(run, model, linears, loss[1], targets)
+def test_one_example(loss, use_bias, activation):
+    model = mlp((3, 4, 4, 3), activation, use_bias)
+    run = ft.partial(batched, x=normal(1, 3))
+    targets = loss[2]((1,), 3)
+    blocks = ggn(run, model, linears, loss[1], targets)
     assert np.max(errors(blocks, collect(model, run, loss, targets))) < TOLERANCE
 
 
@@ -124,57 +150,57 @@ def test_one_example(loss, use_bias, activation, getkey):
     ],
     ids=["in", "out", "both"],
 )
-def test_one_example_scalar_features(sizes, loss, use_bias, getkey):
-    model = mlp(getkey(), sizes, jnp.tanh, use_bias)
+def test_one_example_scalar_features(sizes, loss, use_bias):
+    model = mlp(sizes, jnp.tanh, use_bias)
     d_in = () if sizes[0] == "scalar" else (sizes[0],)
-    run = ft.partial(batched, x=jax.random.normal(getkey(), (1,) + d_in))
-    targets = loss[2](getkey(), (1,), 1 if sizes[-1] == "scalar" else sizes[-1])
-    blocks = reference.ggn(run, model, linears, loss[1], targets)
+    run = ft.partial(batched, x=normal(1, *d_in))
+    targets = loss[2]((1,), 1 if sizes[-1] == "scalar" else sizes[-1])
+    blocks = ggn(run, model, linears, loss[1], targets)
     assert np.max(errors(blocks, collect(model, run, loss, targets))) < TOLERANCE
 
 
 @BIAS
 @SHARING
-def test_deep_linear_squared_error(use_bias, sharing, getkey):
-    model = mlp(getkey(), (5, 4, 3), use_bias=use_bias)
-    run = ft.partial(batched, x=jax.random.normal(getkey(), (6, 5)))
-    targets = vectors(getkey(), (6,), 3)
-    blocks = reference.ggn(run, model, linears, reference.squared, targets)
+def test_deep_linear_squared_error(use_bias, sharing):
+    model = mlp((5, 4, 3), use_bias=use_bias)
+    run = ft.partial(batched, x=normal(6, 5))
+    targets = vectors((6,), 3)
+    blocks = ggn(run, model, linears, reference.squared, targets)
     factors = collect(model, run, SQUARED, targets, sharing=sharing)
     assert np.max(errors(blocks, factors)) < TOLERANCE
 
 
 @NETS
-def test_last_layer_squared_error(use_bias, activation, getkey):
-    model = mlp(getkey(), (5, 4, 3), activation, use_bias)
-    run = ft.partial(batched, x=jax.random.normal(getkey(), (6, 5)))
-    targets = vectors(getkey(), (6,), 3)
-    blocks = reference.ggn(run, model, linears, reference.squared, targets)
+def test_last_layer_squared_error(use_bias, activation):
+    model = mlp((5, 4, 3), activation, use_bias)
+    run = ft.partial(batched, x=normal(6, 5))
+    targets = vectors((6,), 3)
+    blocks = ggn(run, model, linears, reference.squared, targets)
     first, last = errors(blocks, collect(model, run, SQUARED, targets))
     assert last < TOLERANCE
     assert first > 0.05
 
 
 @LOSSES
-def test_one_example_empirical(loss, getkey):
-    model = mlp(getkey(), (3, 4, 4, 3), jnp.tanh)
-    run = ft.partial(batched, x=jax.random.normal(getkey(), (1, 3)))
-    targets = loss[2](getkey(), (1,), 3)
-    blocks = reference.empirical(run, model, linears, loss[1], targets)
+def test_one_example_empirical(loss):
+    model = mlp((3, 4, 4, 3), jnp.tanh)
+    run = ft.partial(batched, x=normal(1, 3))
+    targets = loss[2]((1,), 3)
+    blocks = empirical(run, model, linears, loss[1], targets)
     factors = collect(model, run, loss, targets, kfac.Empirical())
     assert np.max(errors(blocks, factors)) < TOLERANCE
 
 
 @BIAS
-def test_expand(use_bias, getkey):
-    model = mlp(getkey(), (5, 4, 3), use_bias=use_bias)
-    x = jax.random.normal(getkey(), (6, 5, 5))
-    targets = vectors(getkey(), (6, 5), 3)
+def test_expand(use_bias):
+    model = mlp((5, 4, 3), use_bias=use_bias)
+    x = normal(6, 5, 5, seed=2)
+    targets = vectors((6, 5), 3)
 
     def run(model):
         return jax.vmap(jax.vmap(model))(x)
 
-    blocks = reference.ggn(run, model, linears, reference.squared, targets)
+    blocks = ggn(run, model, linears, reference.squared, targets)
     assert np.max(errors(blocks, collect(model, run, SQUARED, targets))) < TOLERANCE
     wrong = collect(model, run, SQUARED, targets, sharing=kfac.Reduce())
     assert min(errors(blocks, wrong)) > 0.4
@@ -186,27 +212,27 @@ def pooled(model, x, pool):
 
 @BIAS
 @pytest.mark.parametrize("pool", [jnp.mean, jnp.sum], ids=["mean", "sum"])
-def test_reduce(use_bias, pool, getkey):
-    model = mlp(getkey(), (5, 4, 3), use_bias=use_bias)
+def test_reduce(use_bias, pool):
+    model = mlp((5, 4, 3), use_bias=use_bias)
     # Not centred, so that the mean over positions is not lost in the noise.
-    run = ft.partial(pooled, x=jax.random.normal(getkey(), (6, 5, 5)) + 1, pool=pool)
-    targets = vectors(getkey(), (6,), 3)
-    blocks = reference.ggn(run, model, linears, reference.squared, targets)
+    run = ft.partial(pooled, x=jax.device_put(numbers(6, 5, 5) + 1), pool=pool)
+    targets = vectors((6,), 3)
+    blocks = ggn(run, model, linears, reference.squared, targets)
     right = collect(model, run, SQUARED, targets, sharing=kfac.Reduce())
     assert np.max(errors(blocks, right)) < TOLERANCE
     assert min(errors(blocks, collect(model, run, SQUARED, targets))) > 0.5
 
 
-def test_reduce_pooled_halfway(getkey):
-    model = mlp(getkey(), (5, 4, 3))
-    x = jax.random.normal(getkey(), (6, 5, 5))
-    targets = vectors(getkey(), (6,), 3)
+def test_reduce_pooled_halfway():
+    model = mlp((5, 4, 3))
+    x = normal(6, 5, 5)
+    targets = vectors((6,), 3)
 
     def run(model):
         hidden = pooled(model[0], x, jnp.mean)
         return jax.vmap(model[2])(hidden)
 
-    blocks = reference.ggn(run, model, linears, reference.squared, targets)
+    blocks = ggn(run, model, linears, reference.squared, targets)
     right = collect(model, run, SQUARED, targets, sharing=kfac.Reduce())
     assert np.max(errors(blocks, right)) < TOLERANCE
     before, after = errors(blocks, collect(model, run, SQUARED, targets))
@@ -229,30 +255,30 @@ def twice_by_vmap(model, x):
 
 @BIAS
 @pytest.mark.parametrize("number", [1, 6])
-def test_two_calls_are_two_rows(use_bias, number, getkey):
-    model = mlp(getkey(), (5, 3), use_bias=use_bias)
-    x = jax.random.normal(getkey(), (number, 2, 5))
-    targets = classes(getkey(), (number,), 3)
+def test_two_calls_are_two_rows(use_bias, number):
+    model = mlp((5, 3), use_bias=use_bias)
+    x = normal(number, 2, 5)
+    targets = classes((number,), 3)
     (calls,) = collect(model, ft.partial(twice, x=x), SOFTMAX, targets)
     (rows,) = collect(model, ft.partial(twice_by_vmap, x=x), SOFTMAX, targets)
     assert reference.error(calls.input_factor, rows.input_factor) < TOLERANCE
     assert reference.error(calls.output_factor, rows.output_factor) < TOLERANCE
-    once = ft.partial(batched, x=x[:, 0])
+    once = ft.partial(batched, x=jax.device_put(np.asarray(x)[:, 0]))
     (once,) = collect(model, once, SOFTMAX, targets)
     assert reference.error(once.input_factor, rows.input_factor) > 0.1
     assert reference.error(once.output_factor, rows.output_factor) > 0.1
 
 
-def test_two_calls_deep_linear(getkey):
+def test_two_calls_deep_linear():
     # Squared error of a separate output at each call: both calls are rows of their own.
-    model = mlp(getkey(), (5, 4, 3))
-    x = jax.random.normal(getkey(), (6, 2, 5))
-    targets = vectors(getkey(), (6, 2), 3)
+    model = mlp((5, 4, 3))
+    x = normal(6, 2, 5)
+    targets = vectors((6, 2), 3)
 
     def run(model):
         return jnp.stack([jax.vmap(model)(x[:, use]) for use in range(2)], axis=1)
 
-    blocks = reference.ggn(run, model, linears, reference.squared, targets)
+    blocks = ggn(run, model, linears, reference.squared, targets)
     assert np.max(errors(blocks, collect(model, run, SQUARED, targets))) < TOLERANCE
 
 
@@ -270,10 +296,9 @@ def least_squares(x, t, use_bias):
 @BIAS
 @pytest.mark.parametrize("solver", [kfac.Eigh(), kfac.Cholesky()], ids=["eigh", "chol"])
 @pytest.mark.parametrize("d_out", [1, 3])
-def test_least_squares_in_one_step(use_bias, solver, d_out, getkey):
-    x = jax.random.normal(getkey(), (20, 4))
-    t = jax.random.normal(getkey(), (20, d_out))
-    model = kfac.Linear(4, d_out, use_bias, key=getkey())
+def test_least_squares_in_one_step(use_bias, solver, d_out):
+    x, t = normal(20, 4, seed=1), normal(20, d_out, seed=2)
+    model = kfac.Linear(4, d_out, use_bias, key=jax.random.key(0))
     optimizer = plain_kfac(
         learning_rate=1.0, momentum=0.0, damping=0.0, fisher=kfac.Exact(), solver=solver
     )
@@ -307,32 +332,32 @@ def test_least_squares_in_one_step(use_bias, solver, d_out, getkey):
 #
 
 
-def test_differs_nonlinear(getkey):
-    model = mlp(getkey(), (5, 4, 4, 3), jnp.tanh)
-    run = ft.partial(batched, x=2 * jax.random.normal(getkey(), (6, 5)))
-    targets = vectors(getkey(), (6,), 3)
-    blocks = reference.ggn(run, model, linears, reference.squared, targets)
+def test_differs_nonlinear():
+    model = mlp((5, 4, 4, 3), jnp.tanh)
+    run = ft.partial(batched, x=jax.device_put(2 * numbers(6, 5)))
+    targets = vectors((6,), 3)
+    blocks = ggn(run, model, linears, reference.squared, targets)
     *earlier, _ = errors(blocks, collect(model, run, SQUARED, targets))
     assert min(earlier) > 0.1
 
 
-def test_differs_softmax(getkey):
-    model = mlp(getkey(), (5, 4, 3))
-    run = ft.partial(batched, x=3 * jax.random.normal(getkey(), (6, 5)))
-    targets = classes(getkey(), (6,), 3)
-    blocks = reference.ggn(run, model, linears, reference.softmax, targets)
+def test_differs_softmax():
+    model = mlp((5, 4, 3))
+    run = ft.partial(batched, x=jax.device_put(3 * numbers(6, 5)))
+    targets = classes((6,), 3)
+    blocks = ggn(run, model, linears, reference.softmax, targets)
     assert min(errors(blocks, collect(model, run, SOFTMAX, targets))) > 0.2
 
 
-def test_differs_empirical(getkey):
-    model = mlp(getkey(), (5, 4, 3))
-    run = ft.partial(batched, x=jax.random.normal(getkey(), (6, 5)))
-    targets = vectors(getkey(), (6,), 3)
-    blocks = reference.empirical(run, model, linears, reference.squared, targets)
+def test_differs_empirical():
+    model = mlp((5, 4, 3))
+    run = ft.partial(batched, x=normal(6, 5))
+    targets = vectors((6,), 3)
+    blocks = empirical(run, model, linears, reference.squared, targets)
     factors = collect(model, run, SQUARED, targets, kfac.Empirical())
     assert min(errors(blocks, factors)) > 0.3
     # Nor is the empirical Fisher the Gauss-Newton matrix.
-    blocks = reference.ggn(run, model, linears, reference.squared, targets)
+    blocks = ggn(run, model, linears, reference.squared, targets)
     assert min(errors(blocks, factors)) > 0.3
 
 
@@ -368,13 +393,13 @@ def partition(model, frozen):
 @ft.cache
 def tokens(use_bias, pool):
     """A model, its inputs and targets, and what the reference reads in it."""
-    keys = jax.random.split(jax.random.key(3), 4)
+    keys = jax.random.split(jax.random.key(3))
     model = Tokens(
         eqx.nn.Linear(4, 3, use_bias, key=keys[0]),
         eqx.nn.Linear(3, 2, use_bias, key=keys[1]),
     )
-    x = jax.random.normal(keys[2], (4, 3, 4))
-    targets = classes(keys[3], (4,) if pool else (4, 3), 2)
+    x = normal(4, 3, 4)
+    targets = classes((4,) if pool else (4, 3), 2)
     one = lambda model, example: model(example, loop, pool)
     return model, x, targets, reference.read(one, model, both_layers, x, (3, 3))
 
@@ -420,10 +445,10 @@ def test_factors_are_the_loops(sharing, pool, fisher, use_bias, train):
         assert reference.error(factors.input_factor, A) < TOLERANCE
 
 
-def test_partly_frozen_is_exact(getkey):
-    model = mlp(getkey(), (3, 4, 3), jnp.tanh)
-    x = jax.random.normal(getkey(), (1, 3))
-    targets = classes(getkey(), (1,), 3)
+def test_partly_frozen_is_exact():
+    model = mlp((3, 4, 3), jnp.tanh)
+    x = normal(1, 3)
+    targets = classes((1,), 3)
     trainable, static = partition(kfac.convert(model), lambda m: [m[2].bias])
 
     def loss_fn(trainable, static):
@@ -433,7 +458,7 @@ def test_partly_frozen_is_exact(getkey):
 
     tree = eqx.filter_jit(kfac.curvature(loss_fn, kfac.Exact()))(trainable, static)
     args = (ft.partial(batched, x=x), model, linears, reference.softmax, targets)
-    first, _ = reference.ggn(*args)
-    _, last = reference.ggn(*args, train=("weight",))
+    first, _ = ggn(*args)
+    _, last = ggn(*args, train=("weight",))
     assert reference.error(reference.kron(tree[0]), first) < TOLERANCE
     assert reference.error(reference.kron(tree[2]), last) < TOLERANCE

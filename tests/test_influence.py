@@ -8,15 +8,18 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 
 import eqx_kfac as kfac
 
-from .helpers import close, flat, params_of
+from .helpers import close, flat, normal, params_of
 from .test_block_diagonal import Grouped, mlp, Stacked, Words
 
 
-x, t = jr.normal(jr.key(1), (10, 3)), jr.normal(jr.key(2), (10, 2))
-train, test = (x[:7], t[:7]), (x[6:], t[6:])  # One example is in both.
+x, t = (np.asarray(normal(10, size, seed=size)) for size in (3, 2))
+train, test = (  # One example is in both.
+    tuple(jnp.asarray(a[part]) for a in (x, t)) for part in (slice(7), slice(6, None))
+)
 DAMPING = 0.05
 
 
@@ -63,21 +66,25 @@ solvers = {
 
 @ft.cache
 def fitted(name):
-    model = models[name](jr.key(3))
-    collect = eqx.filter_jit(kfac.curvature(loss_fn, fisher=kfac.Exact()))
-    return model, collect(model, *train)
+    """A model, its curvature, and the gradients of single examples, without the
+    penalty."""
+
+    @eqx.filter_jit
+    def run(x, t):
+        model = models[name](jr.key(3))
+        collect = kfac.curvature(loss_fn, fisher=kfac.Exact())
+        return model, collect(model, x[:7], t[:7]), gradients_of(model, x, t)
+
+    model, curvature, gradients = run(x, t)
+    return model, curvature, np.asarray(gradients)
 
 
-@ft.cache
-def gradients_of(name):
-    """Of single examples, without the penalty."""
-    model, _ = fitted(name)
-
+def gradients_of(model, x, t):
     def gradient(x, t):
         value = lambda m: 0.5 * jnp.sum((m(x) - t) ** 2)
         return flat(params_of(eqx.filter_grad(value)(model)))
 
-    return np.asarray(jax.jit(jax.vmap(gradient))(x, t))
+    return jax.vmap(gradient)(x, t)
 
 
 # Two solvers for each kind of block, and layers of every form.
@@ -86,112 +93,125 @@ cases += [(name, "eigh") for name in ("diagonal", "tnt", "groups")]
 cases += [(name, "cholesky") for name in ("embedding", "stacked", "positions")]
 
 
+@eqx.filter_jit
+def scores_of(curvature, model, test, train, solver):
+    """The library's, of pairs and of examples with themselves; and the matrices."""
+    operator = kfac.BlockDiagonalOperator(curvature, model)
+    influence = kfac.influence(loss_fn, curvature, DAMPING, solver)
+    inverse = operator.inverse(DAMPING, solver)
+    return dict(
+        scores=influence(model, test, train),
+        own=influence.of_itself(model, train),
+        inverse=inverse.as_matrix(),
+        dense=operator.as_matrix(),
+    )
+
+
 @pytest.mark.parametrize(("name", "solver"), cases)
 def test_gradients_with_the_inverse_between(name, solver):
-    model, curvature = fitted(name)
-    operator = kfac.BlockDiagonalOperator(curvature, model)
-    inverse = operator.inverse(DAMPING, solvers[solver]).as_matrix()
+    model, curvature, gradients = fitted(name)
+    found = scores_of(curvature, model, test, train, solvers[solver])
+    scores, own, inverse, dense = (
+        np.asarray(found[key]) for key in ("scores", "own", "inverse", "dense")
+    )
     if solver == "eigh":
-        dense = np.asarray(operator.as_matrix())
         close(inverse, np.linalg.inv(dense + DAMPING * np.eye(len(dense))))
-    gradients = gradients_of(name)
-    expected = gradients[6:] @ np.asarray(inverse) @ gradients[:7].T
-    influence = kfac.influence(loss_fn, curvature, DAMPING, solvers[solver])
-
-    @eqx.filter_jit
-    def run(influence, model, test, train):
-        return influence(model, test, train), influence.of_itself(model, train)
-
-    scores, own = run(influence, model, test, train)
+    expected = gradients[6:] @ inverse @ gradients[:7].T
     close(scores, expected)
     close(scores[0, 6], own[6])  # The example that is in both.
-    close(
-        own, np.einsum("ni,ij,nj->n", gradients[:7], np.asarray(inverse), gradients[:7])
-    )
+    close(own, np.einsum("ni,ij,nj->n", gradients[:7], inverse, gradients[:7]))
     assert np.linalg.norm(expected - gradients[6:] @ gradients[:7].T) > 0.1
 
 
 def test_symmetric():
-    model, curvature = fitted("kronecker")
-    for solver in (kfac.Eigh(), kfac.Cholesky()):
-        influence = kfac.influence(loss_fn, curvature, DAMPING, solver)
-        scores = np.asarray(influence(model, train, train))
+    @eqx.filter_jit
+    def run(model, curvature, train):
+        both = kfac.Eigh(), kfac.Cholesky()
+        of = [kfac.influence(loss_fn, curvature, DAMPING, solver) for solver in both]
+        return [influence(model, train, train) for influence in of]
+
+    model, curvature, _ = fitted("kronecker")
+    for scores in map(np.asarray, run(model, curvature, train)):
         close(scores, scores.T, 1e-12)
         assert (np.linalg.eigvalsh(scores) > -1e-12).all()
 
 
 def test_full_of_one_layer_is_a_dense_solve():
     """Of a linear model: the exact influence function."""
-    model = kfac.convert(eqx.nn.Linear(3, 2, key=jr.key(0)), blocks=kfac.Full())
-    curvature = kfac.curvature(loss_fn, fisher=kfac.Exact())(model, *train)
-    hessian = kfac.Hessian(loss_fn, model, *train).damped(DAMPING).as_matrix()
 
-    def gradient(x, t):
-        value = lambda m: 0.5 * jnp.sum((m(x) - t) ** 2)
-        return flat(params_of(eqx.filter_grad(value)(model)))
+    @eqx.filter_jit
+    def run(test, train):
+        model = kfac.convert(eqx.nn.Linear(3, 2, key=jr.key(0)), blocks=kfac.Full())
+        curvature = kfac.curvature(loss_fn, fisher=kfac.Exact())(model, *train)
+        hessian = kfac.Hessian(loss_fn, model, *train).damped(DAMPING).as_matrix()
+        scores = kfac.influence(loss_fn, curvature, DAMPING)(model, test, train)
+        return scores, hessian, *(gradients_of(model, *data) for data in (test, train))
 
-    of_test, of_train = (jax.vmap(gradient)(*data) for data in (test, train))
-    scores = kfac.influence(loss_fn, curvature, DAMPING)(model, test, train)
+    scores, hessian, of_test, of_train = map(np.asarray, run(test, train))
     close(scores, of_test @ np.linalg.solve(hessian, of_train.T))
 
 
 def test_of_leaving_an_example_out():
     """What it is to mean: of a linear regression that is trained without an example,
     the change of a loss."""
-    from jax.flatten_util import ravel_pytree
+    many = normal(200, 3, seed=4), normal(200, 2, seed=5)
 
-    model = kfac.convert(eqx.nn.Linear(3, 2, key=jr.key(0)), blocks=kfac.Full())
-    many = jr.normal(jr.key(4), (200, 3)), jr.normal(jr.key(5), (200, 2))
-
-    def trained(x, t):
+    def trained(model, x, t):
         params, back = ravel_pytree(params_of(model))
         value = lambda p: loss_fn(eqx.combine(back(p), model), x, t).value
-        return eqx.combine(
-            back(
-                params
-                - jnp.linalg.solve(jax.hessian(value)(params), jax.grad(value)(params))
-            ),
-            model,
-        )
+        step = jnp.linalg.solve(jax.hessian(value)(params), jax.grad(value)(params))
+        return eqx.combine(back(params - step), model)
 
-    best = trained(*many)
-    curvature = kfac.curvature(loss_fn, fisher=kfac.Exact())(best, *many)
-    scores = kfac.influence(loss_fn, curvature, 0.0)(best, test, many)
-    losses = lambda m: 0.5 * jnp.sum((jax.vmap(m)(test[0]) - test[1]) ** 2, axis=1)
-    without = trained(many[0][1:], many[1][1:])
-    close(losses(without) - losses(best), scores[:, 0] / 200, 0.1)
+    @eqx.filter_jit
+    def run(test, many):
+        model = kfac.convert(eqx.nn.Linear(3, 2, key=jr.key(0)), blocks=kfac.Full())
+        best = trained(model, *many)
+        without = trained(model, *(a[1:] for a in many))
+        curvature = kfac.curvature(loss_fn, fisher=kfac.Exact())(best, *many)
+        scores = kfac.influence(loss_fn, curvature, 0.0)(best, test, many)
+        losses = lambda m: 0.5 * jnp.sum((jax.vmap(m)(test[0]) - test[1]) ** 2, axis=1)
+        return losses(without) - losses(best), scores[:, 0] / 200
+
+    close(*run(test, many), 0.1)
 
 
 def test_in_batches():
-    model, curvature = fitted("kronecker")
+    model, curvature, _ = fitted("kronecker")
     influence = kfac.influence(loss_fn, curvature, DAMPING)
-    batches = [(x[:4], t[:4]), (x[4:7], t[4:7])]
+    batches = [tuple(map(jnp.asarray, (x[p], t[p]))) for p in (slice(4), slice(4, 7))]
     found = list(influence.in_batches(model, test, iter(batches)))
     assert [scores.shape for scores in found] == [(4, 4), (4, 3)]
-    close(np.concatenate(found, axis=1), influence(model, test, train), 1e-12)
+    whole = scores_of(curvature, model, test, train, kfac.Eigh())["scores"]
+    close(np.concatenate(found, axis=1), whole, 1e-12)
 
 
 def test_part_of_a_model():
     """Frozen layers, and damping for each of the others."""
-    model, _ = fitted("kronecker")
+    model, _, gradients = fitted("kronecker")
     where = lambda m: m.layers[0]
     trained = eqx.tree_at(where, model, jax.tree.map(lambda _: None, model.layers[0]))
     loss = lambda part, x, t: loss_fn(eqx.combine(part, model), x, t)
-    curvature = kfac.curvature(loss, fisher=kfac.Exact())(trained, *train)
-    operator = kfac.BlockDiagonalOperator(curvature, trained)
-    damping = operator.per_layer(0.3)
-    scores = kfac.influence(loss, curvature, damping)(trained, test, train)
-    inverse = np.linalg.inv(np.asarray(operator.as_matrix()) + 0.3 * np.eye(8))
-    gradients = gradients_of("kronecker")[:, -8:]
-    close(scores, gradients[6:] @ inverse @ gradients[:7].T)
+
+    @eqx.filter_jit
+    def run(test, train):
+        curvature = kfac.curvature(loss, fisher=kfac.Exact())(trained, *train)
+        operator = kfac.BlockDiagonalOperator(curvature, trained)
+        damping = operator.per_layer(0.3)
+        scores = kfac.influence(loss, curvature, damping)(trained, test, train)
+        return scores, operator.as_matrix()
+
+    scores, matrix = map(np.asarray, run(test, train))
+    inverse = np.linalg.inv(matrix + 0.3 * np.eye(8))
+    close(scores, gradients[6:, -8:] @ inverse @ gradients[:7, -8:].T)
 
 
 def test_errors():
-    model, curvature = fitted("kronecker")
+    model, curvature, _ = fitted("kronecker")
     with pytest.raises(ValueError, match="`damping` must be at least 0"):
-        kfac.influence(loss_fn, curvature, -1.0)(model, test, train)
+        eqx.filter_jit(kfac.influence(loss_fn, curvature, -1.0))(model, test, train)
     with pytest.raises(TypeError, match="`solver` must be an object"):
         kfac.influence(loss_fn, curvature, 0.1, solver=kfac.Eigh)
     one = lambda model, x, t: kfac.SquaredError(model(x)[None], t[None])
+    influence = eqx.filter_jit(kfac.influence(one, curvature, 0.1))
     with pytest.raises(ValueError, match="not called within a `vmap`"):
-        kfac.influence(one, curvature, 0.1)(model, (x[0], t[0]), (x[1], t[1]))
+        influence(model, (x[0], t[0]), (x[1], t[1]))

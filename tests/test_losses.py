@@ -1,5 +1,7 @@
 """Losses: values, scores, Fishers and samples, against formulas and autodiff."""
 
+import functools as ft
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,38 +12,40 @@ import pytest
 import eqx_kfac as kfac
 
 from . import reference
+from .helpers import normal as random_normal, stack
 
 
 TOLERANCE = 1e-10
 K = 3
 
 
-def classes(key, leading):
-    return jax.random.randint(key, leading, 0, K)
+def classes(rng, leading):
+    return jnp.asarray(rng.integers(K, size=leading))
 
 
-def probabilities(key, leading):
-    return jax.nn.softmax(jax.random.normal(key, leading + (K,)))
+def probabilities(rng, leading):
+    p = np.exp(rng.normal(size=leading + (K,)))
+    return jnp.asarray(p / p.sum(axis=-1, keepdims=True))
 
 
-def bits(key, leading):
-    return jax.random.bernoulli(key, 0.4, leading + (K,))
+def bits(rng, leading):
+    return jnp.asarray(rng.random(leading + (K,)) < 0.4)
 
 
-def unit_interval(key, leading):
-    return jax.random.uniform(key, leading + (K,))
+def unit_interval(rng, leading):
+    return jnp.asarray(rng.random(leading + (K,)))
 
 
-def vectors(key, leading):
-    return jax.random.normal(key, leading + (K,))
+def vectors(rng, leading):
+    return jnp.asarray(rng.normal(size=leading + (K,)))
 
 
-def counts(key, leading):
-    return jax.random.poisson(key, 1.5, leading + (K,))
+def counts(rng, leading):
+    return jnp.asarray(rng.poisson(1.5, leading + (K,)))
 
 
-def amounts(key, leading):
-    return jax.random.uniform(key, leading + (K,), maxval=3.0)
+def amounts(rng, leading):
+    return jnp.asarray(3 * rng.random(leading + (K,)))
 
 
 def squared(z, t):
@@ -95,10 +99,59 @@ BOUNDED = pytest.mark.parametrize(
 LEADING = pytest.mark.parametrize("leading", [(5,), (4, 2)])
 
 
-def make(case, key, leading, weights=None):
-    keys = jax.random.split(key)
-    outputs = 2 * jax.random.normal(keys[0], leading + (K,))
-    return case[0](outputs, case[1](keys[1], leading), weights)
+def data(case, leading, scale=2):
+    """Outputs, and twice targets."""
+    rng = np.random.default_rng(0)
+    outputs = jnp.asarray(scale * rng.normal(size=leading + (K,)))
+    return outputs, case[1](rng, leading), case[1](rng, leading)
+
+
+def make(case, leading, weights=None):
+    return case[0](*data(case, leading)[:2], weights)
+
+
+def hessians(case, loss):
+    """`[terms, k, k]`, by autodiff of one term at a time."""
+    z = loss.outputs.reshape(-1, K)
+    targets = loss.targets.reshape((len(z),) + loss.targets.shape[len(loss.leading) :])
+    return reference.hessians(case[3], z, targets)
+
+
+def dense(product, loss):
+    """`[terms, k, r]`: what `product` does to every unit vector."""
+    r = loss.root_shape[-1]
+    columns = jax.vmap(lambda e: product(jnp.broadcast_to(e, loss.root_shape)))(
+        jnp.eye(r)
+    )
+    return jnp.moveaxis(columns.reshape(r, -1, K), 0, -1)
+
+
+@ft.cache
+def facts(case, leading):
+    """What a loss says of itself, and what is expected of it."""
+
+    @jax.jit
+    def run(outputs, targets, other):
+        loss, untargeted = case[0](outputs, targets), case[0](outputs)
+        weighted = case[0](outputs, targets, jnp.full(leading[:1], 7.0))
+        assert loss.leading == leading
+        total = lambda targets: lambda z: jnp.sum(case[2](z, targets))
+        names = "fisher_root", "fisher_product", "hessian_root", "hessian_product"
+        return dict(
+            terms=case[2](outputs, targets),
+            losses=loss.losses(outputs, targets),
+            value=loss.value,
+            total=loss.total,
+            count=loss.count,
+            slopes=[jax.grad(total(t))(outputs) for t in (targets, other)],
+            scores=[loss.score(targets), untargeted.score(other)],
+            weighted_score=weighted.score(targets),
+            hessians=hessians(case, loss),
+            untargeted=dense(untargeted.hessian_product, untargeted),
+            **{name: dense(getattr(loss, name), loss) for name in names},
+        )
+
+    return jax.tree.map(np.asarray, run(*data(case, leading)))
 
 
 #
@@ -108,23 +161,25 @@ def make(case, key, leading, weights=None):
 
 @LOSSES
 @LEADING
-def test_value(case, leading, getkey):
-    loss = make(case, getkey(), leading)
-    terms = case[2](loss.outputs, loss.targets)
+def test_value(case, leading):
+    found = facts(case, leading)
+    terms = found["terms"]
     assert terms.shape == leading
-    assert reference.error(loss.losses(loss.outputs, loss.targets), terms) < TOLERANCE
-    assert reference.error(loss.value, jnp.mean(terms)) < TOLERANCE
-    assert reference.error(loss.total, jnp.sum(terms)) < TOLERANCE
-    assert loss.count == terms.size
+    assert reference.error(found["losses"], terms) < TOLERANCE
+    assert reference.error(found["value"], np.mean(terms)) < TOLERANCE
+    assert reference.error(found["total"], np.sum(terms)) < TOLERANCE
+    assert found["count"] == terms.size
 
 
 @LOSSES
 @pytest.mark.parametrize("shape", [(4,), (4, 2)], ids=["examples", "terms"])
 @pytest.mark.parametrize("dtype", [bool, int, float])
-def test_weighted_value(case, shape, dtype, getkey):
-    weights = jax.random.randint(getkey(), shape, 1, 4).at[1].set(0).astype(dtype)
-    loss = make(case, getkey(), (4, 2), weights)
-    terms = np.asarray(case[2](loss.outputs, loss.targets))
+def test_weighted_value(case, shape, dtype):
+    weights = np.random.default_rng(1).integers(1, 4, size=shape)
+    weights[1] = 0
+    weights = weights.astype(dtype)
+    loss = make(case, (4, 2), jnp.asarray(weights))
+    terms = facts(case, (4, 2))["terms"]
     w = np.asarray(weights, float).reshape(shape + (1,) * (2 - len(shape)))
     w = np.broadcast_to(w, (4, 2))
     assert float(loss.count) == w.sum()
@@ -135,32 +190,27 @@ def test_weighted_value(case, shape, dtype, getkey):
 
 @LOSSES
 @LEADING
-def test_score(case, leading, getkey):
-    loss = make(case, getkey(), leading)
-    total = lambda z: jnp.sum(case[2](z, loss.targets))
-    score = loss.score(loss.targets)
+def test_score(case, leading):
+    found = facts(case, leading)
     # Of the sum: never divided by the number of terms, nor weighted.
-    assert reference.error(score, jax.grad(total)(loss.outputs)) < TOLERANCE
-    weighted = case[0](loss.outputs, loss.targets, jnp.full(leading[:1], 7.0))
-    assert reference.error(weighted.score(loss.targets), score) < TOLERANCE
+    (score, other), (slope, at_other) = found["scores"], found["slopes"]
+    assert reference.error(score, slope) < TOLERANCE
+    assert reference.error(found["weighted_score"], score) < TOLERANCE
     # At any targets, and without any of its own.
-    other = case[1](getkey(), leading)
-    untargeted = case[0](loss.outputs)
-    expected = jax.grad(lambda z: jnp.sum(case[2](z, other)))(loss.outputs)
-    assert reference.error(untargeted.score(other), expected) < TOLERANCE
+    assert reference.error(other, at_other) < TOLERANCE
 
 
 @LOSSES
-def test_gradient_of_value(case, getkey):
-    weights = jnp.array([1.0, 0.0, 2.5, 0.5])
-    loss = make(case, getkey(), (4,), weights)
+def test_gradient_of_value(case):
+    @jax.jit
+    def run(outputs, targets, weights):
+        ours = lambda z: case[0](z, targets, weights).value
+        terms = lambda z: jnp.sum(weights * case[2](z, targets)) / jnp.sum(weights)
+        return jax.grad(ours)(outputs), jax.grad(terms)(outputs)
 
-    def value(outputs):
-        return case[0](outputs, loss.targets, weights).value
-
-    terms = lambda z: jnp.sum(weights * case[2](z, loss.targets)) / jnp.sum(weights)
-    gradient = jax.grad(value)(loss.outputs)
-    assert reference.error(gradient, jax.grad(terms)(loss.outputs)) < TOLERANCE
+    outputs, targets, _ = data(case, (4,))
+    weights = jnp.asarray(np.array([1.0, 0.0, 2.5, 0.5]))
+    assert reference.error(*run(outputs, targets, weights)) < TOLERANCE
 
 
 #
@@ -168,72 +218,62 @@ def test_gradient_of_value(case, getkey):
 #
 
 
-def hessians(case, loss):
-    """`[terms, k, k]`, by autodiff of one term at a time."""
-    z = loss.outputs.reshape(-1, K)
-    targets = loss.targets.reshape((len(z),) + loss.targets.shape[len(loss.leading) :])
-    return np.asarray(reference.hessians(case[3], z, targets))
-
-
-def dense(product, loss):
-    """`[terms, k, r]`: what `product` does to every unit vector."""
-    r = loss.root_shape[-1]
-    columns = [product(jnp.broadcast_to(e, loss.root_shape)) for e in jnp.eye(r)]
-    return np.stack([np.asarray(c).reshape(-1, K) for c in columns], axis=-1)
-
-
 @LOSSES
 @LEADING
-def test_fisher_is_the_hessian(case, leading, getkey):
-    loss = make(case, getkey(), leading)
-    H = hessians(case, loss)
-    S = dense(loss.fisher_root, loss)
-    assert loss.leading == leading
-    assert reference.error(dense(loss.fisher_product, loss), H) < TOLERANCE
+def test_fisher_is_the_hessian(case, leading):
+    found = facts(case, leading)
+    H, S = found["hessians"], found["fisher_root"]
+    assert reference.error(found["fisher_product"], H) < TOLERANCE
     assert reference.error(S @ S.swapaxes(1, 2), H) < TOLERANCE
     # Natural parameters: the Hessian does not depend on the targets.
-    assert reference.error(dense(loss.hessian_product, loss), H) < TOLERANCE
-    assert reference.error(dense(loss.hessian_root, loss), S) < TOLERANCE
-    untargeted = case[0](loss.outputs)
-    assert reference.error(dense(untargeted.hessian_product, loss), H) < TOLERANCE
+    assert reference.error(found["hessian_product"], H) < TOLERANCE
+    assert reference.error(found["hessian_root"], S) < TOLERANCE
+    assert reference.error(found["untargeted"], H) < TOLERANCE
 
 
 @NATURAL
-def test_fisher_needs_no_targets_and_knows_no_weights(case, getkey):
-    loss = make(case, getkey(), (4,))
-    weighted = case[0](loss.outputs, weights=jnp.array([0.0, 1.0, 2.0, 3.0]))
-    v = jax.random.normal(getkey(), loss.root_shape)
-    for name in ("fisher_root", "fisher_product", "hessian_root", "hessian_product"):
-        out, expected = getattr(weighted, name)(v), getattr(loss, name)(v)
+def test_fisher_needs_no_targets_and_knows_no_weights(case):
+    names = "fisher_root", "fisher_product", "hessian_root", "hessian_product"
+
+    @jax.jit
+    def run(outputs, targets, weights):
+        both = case[0](outputs, weights=weights), case[0](outputs, targets)
+        v = jnp.asarray(np.random.default_rng(1).normal(size=both[0].root_shape))
+        return [[getattr(loss, name)(v) for loss in both] for name in names]
+
+    outputs, targets, _ = data(case, (4,))
+    for out, expected in run(outputs, targets, jnp.asarray(np.arange(4.0))):
         assert reference.error(out, expected) < TOLERANCE
 
 
 @NATURAL
-def test_sampled_scores_have_the_moments(case, getkey):
+def test_sampled_scores_have_the_moments(case):
     # E[g] = 0 and E[g gᵀ] = H: the targets really are samples of the distribution.
-    loss = make(case, getkey(), (2,))
     number = 20_000
 
-    @jax.vmap
-    def scores(key):
-        return loss.score(loss.sample(key))
+    @jax.jit
+    def run(outputs, targets):
+        loss = case[0](outputs, targets)
+        scores = jax.vmap(lambda key: loss.score(loss.sample(key)))
+        keys = jax.random.split(jax.random.key(0), number)
+        return scores(keys), hessians(case, loss)
 
-    g = np.asarray(jax.jit(scores)(jax.random.split(getkey(), number)))
-    H = hessians(case, loss)
+    g, H = map(np.asarray, run(*data(case, (2,))[:2]))
     second = np.einsum("sni,snj->nij", g, g) / number
     assert np.abs(g.mean(axis=0)).max() < 5 * np.sqrt(H.max() / number)
     assert reference.error(second, H) < 0.05
 
 
 @NATURAL
-def test_samples(case, getkey):
-    loss = make(case, getkey(), (4, 2))
-    sample, key = loss.sample(jax.random.key(0)), jax.random.key(1)
-    assert sample.shape == case[1](getkey(), (4, 2)).shape
-    assert jnp.all(sample == loss.sample(jax.random.key(0)))
-    assert not jnp.all(sample == loss.sample(key))
+def test_samples(case):
+    draw = eqx.filter_jit(lambda loss, key: loss.sample(key))
+    loss, key = make(case, (4, 2)), jax.random.key(0)
+    sample = np.asarray(draw(loss, key))
+    assert sample.shape == loss.targets.shape
+    assert np.all(sample == draw(loss, key))
+    assert not np.all(sample == draw(loss, jax.random.key(1)))
     # Terms are independent: with equal outputs everywhere, samples still differ.
-    same = case[0](jnp.zeros((64, K))).sample(key)
+    same = draw(case[0](jnp.asarray(np.zeros((64, K)))), key)
     assert len(np.unique(np.asarray(same), axis=0)) > 1
 
 
@@ -302,28 +342,31 @@ def everything(make_loss, z, targets, weights):
 
 @pytest.mark.parametrize("make_loss, size, targets, bad", list(absent_cases()))
 @pytest.mark.parametrize("shape", [(4,), (4, 2)], ids=["examples", "terms"])
-def test_targets_of_weight_zero_may_be_anything(
-    make_loss, size, targets, bad, shape, getkey
-):
-    z = jax.random.normal(getkey(), (4, 2, size))
-    good = targets(getkey(), (4, 2))
-    weights = jax.random.uniform(getkey(), shape).at[1].set(0.0)
-    want = everything(make_loss, z, good, weights)
-    got = everything(make_loss, z, good.at[1].set(bad), weights)
+def test_targets_of_weight_zero_may_be_anything(make_loss, size, targets, bad, shape):
+    rng = np.random.default_rng(0)
+    z, good = jnp.asarray(rng.normal(size=(4, 2, size))), targets(rng, (4, 2))
+    other, weights = np.array(good), rng.uniform(size=shape)
+    other[1], weights[1] = bad, 0.0
+    other, some = jnp.asarray(other), np.where(weights == 0, 0.1, weights)
+    want = everything(make_loss, z, good, jnp.asarray(weights))
+    got = everything(make_loss, z, other, jnp.asarray(weights))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert reference.error(a, b) < TOLERANCE
     # Those that have a weight may not.
-    for weights in (weights.at[1].set(0.1), None):
-        value, slope, *_ = everything(make_loss, z, good.at[1].set(bad), weights)
-        assert not jnp.isfinite(value)
-        assert not jnp.all(jnp.isfinite(slope))
+    for weights in (jnp.asarray(some), None):
+        value, slope, *_ = everything(make_loss, z, other, weights)
+        assert not np.isfinite(value)
+        assert not np.all(np.isfinite(slope))
 
 
-def test_classes_that_there_are_not(getkey):
-    z, labels = jax.random.normal(getkey(), (4, K)), jnp.array([0, 1, 2, -1])
-    losses = kfac.SoftmaxCrossEntropy(z).losses(z, labels)
-    expected = optax.softmax_cross_entropy_with_integer_labels(z, labels)
-    assert jnp.array_equal(jnp.isnan(losses), jnp.array([False, False, False, True]))
+def test_classes_that_there_are_not():
+    @jax.jit
+    def run(z, labels):
+        losses = kfac.SoftmaxCrossEntropy(z).losses(z, labels)
+        return losses, optax.softmax_cross_entropy_with_integer_labels(z, labels)
+
+    losses, expected = map(np.asarray, run(random_normal(4, K), np.array([0, 1, 2, -1])))
+    assert np.array_equal(np.isnan(losses), [False, False, False, True])
     assert reference.error(losses[:3], expected[:3]) < TOLERANCE
 
 
@@ -333,23 +376,35 @@ def test_classes_that_there_are_not(getkey):
 
 
 @LEADING
-def test_probabilities_that_do_not_add_up_to_one(leading, getkey):
-    z = jax.random.normal(getkey(), leading + (K,))
-    targets = jax.random.uniform(getkey(), leading + (K,), maxval=4.0)
-    loss = kfac.SoftmaxCrossEntropy(z, targets)
-    H = hessians(CASES["probabilities"], loss)
-    S = dense(loss.fisher_root, loss)
-    for matrix in (S @ S.swapaxes(1, 2), dense(loss.fisher_product, loss)):
+def test_probabilities_that_do_not_add_up_to_one(leading):
+    number = 20_000
+
+    @jax.jit
+    def run(z, targets):
+        loss = kfac.SoftmaxCrossEntropy(z, targets)
+        one = kfac.SoftmaxCrossEntropy(z, targets / targets.sum(-1, keepdims=True))
+        scores = jax.vmap(lambda key: loss.score(loss.sample(key)))
+        keys = jax.random.split(jax.random.key(0), number)
+        products = loss.fisher_product, loss.hessian_product
+        return (
+            hessians(CASES["probabilities"], loss),
+            dense(loss.fisher_root, loss),
+            [dense(product, loss) for product in products],
+            dense(one.fisher_product, one),
+            scores(keys).reshape(number, -1, K),
+            loss.sample(keys[0]),
+        )
+
+    rng = np.random.default_rng(0)
+    z, targets = rng.normal(size=leading + (K,)), 4 * rng.random(leading + (K,))
+    H, S, products, of_one, g, sample = jax.tree.map(np.asarray, run(z, targets))
+    for matrix in (S @ S.swapaxes(1, 2), *products):
         assert reference.error(matrix, H) < TOLERANCE
-    assert reference.error(dense(loss.hessian_product, loss), H) < TOLERANCE
-    one = kfac.SoftmaxCrossEntropy(z, targets / targets.sum(-1, keepdims=True))
-    assert reference.error(dense(one.fisher_product, one), H) > 0.1
+    assert reference.error(of_one, H) > 0.1
     # Samples have as many draws as the targets, and their scores the right covariance.
-    scores = jax.jit(jax.vmap(lambda key: loss.score(loss.sample(key))))
-    g = np.asarray(scores(jax.random.split(getkey(), 20_000))).reshape(20_000, -1, K)
     assert np.abs(g.mean(axis=0)).max() < 0.05
-    assert reference.error(np.einsum("sni,snj->nij", g, g) / 20_000, H) < 0.05
-    assert reference.error(loss.sample(getkey()).sum(-1), targets.sum(-1)) < TOLERANCE
+    assert reference.error(np.einsum("sni,snj->nij", g, g) / number, H) < 0.05
+    assert reference.error(sample.sum(-1), targets.sum(-1)) < TOLERANCE
 
 
 #
@@ -358,19 +413,25 @@ def test_probabilities_that_do_not_add_up_to_one(leading, getkey):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
-def test_extreme_rates(dtype, getkey):
-    eta = jnp.array([[-80.0, 80.0, 14.0]], dtype)
-    loss = kfac.PoissonNLL(eta, jnp.array([[0, 3, 1_000_000]]))
+def test_extreme_rates(dtype):
+    @jax.jit
+    def run(eta, targets):
+        loss = kfac.PoissonNLL(eta, targets)
+        keys = jax.random.split(jax.random.key(0), 4000)
+        root = loss.fisher_root(jnp.ones_like(eta))
+        samples = jax.vmap(loss.sample)(keys)
+        return loss.value, root, loss.hessian_product(eta), samples[:, 0]
+
+    eta = np.array([[-80.0, 80.0, 14.0]], dtype)
+    found = run(eta, np.array([[0, 3, 1_000_000]]))
+    value, root, product, samples = map(np.asarray, found)
     rate = np.exp(np.asarray(eta, np.float64))
     epsilon = 200 * jnp.finfo(dtype).eps
-    expected = np.sum(rate - np.array([0.0, 3.0, 1e6]) * np.asarray(eta))
-    assert reference.error(loss.value, expected) < epsilon
-    root, product = loss.fisher_root(jnp.ones_like(eta)), loss.hessian_product(eta)
+    expected = np.sum(rate - np.array([0.0, 3.0, 1e6]) * eta)
+    assert reference.error(value, expected) < epsilon
     np.testing.assert_allclose(root, np.sqrt(rate), rtol=epsilon)
-    np.testing.assert_allclose(product, rate * np.asarray(eta), rtol=epsilon)
+    np.testing.assert_allclose(product, rate * eta, rtol=epsilon)
     # Large counts: the mean, and the variance that the Fisher is.
-    keys = jax.random.split(getkey(), 4000)
-    samples = np.asarray(jax.jit(jax.vmap(loss.sample))(keys))[:, 0]
     assert samples.dtype == dtype and np.all(np.isfinite(samples))
     z = (samples.astype(np.float64)[:, 2] - rate[0, 2]) / np.sqrt(rate[0, 2])
     assert abs(z.mean()) < 0.1 and abs(z.std() - 1) < 0.05
@@ -378,21 +439,26 @@ def test_extreme_rates(dtype, getkey):
 
 
 def test_a_rate_of_zero():
-    loss = kfac.PoissonNLL(jnp.array([[-jnp.inf, 0.0, 1.0]]), jnp.array([[0, 1, 2]]))
-    assert reference.error(loss.value, 1 + np.e - 2) < TOLERANCE
-    score = loss.score(loss.targets)
+    @jax.jit
+    def run(outputs, targets):
+        loss = kfac.PoissonNLL(outputs, targets)
+        sample, product = loss.sample(jax.random.key(0)), loss.fisher_product
+        return loss.value, loss.score(targets), sample, product(jnp.ones((1, K)))
+
+    found = run(np.array([[-np.inf, 0.0, 1.0]]), np.array([[0, 1, 2]]))
+    value, score, sample, product = map(np.asarray, found)
+    assert reference.error(value, 1 + np.e - 2) < TOLERANCE
     assert reference.error(score, np.array([[0, 0, np.e - 2]])) < TOLERANCE
-    assert jnp.all(loss.sample(jax.random.key(0))[:, 0] == 0)
-    product = loss.fisher_product(jnp.ones((1, K)))
+    assert np.all(sample[:, 0] == 0)
     assert reference.error(product, np.exp([[-np.inf, 0, 1]])) < TOLERANCE
 
 
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
 def test_poisson_samples_with_any_key(impl):
     # Near the change from counting to a Gaussian, too.
-    eta = jnp.log(jnp.array([[3.0, 9_990.0, 10_010.0]]))
-    loss = kfac.PoissonNLL(jnp.broadcast_to(eta, (4000, 3)))
-    samples = np.asarray(loss.sample(jax.random.key(0, impl=impl)))
+    eta = np.log([[3.0, 9_990.0, 10_010.0]])
+    loss = kfac.PoissonNLL(jnp.asarray(np.broadcast_to(eta, (4000, 3))))
+    samples = np.asarray(eqx.filter_jit(loss.sample)(jax.random.key(0, impl=impl)))
     z = (samples - np.exp(eta)) / np.exp(eta / 2)
     assert np.abs(z.mean(axis=0)).max() < 0.1
     assert np.abs(z.std(axis=0) - 1).max() < 0.05
@@ -400,68 +466,84 @@ def test_poisson_samples_with_any_key(impl):
 
 @BOUNDED
 @pytest.mark.parametrize("size", [40.0, 1e3])
-def test_extreme_outputs(case, size, getkey):
-    outputs = size * jnp.array([[1.0, -1.0, 0.5], [-1.0, 0.0, 1.0]])
-    targets = case[1](getkey(), (2,))
+def test_extreme_outputs(case, size):
+    outputs = size * np.array([[1.0, -1.0, 0.5], [-1.0, 0.0, 1.0]])
+    *numbers, expected = extreme(case, jnp.asarray(outputs), data(case, (2,))[1])
+    assert all(np.all(np.isfinite(x)) for x in numbers)
+    np.testing.assert_allclose(numbers[0], expected, rtol=1e-10, atol=1e-10)
+
+
+@eqx.filter_jit
+def extreme(case, outputs, targets):
     loss = case[0](outputs, targets)
-    v = jnp.ones((2, K))
-    numbers = [loss.value, loss.score(targets), loss.fisher_product(v)]
-    assert all(jnp.all(jnp.isfinite(x)) for x in numbers)
-    expected = jnp.mean(case[2](outputs, targets))
-    np.testing.assert_allclose(loss.value, expected, rtol=1e-10, atol=1e-10)
+    numbers = loss.value, loss.score(targets), loss.fisher_product(jnp.ones((2, K)))
+    return *numbers, jnp.mean(case[2](outputs, targets))
 
 
 @pytest.mark.parametrize("soft", [False, True], ids=["classes", "probabilities"])
-def test_impossible_classes(soft, getkey):
+def test_impossible_classes(soft):
     # A logit of -inf takes a class away (an illegal action, say).
-    logits = jnp.array([[1.0, -jnp.inf, 0.5], [-jnp.inf, 2.0, 1.0]])
-    targets = jnp.array([[1.0, 0.0, 0.0], [0.0, 0.3, 0.7]])
-    targets = targets if soft else jnp.argmax(targets, axis=-1)
-    loss = kfac.SoftmaxCrossEntropy(logits, targets)
-    p = np.asarray(jax.nn.softmax(logits))
-    t = np.asarray(targets if soft else jax.nn.one_hot(targets, K))
+    @jax.jit
+    def run(logits, targets):
+        loss = kfac.SoftmaxCrossEntropy(logits, targets)
+        return loss.value, loss.score(targets), dense(loss.fisher_product, loss)
+
+    logits = np.array([[1.0, -np.inf, 0.5], [-np.inf, 2.0, 1.0]])
+    t = np.array([[1.0, 0.0, 0.0], [0.0, 0.3, 0.7]])
+    t = t if soft else np.eye(K)[np.argmax(t, axis=-1)]
+    value, score, product = run(logits, t if soft else np.argmax(t, axis=-1))
+    p = np.exp(logits) / np.sum(np.exp(logits), axis=-1, keepdims=True)
     expected = -np.sum(t[t > 0] * np.log(p[t > 0])) / 2
-    assert reference.error(loss.score(targets), p - t) < TOLERANCE
-    assert reference.error(loss.value, expected) < TOLERANCE
+    assert reference.error(score, p - t) < TOLERANCE
+    assert reference.error(value, expected) < TOLERANCE
     H = np.stack([np.diag(row) - np.outer(row, row) for row in p])
-    assert reference.error(dense(loss.fisher_product, loss), H) < TOLERANCE
+    assert reference.error(product, H) < TOLERANCE
 
 
 def test_sigmoid_fisher_does_not_cancel():
     # p (1 - p) of a logit of 40 is e^-40, although 1 - p rounds to zero.
-    z = jnp.array([[40.0, -40.0, 700.0]])
-    root = kfac.SigmoidCrossEntropy(z).fisher_root(jnp.ones((1, 3)))
-    assert reference.error(root, jnp.exp(-jnp.abs(z) / 2)) < TOLERANCE
+    z = np.array([[40.0, -40.0, 700.0]])
+    root = kfac.SigmoidCrossEntropy(jnp.asarray(z)).fisher_root(jnp.ones((1, 3)))
+    assert reference.error(root, np.exp(-np.abs(z) / 2)) < TOLERANCE
 
 
 @NATURAL
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_low_precision(case, dtype, getkey):
-    outputs = jax.random.normal(getkey(), (5, K)).astype(dtype)
-    targets = case[1](getkey(), (5,))
-    targets = targets.astype(dtype) if targets.dtype == jnp.float64 else targets
-    loss = case[0](outputs, targets)
-    wide = targets.astype(float) if targets.dtype == dtype else targets
-    exact = case[0](outputs.astype(float), wide)
+def test_low_precision(case, dtype):
+    @jax.jit
+    def run(outputs, targets):
+        outputs = outputs.astype(dtype)
+        targets = targets.astype(dtype) if targets.dtype == jnp.float64 else targets
+        wide = targets.astype(float) if targets.dtype == dtype else targets
+        loss, exact = case[0](outputs, targets), case[0](outputs.astype(float), wide)
+        v = jnp.ones((5, K))
+        return (
+            [loss.value, exact.value],
+            [loss.fisher_root(v.astype(jnp.float32)), exact.fisher_root(v)],
+            [loss.score(targets), exact.score(wide)],
+        )
+
+    (value, exact), *pairs = run(*data(case, (5,), scale=1)[:2])
     # Computed in at least float32, handed back in the type of the outputs.
-    assert loss.value.dtype == jnp.float32
-    assert reference.error(loss.value, exact.value) < 1e-5
-    v = jnp.ones((5, K))
-    root, score = loss.fisher_root(v.astype(jnp.float32)), loss.score(targets)
-    assert root.dtype == score.dtype == dtype
-    epsilon = 4 * jnp.finfo(dtype).eps
-    assert reference.error(root.astype(float), exact.fisher_root(v)) < epsilon
-    assert reference.error(score.astype(float), exact.score(wide)) < epsilon
+    assert value.dtype == jnp.float32
+    assert reference.error(value, exact) < 1e-5
+    for got, want in pairs:
+        assert got.dtype == dtype
+        epsilon = 4 * float(jnp.finfo(dtype).eps)
+        assert reference.error(np.asarray(got, float), want) < epsilon
 
 
 @NATURAL
-def test_low_precision_fisher_product(case, getkey):
-    outputs = jax.random.normal(getkey(), (5, K)).astype(jnp.bfloat16)
-    v = jax.random.normal(getkey(), (5, K)).astype(jnp.bfloat16)
-    product = case[0](outputs).fisher_product(v)
-    exact = case[0](outputs.astype(float)).fisher_product(v.astype(float))
+def test_low_precision_fisher_product(case):
+    @jax.jit
+    def run(outputs, v):
+        outputs, v = outputs.astype(jnp.bfloat16), v.astype(jnp.bfloat16)
+        exact = case[0](outputs.astype(float)).fisher_product(v.astype(float))
+        return case[0](outputs).fisher_product(v), exact
+
+    product, exact = run(random_normal(5, K, seed=1), random_normal(5, K, seed=2))
     assert product.dtype == jnp.bfloat16
-    assert reference.error(product.astype(float), exact) < 0.03
+    assert reference.error(np.asarray(product, float), exact) < 0.03
 
 
 #
@@ -469,8 +551,8 @@ def test_low_precision_fisher_product(case, getkey):
 #
 
 
-def test_sums_of_objectives(getkey):
-    a, b = make(CASES["classes"], getkey(), (4,)), make(CASES["squared"], getkey(), (6,))
+def test_sums_of_objectives():
+    a, b = make(CASES["classes"], (4,)), make(CASES["squared"], (6,))
     value = a.value + 0.5 * b.value
     l2 = kfac.L2({"w": jnp.arange(4.0), "n": 3, "none": None}, 0.1)
     assert reference.error((a + 0.5 * b).value, value) < TOLERANCE
@@ -485,22 +567,22 @@ def test_sums_of_objectives(getkey):
     assert reference.error((jnp.array(3.0) * a).value, 3 * a.value) < TOLERANCE
 
 
-def test_difference_of_penalties(getkey):
+def test_difference_of_penalties():
     # Entropy bonuses are subtracted.
-    a = make(CASES["classes"], getkey(), (4,))
+    a = make(CASES["classes"], (4,))
     assert reference.error((a - 0.25).value, a.value - 0.25) < TOLERANCE
     assert reference.error((a - jnp.array(0.25)).value, a.value - 0.25) < TOLERANCE
 
 
 @pytest.mark.parametrize("coefficient", [-1, -0.5])
-def test_negative_coefficient(coefficient, getkey):
-    loss = make(CASES["classes"], getkey(), (4,))
+def test_negative_coefficient(coefficient):
+    loss = make(CASES["classes"], (4,))
     with pytest.raises(ValueError, match="not negative"):
         coefficient * loss
 
 
-def test_only_scalars_add(getkey):
-    loss = make(CASES["classes"], getkey(), (4,))
+def test_only_scalars_add():
+    loss = make(CASES["classes"], (4,))
     with pytest.raises(ValueError, match="jnp.mean"):
         loss + jnp.ones(3)
 
@@ -555,9 +637,13 @@ def test_wrong_weights(case, shape):
 
 
 @NATURAL
-def test_a_loss_is_a_pytree(case, getkey):
-    loss = make(case, getkey(), (4,), jnp.array([1.0, 2.0, 0.0, 1.0]))
-    assert reference.error(eqx.filter_jit(lambda m: m.value)(loss), loss.value) < 1e-12
-    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), loss)
-    values = eqx.filter_vmap(lambda m: m.value)(stacked)
-    assert reference.error(values, jnp.stack([loss.value] * 2)) < TOLERANCE
+def test_a_loss_is_a_pytree(case):
+    loss = make(case, (4,), jnp.asarray(np.array([1.0, 2.0, 0.0, 1.0])))
+
+    @eqx.filter_jit
+    def run(given, stacked):
+        return given.value, eqx.filter_vmap(lambda m: m.value)(stacked), loss.value
+
+    value, values, expected = run(loss, stack([loss, loss]))
+    assert reference.error(value, expected) < 1e-12
+    assert reference.error(values, np.stack([expected] * 2)) < TOLERANCE

@@ -14,6 +14,8 @@ import pytest
 import eqx_kfac as kfac
 from eqx_kfac import plot
 
+from .helpers import normal
+
 
 matplotlib.use("Agg")
 
@@ -28,23 +30,33 @@ def loss_fn(model, x, y):
     return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y)
 
 
-KEYS = jax.random.split(jax.random.key(0), 4)
-MODEL = kfac.convert(
-    eqx.nn.Sequential(
-        [
-            eqx.nn.Linear(3, 4, key=KEYS[0]),
-            eqx.nn.LayerNorm(4),
-            eqx.nn.Lambda(jnp.tanh),
-            eqx.nn.Linear(4, 2, key=KEYS[1]),
-        ]
-    )
-)
-X, Y = jax.random.normal(KEYS[2], (6, 3)), jnp.arange(6) % 2
+KEY = jax.random.key(0)
+X, Y = normal(6, 3), jnp.asarray(np.arange(6) % 2)
+
+
+@eqx.filter_jit
+def make():
+    keys = jax.random.split(KEY)
+    layers = [
+        eqx.nn.Linear(3, 4, key=keys[0]),
+        eqx.nn.LayerNorm(4),
+        eqx.nn.Lambda(jnp.tanh),
+        eqx.nn.Linear(4, 2, key=keys[1]),
+    ]
+    return kfac.convert(eqx.nn.Sequential(layers))
+
+
+MODEL = make()
+
+
+@eqx.filter_jit
+def collect(model, x, y, fisher=kfac.Exact(), key=None):
+    return kfac.curvature(loss_fn, fisher)(model, x, y, key=key)
 
 
 @pytest.fixture(scope="module")
 def curvature():
-    return kfac.curvature(loss_fn, kfac.Exact())(MODEL, X, Y)
+    return collect(MODEL, X, Y)
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +67,12 @@ def infos():
         guard=kfac.MaxIncrease(0.0),
     )
     step = eqx.filter_jit(optimizer.step)
-    model, state, found = MODEL, optimizer.init(MODEL), []
+    model, state, found = MODEL, eqx.filter_jit(optimizer.init)(MODEL), []
     for i in range(6):
-        x = X * jnp.nan if i == 2 else X
+        x = jnp.asarray(np.asarray(X) * np.nan) if i == 2 else X
         rate = 1e9 if i == 4 else 0.01
         state = eqx.tree_at(lambda s: s.learning_rate, state, jnp.asarray(rate))
-        key = jax.random.fold_in(KEYS[3], i)
+        key = jax.random.key(i)
         model, state, info = step(loss_fn, model, state, x, Y, key=key)
         found.append(info)
     return found
@@ -119,7 +131,7 @@ def test_history_marks_only_steps_that_were_not_taken(infos):
 def test_history_of_what_a_scan_stacks(infos):
     """One `info` of all steps, a part of them each, or dictionaries."""
     arrays = [eqx.filter(info, eqx.is_array) for info in infos]
-    stack = lambda parts: jax.tree.map(lambda *a: jnp.stack(a), *parts)
+    stack = lambda parts: jax.tree.map(lambda *a: jnp.asarray(np.stack(a)), *parts)
     whole = lines(plot.history(infos)[0])["loss"]
     for given in (
         stack(arrays),
@@ -135,7 +147,7 @@ def test_history_of_what_a_scan_stacks(infos):
 def test_history_of_nothing_or_too_much(infos):
     with pytest.raises(ValueError, match="is empty"):
         plot.history([])
-    several = jax.tree.map(lambda a: jnp.stack([a, a])[None], infos[0].as_dict())
+    several = jax.tree.map(lambda a: np.stack([a, a])[None], infos[0].as_dict())
     with pytest.raises(ValueError, match=r"several runs, of shape \(1, 2\)"):
         plot.history(several)
 
@@ -173,13 +185,18 @@ def test_factors_of_an_embedding_and_of_a_stack():
             x = self.embedding(i)
             return jax.lax.scan(lambda x, f: (jnp.tanh(f(x)), None), x, self.stack)[0]
 
-    stack = eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 3, key=key))(KEYS)
-    model = kfac.convert(Model(eqx.nn.Embedding(5, 3, key=KEYS[0]), stack))
-    found = kfac.curvature(loss_fn, kfac.Exact())(model, jnp.arange(5), jnp.arange(5) % 3)
+    @eqx.filter_jit
+    def make():
+        linear = eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 3, key=key))
+        stack = linear(jax.random.split(KEY, 4))
+        return kfac.convert(Model(eqx.nn.Embedding(5, 3, key=KEY), stack))
+
+    model = make()
+    found = collect(model, jnp.asarray(np.arange(5)), jnp.asarray(np.arange(5) % 3))
     axes = plot.factors(model, found)
     (line,) = axes[0, 0].get_lines()
     assert np.allclose(line.get_ydata(), found.embedding.input_factor)
-    first = np.asarray(found.stack.output_factor[0])
+    first = np.asarray(found.stack.output_factor)[0]
     scale = np.sqrt(np.diag(first))
     image = axes[1, 1].get_images()[0].get_array()
     assert np.allclose(image, first / np.outer(scale, scale))
@@ -195,7 +212,8 @@ def test_spectra(curvature):
     operator = kfac.KroneckerOperator(
         curvature.layers[3].output_factor, curvature.layers[3].input_factor
     )
-    values = np.sort(np.ravel(operator.eigenvalues()))[::-1]
+    eigenvalues = eqx.filter_jit(lambda operator: operator.eigenvalues())(operator)
+    values = np.sort(np.ravel(eigenvalues))[::-1]
     there = values > 0  # On a logarithmic scale.
     ranks = 1 + np.arange(10)
     assert np.allclose(shown[".layers[3]"], np.stack([ranks, values], 1)[there])
@@ -218,10 +236,11 @@ def test_spectra_with_a_damping_for_every_layer(curvature):
 
 def test_spectra_of_many_layers_and_of_large_ones():
     """The legend names the first, the middle and the last; of many values, some."""
-    layers = [eqx.nn.Linear(2, 2, key=KEYS[0]) for _ in range(15)]
-    layers.append(eqx.nn.Linear(2, 400, key=KEYS[1]))
+    layers = [eqx.nn.Linear(2, 2, key=KEY) for _ in range(15)]
+    layers.append(eqx.nn.Linear(2, 400, key=KEY))
     model = kfac.convert(eqx.nn.Sequential(layers))
-    found = kfac.curvature(loss_fn)(model, X[:, :2], Y, key=KEYS[0])
+    x = jnp.asarray(np.asarray(X)[:, :2])
+    found = collect(model, x, Y, kfac.MonteCarlo(), KEY)
     axis = plot.spectra(model, found, damping=1.0)
     named = [text.get_text() for text in axis.get_legend().get_texts()]
     assert named == [".layers[0]", ".layers[8]", ".layers[15]", "damping"]
@@ -247,7 +266,7 @@ def test_blocks(fisher):
             of_one = lambda model: loss_fn(model, x[None], y[None]).value
             return MODEL.layers[3].tag.to_matrix(eqx.filter_grad(of_one)(MODEL).layers[3])
 
-        rows = jax.vmap(gradient)(X, Y).reshape(6, -1)
+        rows = np.asarray(jax.jit(jax.vmap(gradient))(X, Y)).reshape(6, -1)
         assert np.allclose(exact, rows.T @ rows / 6)
 
 

@@ -1,6 +1,8 @@
 """One convention for every mean: repeating, splitting, masking and weighting examples,
 and adding losses up, do what the mean over loss terms says they do."""
 
+import functools as ft
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -47,10 +49,16 @@ def tokens(model, x, y, w=None):
     return kfac.SoftmaxCrossEntropy(jax.vmap(jax.vmap(model))(x), y, w)
 
 
-def batch(getkey, loss_fn):
+def batch(loss_fn, seed=1):
+    """In NumPy."""
+    rng = np.random.default_rng(seed)
     leading = (N, T) if loss_fn is tokens else (N,)
-    x = jax.random.normal(getkey(), leading + (5,))
-    return x, jax.random.randint(getkey(), leading, 0, K)
+    return rng.normal(size=leading + (5,)), rng.integers(K, size=leading)
+
+
+@eqx.filter_jit
+def net(sharing=kfac.Expand()):
+    return Net(jax.random.key(0), sharing)
 
 
 LOSS_FNS = pytest.mark.parametrize(
@@ -89,6 +97,11 @@ def check_different(a, b):
         assert max(np.abs(x - y).max() for x, y in pairs) > 1e-3
 
 
+def times(number, tree):
+    """(In NumPy.)"""
+    return [jnp.asarray(number * a) for a in arrays(tree)]
+
+
 #
 # Repeating and splitting
 #
@@ -96,11 +109,11 @@ def check_different(a, b):
 
 @FISHERS
 @CASES
-def test_repeated_batch(fisher, loss_fn, sharing, getkey):
-    model, (x, y) = Net(getkey(), sharing), batch(getkey, loss_fn)
+def test_repeated_batch(fisher, loss_fn, sharing):
+    model, (x, y) = net(sharing), batch(loss_fn)
     once = collect(loss_fn, fisher, model, x, y)
     twice = collect(
-        loss_fn, fisher, model, jnp.concatenate([x] * 2), jnp.concatenate([y] * 2)
+        loss_fn, fisher, model, np.concatenate([x] * 2), np.concatenate([y] * 2)
     )
     check_same(twice, once)
     check_different(collect(loss_fn, fisher, model, 2 * x, y), once)
@@ -109,17 +122,17 @@ def test_repeated_batch(fisher, loss_fn, sharing, getkey):
 @FISHERS
 @LOSS_FNS
 @pytest.mark.parametrize("sizes", [(2, 4), (2, 2, 2)])
-def test_micro_batches(fisher, loss_fn, sizes, getkey):
-    model, (x, y) = Net(getkey()), batch(getkey, loss_fn)
+def test_micro_batches(fisher, loss_fn, sizes):
+    model, (x, y) = net(), batch(loss_fn)
     cuts = np.cumsum(sizes)[:-1]
     parts = [
         collect(loss_fn, fisher, model, *part)
         for part in zip(np.split(x, cuts), np.split(y, cuts), strict=True)
     ]
-    mean = jax.tree.map(
-        lambda *leaves: sum(s * leaf for s, leaf in zip(sizes, leaves)) / N,
-        *[eqx.filter(part, eqx.is_array) for part in parts],
-    )
+    mean = [
+        jnp.asarray(sum(s * leaf for s, leaf in zip(sizes, leaves, strict=True)) / N)
+        for leaves in zip(*map(arrays, parts), strict=True)
+    ]
     check_same(mean, collect(loss_fn, fisher, model, x, y))
 
 
@@ -134,8 +147,8 @@ DTYPES = pytest.mark.parametrize("dtype", [bool, int, float, jnp.float32])
 
 @FISHERS
 @CASES
-def test_masked_examples_are_removed(fisher, loss_fn, sharing, getkey):
-    model, (x, y) = Net(getkey(), sharing), batch(getkey, loss_fn)
+def test_masked_examples_are_removed(fisher, loss_fn, sharing):
+    model, (x, y) = net(sharing), batch(loss_fn)
     kept = np.flatnonzero(MASK)
     masked = collect(loss_fn, fisher, model, x, y, MASK.astype(bool))
     check_same(masked, collect(loss_fn, fisher, model, x[kept], y[kept]))
@@ -143,8 +156,8 @@ def test_masked_examples_are_removed(fisher, loss_fn, sharing, getkey):
 
 
 @DTYPES
-def test_types_of_masks(dtype, getkey):
-    model, (x, y) = Net(getkey()), batch(getkey, examples)
+def test_types_of_masks(dtype):
+    model, (x, y) = net(), batch(examples)
     kept = np.flatnonzero(MASK)
     masked = collect(examples, kfac.Exact(), model, x, y, MASK.astype(dtype))
     check_same(masked, collect(examples, kfac.Exact(), model, x[kept], y[kept]))
@@ -154,8 +167,8 @@ TOKEN_MASK = np.arange(T) < np.array([4, 1, 3, 2, 4, 2])[:, None]
 
 
 @FISHERS
-def test_masked_tokens_are_removed(fisher, getkey):
-    model, (x, y) = Net(getkey()), batch(getkey, tokens)
+def test_masked_tokens_are_removed(fisher):
+    model, (x, y) = net(), batch(tokens)
     masked = collect(tokens, fisher, model, x, y, TOKEN_MASK)
     # Expanded, every token is a row of its own.
     kept = collect(examples, fisher, model, x[TOKEN_MASK], y[TOKEN_MASK])
@@ -163,19 +176,19 @@ def test_masked_tokens_are_removed(fisher, getkey):
     check_different(masked, collect(tokens, fisher, model, x, y))
 
 
-def test_masked_tokens_are_removed_when_reduced(getkey):
+def test_masked_tokens_are_removed_when_reduced():
     fisher = kfac.Exact()
-    model, (x, y) = Net(getkey(), kfac.Reduce()), batch(getkey, tokens)
-    mask = jnp.broadcast_to(jnp.arange(T) < 2, (N, T))
+    model, (x, y) = net(kfac.Reduce()), batch(tokens)
+    mask = np.broadcast_to(np.arange(T) < 2, (N, T))
     masked = collect(tokens, fisher, model, x, y, mask)
     check_same(masked, collect(tokens, fisher, model, x[:, :2], y[:, :2]))
     check_different(masked, collect(tokens, fisher, model, x, y))
 
 
-def test_garbage_in_masked_rows(getkey):
+def test_garbage_in_masked_rows():
     fisher = kfac.Exact()
-    model, (x, y) = Net(getkey()), batch(getkey, tokens)
-    padded = jnp.where(TOKEN_MASK[..., None], x, 1e3)
+    model, (x, y) = net(), batch(tokens)
+    padded = np.where(TOKEN_MASK[..., None], x, 1e3)
     check_same(
         collect(tokens, fisher, model, padded, y, TOKEN_MASK),
         collect(tokens, fisher, model, x, y, TOKEN_MASK),
@@ -187,73 +200,78 @@ COUNTS = np.array([2, 1, 0, 3, 4, 2])  # Of a sum (12) for which all is compiled
 
 @FISHERS
 @CASES
-def test_integer_weights_repeat(fisher, loss_fn, sharing, getkey):
-    model, (x, y) = Net(getkey(), sharing), batch(getkey, loss_fn)
-    repeated = [jnp.repeat(v, COUNTS, axis=0) for v in (x, y)]
+def test_integer_weights_repeat(fisher, loss_fn, sharing):
+    model, (x, y) = net(sharing), batch(loss_fn)
+    repeated = [np.repeat(v, COUNTS, axis=0) for v in (x, y)]
     weighted = collect(loss_fn, fisher, model, x, y, COUNTS.astype(float))
     check_same(weighted, collect(loss_fn, fisher, model, *repeated))
     check_different(weighted, collect(loss_fn, fisher, model, x, y))
 
 
 @pytest.mark.parametrize("dtype", [int, jnp.float32])
-def test_types_of_weights(dtype, getkey):
+def test_types_of_weights(dtype):
     # The type of the weights must not limit the precision of the model.
-    model, (x, y) = Net(getkey()), batch(getkey, examples)
+    model, (x, y) = net(), batch(examples)
     weighted, repeated = (
         collect(examples, kfac.Exact(), model, *args)
         for args in [
             (x, y, COUNTS.astype(dtype)),
-            (jnp.repeat(x, COUNTS, axis=0), jnp.repeat(y, COUNTS, axis=0)),
+            (np.repeat(x, COUNTS, axis=0), np.repeat(y, COUNTS, axis=0)),
         ]
     )
     check_same(weighted, repeated)
 
 
-def test_integer_token_weights_repeat(getkey):
+def test_integer_token_weights_repeat():
     fisher = kfac.Exact()
-    model, (x, y) = Net(getkey()), batch(getkey, tokens)
-    counts = jax.random.randint(getkey(), (N, T), 0, 4)
+    model, (x, y) = net(), batch(tokens)
+    counts = np.random.default_rng(1).integers(4, size=(N, T))
     flat = [v.reshape((N * T,) + v.shape[2:]) for v in (x, y)]
-    repeated = [jnp.repeat(v, counts.ravel(), axis=0) for v in flat]
+    repeated = [np.repeat(v, counts.ravel(), axis=0) for v in flat]
     weighted = collect(tokens, fisher, model, x, y, counts.astype(float))
     check_same(weighted, collect(examples, fisher, model, *repeated))
 
 
 @FISHERS
 @LOSS_FNS
-def test_only_ratios_of_weights_matter(fisher, loss_fn, getkey):
-    model, (x, y) = Net(getkey()), batch(getkey, loss_fn)
-    w = jnp.array([0.1, 2.0, 0.7, 0.0, 1.0, 3.0])
+def test_only_ratios_of_weights_matter(fisher, loss_fn):
+    model, (x, y) = net(), batch(loss_fn)
+    w = np.array([0.1, 2.0, 0.7, 0.0, 1.0, 3.0])
     weighted = collect(loss_fn, fisher, model, x, y, w)
     check_same(collect(loss_fn, fisher, model, x, y, 5 * w), weighted)
-    ones = collect(loss_fn, fisher, model, x, y, jnp.full(N, 3.0))
+    ones = collect(loss_fn, fisher, model, x, y, np.full(N, 3.0))
     check_same(ones, collect(loss_fn, fisher, model, x, y))
 
 
-def test_weighted_factors_are_dense(getkey):
+def test_weighted_factors_are_dense():
     # A deep linear network with squared error: weighted or not, the last layer is exact.
-    model = eqx.nn.Linear(5, K, key=getkey())
-    x, t = jax.random.normal(getkey(), (N, 5)), jax.random.normal(getkey(), (N, K))
-    w = jnp.array([0.1, 2.0, 0.7, 0.0, 1.0, 3.0])
+    rng = np.random.default_rng(0)
+    model = eqx.nn.Linear(5, K, key=jax.random.key(0))
+    x, t = jnp.asarray(rng.normal(size=(N, 5))), jnp.asarray(rng.normal(size=(N, K)))
+    w = np.array([0.1, 2.0, 0.7, 0.0, 1.0, 3.0])
 
     def loss_fn(model):
-        return kfac.SquaredError(jax.vmap(model)(x), t, w)
+        return kfac.SquaredError(jax.vmap(model)(x), t, jnp.asarray(w))
 
     _, grads, factors = collect(loss_fn, kfac.Exact(), kfac.convert(model))
-    run = lambda model: jax.vmap(model)(x)
-    args = (run, model, lambda m: [m], reference.squared, t)
-    (block,) = reference.ggn(*args, weights=w)
+    # Of squared errors: `I ⊗ A`, with the weighted mean of the homogeneous inputs.
+    block, unweighted = (
+        np.kron(np.eye(K), rows.T @ (v[:, None] * rows) / v.sum())
+        for rows in [np.column_stack([x, np.ones(N)])]
+        for v in (w, np.ones(N))
+    )
     assert reference.error(reference.kron(factors), block) < TOLERANCE
-    assert reference.error(reference.kron(factors), *reference.ggn(*args)) > 0.1
-    error = w[:, None] * (run(model) - t) / jnp.sum(w)
-    assert reference.error(grads.weight, error.T @ x) < TOLERANCE
+    assert reference.error(reference.kron(factors), unweighted) > 0.1
+    outputs = np.asarray(x) @ np.asarray(model.weight).T + np.asarray(model.bias)
+    error = w[:, None] * (outputs - np.asarray(t)) / np.sum(w)
+    assert reference.error(grads.weight, error.T @ np.asarray(x)) < TOLERANCE
 
 
-def test_pooled_layers_see_masked_examples(getkey):
+def test_pooled_layers_see_masked_examples():
     fisher = kfac.Exact()
     # A head after pooling has fewer axes than the model's first layers; masked examples
     # are removed from both.
-    model, (x, y) = Net(getkey()), batch(getkey, tokens)
+    model, (x, y) = net(), batch(tokens)
     y, kept = y[:, 0], np.flatnonzero(MASK)
 
     def loss_fn(model, x, y, w=None):
@@ -267,17 +285,18 @@ def test_pooled_layers_see_masked_examples(getkey):
 
 @LOSS_FNS
 @pytest.mark.parametrize("solver", [kfac.Eigh(), kfac.Cholesky()], ids=["eigh", "chol"])
-def test_all_masked(loss_fn, solver, getkey):
-    model, (x, y) = kfac.Linear(5, K, key=getkey()), batch(getkey, loss_fn)
+def test_all_masked(loss_fn, solver):
+    model = kfac.Linear(5, K, key=jax.random.key(0))
+    x, y = map(jnp.asarray, batch(loss_fn))
     optimizer = plain_kfac(0.1, 0.9, 1e-2, fisher=kfac.Exact(), solver=solver)
     step = eqx.filter_jit(optimizer.step)
-    state = optimizer.init(model)
-    ones, none = jnp.ones(N), jnp.zeros(N)
+    state = eqx.filter_jit(optimizer.init)(model)
+    ones, none = jnp.asarray(np.ones(N)), jnp.asarray(np.zeros(N))
     model, state, info = step(loss_fn, model, state, x, y, ones)
     assert not info.rejected
     new, after, info = step(loss_fn, model, state, x, y, none)
     assert info.rejected and after.rejected == 1
-    assert not jnp.isfinite(info.loss)
+    assert not np.isfinite(info.loss)
     check_same(new, model)
     for name in ("curvature", "inverse", "weight", "velocity"):
         check_same(getattr(after, name), getattr(state, name))
@@ -292,8 +311,8 @@ def test_all_masked(loss_fn, solver, getkey):
 
 
 @FISHERS
-def test_coefficient(fisher, getkey):
-    model, args = Net(getkey()), batch(getkey, examples)
+def test_coefficient(fisher):
+    model, args = net(), tuple(map(jnp.asarray, batch(examples)))
     value, grads, curvature = collect(examples, fisher, model, *args)
 
     def scaled(model, coefficient):
@@ -301,24 +320,26 @@ def test_coefficient(fisher, getkey):
 
     for coefficient in (2, 2.0, jnp.array(2.0)):
         new_value, new_grads, new = collect(scaled, fisher, model, coefficient)
-        check_same(new_value, 2 * value)
-        check_same(new_grads, jax.tree.map(lambda g: 2 * g, grads))
+        check_same([new_value, new_grads], times(2, [value, grads]))
         for factors, old in zip(new.layers, curvature.layers, strict=True):
-            check_same(factors.output_factor, 2 * old.output_factor)
+            check_same(factors.output_factor, times(2, old.output_factor))
             check_same(factors.input_factor, old.input_factor)
 
 
 @pytest.mark.parametrize("dtype", [bool, int, float, jnp.float32])
-def test_array_coefficient_and_weights(dtype, getkey):
-    model, (x, y) = Net(getkey()), batch(getkey, examples)
-    w = jnp.array(MASK).astype(dtype)
+def test_array_coefficient_and_weights(dtype):
+    x, y = map(jnp.asarray, batch(examples))
+    w = jnp.asarray(MASK, dtype)
 
     def loss_fn(model, c):
         return c * examples(model, x, y, w)
 
-    _, _, array = collect(loss_fn, kfac.Exact(), model, jnp.array(2.0))
-    _, _, number = collect(loss_fn, kfac.Exact(), model, 2.0)
-    check_same(array, number)
+    @eqx.filter_jit
+    def run(model, c):
+        estimate = kfac.curvature(loss_fn, kfac.Exact())
+        return estimate(model, c), estimate(model, 2.0)
+
+    check_same(*run(net(), jnp.array(2.0)))
 
 
 class TwoHeads(eqx.Module):
@@ -341,23 +362,41 @@ def run_head(head, model, x):
     return jax.vmap(lambda x: getattr(model, head)(jnp.tanh(model.trunk(x))))(x)
 
 
-@pytest.mark.parametrize("numbers", [(6, 6), (4, 7)], ids=["same-n", "different-n"])
-@pytest.mark.parametrize("c", [0.5, 3.0])
-def test_sum_of_losses(numbers, c, getkey):
-    model = TwoHeads(getkey())
-    xs = [jax.random.normal(getkey(), (n, 5)) for n in numbers]
-    ts = [jax.random.normal(getkey(), (n, d)) for n, d in zip(numbers, (3, 2))]
+def two_heads():
+    return eqx.filter_jit(TwoHeads)(jax.random.key(0))
 
-    def loss_fn(model):
+
+def some(*shape):
+    return jnp.asarray(np.random.default_rng(shape[0]).normal(size=shape))
+
+
+@ft.cache
+def sum_of_losses(numbers):
+    """As a function of the second coefficient: what the library says; and the blocks and
+    losses of both heads."""
+    xs = [some(n, 5) for n in numbers]
+    ts = [some(n, d) for n, d in zip(numbers, (3, 2), strict=True)]
+
+    def loss_fn(model, c):
         a = kfac.SquaredError(run_head("a", model, xs[0]), ts[0])
         return a + c * kfac.SquaredError(run_head("b", model, xs[1]), ts[1])
 
-    value, _, tree = collect(loss_fn, kfac.Exact(), kfac.convert(model))
+    model = two_heads()
     blocks, losses = [], []
     for i, head in enumerate(("a", "b")):
-        run = lambda model, head=head, i=i: run_head(head, model, xs[i])
+        run = eqx.filter_jit(lambda model, head=head, i=i: run_head(head, model, xs[i]))
         blocks.append(reference.ggn(run, model, heads, reference.squared, ts[i])[i])
-        losses.append(jnp.mean(jnp.sum((run(model) - ts[i]) ** 2, axis=1)) / 2)
+        away = np.asarray(run(model)) - np.asarray(ts[i])
+        losses.append(np.mean(np.sum(away**2, axis=1)) / 2)
+    model = kfac.convert(model)
+    return lambda c: collect(loss_fn, kfac.Exact(), model, c), blocks, losses
+
+
+@pytest.mark.parametrize("numbers", [(6, 6), (4, 7)], ids=["same-n", "different-n"])
+@pytest.mark.parametrize("c", [0.5, 3.0])
+def test_sum_of_losses(numbers, c):
+    run, blocks, losses = sum_of_losses(numbers)
+    value, _, tree = run(jnp.array(c))
     # Last layers with squared error are exact, each in its own loss.
     assert reference.error(reference.kron(tree.a), blocks[0]) < TOLERANCE
     assert reference.error(reference.kron(tree.b), c * blocks[1]) < TOLERANCE
@@ -365,9 +404,8 @@ def test_sum_of_losses(numbers, c, getkey):
 
 
 @pytest.mark.parametrize("numbers", [(6, 6), (4, 7)], ids=["same-n", "different-n"])
-def test_output_factors_of_a_sum_add_up(numbers, getkey):
-    model = kfac.convert(TwoHeads(getkey()))
-    xs = [jax.random.normal(getkey(), (n, 5)) for n in numbers]
+def test_output_factors_of_a_sum_add_up(numbers):
+    xs = [some(n, 5) for n in numbers]
 
     def part(i):
         head = ("a", "b")[i]
@@ -376,25 +414,29 @@ def test_output_factors_of_a_sum_add_up(numbers, getkey):
     def both(model):
         return part(0)(model) + 0.5 * part(1)(model)
 
-    run = lambda loss_fn: eqx.filter_jit(kfac.curvature(loss_fn, kfac.Exact()))(model)
-    a, b, total = run(part(0)), run(part(1)), run(both)
-    G = a.trunk.output_factor + 0.5 * b.trunk.output_factor
-    assert reference.error(total.trunk.output_factor, G) < TOLERANCE
+    @eqx.filter_jit
+    def run(model):
+        losses = part(0), part(1), both
+        trees = [kfac.curvature(loss, kfac.Exact())(model) for loss in losses]
+        return [(t.trunk.output_factor, t.trunk.input_factor) for t in trees]
+
+    found = jax.tree.map(np.asarray, run(kfac.convert(two_heads())))
+    (G_a, A_a), (G_b, A_b), (G, A) = found
+    assert reference.error(G, G_a + 0.5 * G_b) < TOLERANCE
     # The rows of both calls of the trunk are pooled.
     n, m = numbers
-    A = (n * a.trunk.input_factor + m * b.trunk.input_factor) / (n + m)
-    assert reference.error(total.trunk.input_factor, A) < TOLERANCE
+    assert reference.error(A, (n * A_a + m * A_b) / (n + m)) < TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", [bool, float])
 @pytest.mark.parametrize("number", [6, 7], ids=["same-n", "different-n"])
-def test_mask_of_one_loss_among_others(dtype, number, getkey):
+def test_mask_of_one_loss_among_others(dtype, number):
     # A layer cannot tell which loss it serves: over the same examples the mean of their
     # weights counts for its inputs, and over different ones it is an error.
-    model = kfac.convert(TwoHeads(getkey()))
-    x, other = (jax.random.normal(getkey(), (n, 5)) for n in (6, number))
+    model = kfac.convert(two_heads())
+    x, other = np.asarray(some(6, 5)), some(number, 5)
     kept = np.flatnonzero(MASK)
-    t, u = jnp.zeros((6, 3)), jnp.zeros((number, 2))
+    t, u = np.zeros((6, 3)), jnp.asarray(np.zeros((number, 2)))
 
     def loss_fn(model, x, t, w):
         a = kfac.SquaredError(run_head("a", model, x), t, w)
@@ -411,16 +453,17 @@ def test_mask_of_one_loss_among_others(dtype, number, getkey):
     for a, b in zip(heads(masked[2]), heads(removed[2]), strict=True):
         check_same(a.output_factor, b.output_factor)
     w = (MASK + 1) / 2
-    h = jnp.tanh(jax.vmap(model.trunk)(x))
-    h = jnp.concatenate([h, jnp.ones((6, 1))], axis=-1)
-    A = (w[:, None] * h).T @ h / jnp.sum(w)
-    check_same(masked[2].a.input_factor, A)
+    trunk = model.trunk
+    h = np.tanh(x @ np.asarray(trunk.weight).T + np.asarray(trunk.bias))
+    h = np.concatenate([h, np.ones((6, 1))], axis=-1)
+    A = (w[:, None] * h).T @ h / np.sum(w)
+    check_same(masked[2].a.input_factor, jnp.asarray(A))
 
 
 @FISHERS
 @pytest.mark.parametrize("array", [False, True], ids=["constant", "of-the-model"])
-def test_penalties(fisher, array, getkey):
-    model, args = Net(getkey()), batch(getkey, examples)
+def test_penalties(fisher, array):
+    model, args = net(), tuple(map(jnp.asarray, batch(examples)))
 
     def penalty(model):
         return 0.3 * jnp.sum(model.layers[0].weight ** 4) if array else 1.5
@@ -431,11 +474,13 @@ def test_penalties(fisher, array, getkey):
     value, grads, curvature = collect(examples, fisher, model, *args)
     new_value, new_grads, new = collect(loss_fn, fisher, model, *args)
     check_same(new, curvature)
-    check_same(new_value, value + penalty(model))
+    first = np.asarray(model.layers[0].weight)
+    more = 0.3 * np.sum(first**4) if array else 1.5
+    check_same(new_value, jnp.asarray(np.asarray(value) + more))
     if array:
-        slope = 1.2 * model.layers[0].weight ** 3
         weight = lambda m: m.layers[0].weight
-        grads = eqx.tree_at(weight, grads, weight(grads) + slope)
+        slope = np.asarray(weight(grads)) + 1.2 * first**3
+        grads = eqx.tree_at(weight, grads, jnp.asarray(slope))
     check_same(new_grads, grads)
 
 
@@ -446,28 +491,29 @@ def test_penalties(fisher, array, getkey):
 
 @FISHERS
 @pytest.mark.parametrize("outer", [1, 2.0])
-def test_l2(fisher, outer, getkey):
-    model, args = Net(getkey()), batch(getkey, examples)
+def test_l2(fisher, outer):
+    model, args = net(), tuple(map(jnp.asarray, batch(examples)))
 
     def loss_fn(model, x, y):
         return outer * (examples(model, x, y) + kfac.L2(model, 0.1))
 
     value, grads, curvature = collect(examples, fisher, model, *args)
     new_value, new_grads, new = collect(loss_fn, fisher, model, *args)
-    params = eqx.filter(model, eqx.is_inexact_array)
-    norm = sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
-    check_same(new_value, outer * (value + 0.05 * norm))
-    check_same(new_grads, jax.tree.map(lambda g, p: outer * (g + 0.1 * p), grads, params))
+    params = arrays(model)
+    norm = sum(np.sum(p**2) for p in params)
+    check_same(new_value, jnp.asarray(outer * (np.asarray(value) + 0.05 * norm)))
+    slopes = [g + 0.1 * p for g, p in zip(arrays(grads), params, strict=True)]
+    check_same(new_grads, [jnp.asarray(outer * slope) for slope in slopes])
     for factors, old in zip(new.layers, curvature.layers, strict=True):
         assert abs(factors.l2 - 0.1 * outer) < TOLERANCE
         assert old.l2 == 0
         # It is kept apart from the factors.
-        check_same(factors.output_factor, outer * old.output_factor)
+        check_same(factors.output_factor, times(outer, old.output_factor))
         check_same(factors.input_factor, old.input_factor)
 
 
-def test_l2_of_a_part(getkey):
-    model, args = Net(getkey()), batch(getkey, examples)
+def test_l2_of_a_part():
+    model, args = net(), tuple(map(jnp.asarray, batch(examples)))
 
     def loss_fn(model, x, y):
         penalty = kfac.L2(model.layers[0].weight, 0.1) + kfac.L2(model.layers[2], 0.2)
@@ -481,9 +527,10 @@ def test_l2_of_a_part(getkey):
 
 
 @pytest.mark.parametrize("solver", [kfac.Eigh(), kfac.Cholesky()], ids=["eigh", "chol"])
-def test_l2_is_damping(solver, getkey):
+def test_l2_is_damping(solver):
     # A step with L2 is a step with that much more damping, on the sum's gradient.
-    model, (x, y) = kfac.Linear(5, K, key=getkey()), batch(getkey, examples)
+    model = kfac.Linear(5, K, key=jax.random.key(0))
+    x, y = map(jnp.asarray, batch(examples))
 
     def l2(model, x, y):
         return examples(model, x, y) + kfac.L2(model, 0.1)
@@ -509,24 +556,24 @@ def test_l2_is_damping(solver, getkey):
 #
 
 
-def test_row_counts(getkey):
+def test_row_counts():
     # The corner of a factor with bias is the mean of 1 · 1 over its rows, however many.
-    model, (x, y) = Net(getkey()), batch(getkey, tokens)
+    model, (x, y) = net(), batch(tokens)
     _, _, plain = collect(tokens, kfac.Exact(), model, x, y)
     _, _, masked = collect(tokens, kfac.Exact(), model, x, y, TOKEN_MASK)
     for tree in (plain, masked):
-        assert abs(tree.layers[0].input_factor[-1, -1] - 1) < TOLERANCE
-        assert abs(tree.layers[2].input_factor[-1, -1] - 1) < TOLERANCE
+        assert abs(np.asarray(tree.layers[0].input_factor)[-1, -1] - 1) < TOLERANCE
+        assert abs(np.asarray(tree.layers[2].input_factor)[-1, -1] - 1) < TOLERANCE
 
 
-def test_unused_layer(getkey):
-    model, (x, y) = Net(getkey()), batch(getkey, examples)
+def test_unused_layer():
+    model, (x, y) = net(), batch(examples)
 
     def loss_fn(model, x, y):
         return kfac.SoftmaxCrossEntropy(jax.vmap(model.layers[0])(x)[:, :K], y)
 
     _, grads, tree = collect(loss_fn, kfac.Exact(), model, x, y)
     for factors in tree.layers[1:]:
-        assert all(jnp.all(leaf == 0) for leaf in jax.tree.leaves(factors))
-    assert all(jnp.all(g == 0) for g in jax.tree.leaves(grads.layers[1:]))
-    assert jnp.all(jnp.diag(tree.layers[0].input_factor) > 0)
+        assert all(np.all(leaf == 0) for leaf in arrays(factors))
+    assert all(np.all(g == 0) for g in arrays(grads.layers[1:]))
+    assert np.all(np.diag(tree.layers[0].input_factor) > 0)

@@ -1,5 +1,7 @@
 """Eigenvalues by products with vectors, against dense decompositions."""
 
+import functools as ft
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -14,93 +16,135 @@ from .helpers import close, flat
 from .test_block_diagonal import batch, loss_fn, mlp
 
 
-model = mlp(jr.key(3))
-curvature = kfac.curvature(loss_fn, fisher=kfac.Exact())(model, *batch)
-operators = {
-    "gauss-newton": kfac.GaussNewton(loss_fn, model, *batch),
-    "hessian": kfac.Hessian(loss_fn, model, *batch),
-    "blocks": kfac.BlockDiagonalOperator(curvature, model),
-}
+@ft.cache
+def made():
+    """The operators, by name."""
+
+    @eqx.filter_jit
+    def run(batch):
+        model = mlp(jr.key(3))
+        return model, kfac.curvature(loss_fn, fisher=kfac.Exact())(model, *batch)
+
+    model, curvature = run(batch)
+    return {
+        "gauss-newton": kfac.GaussNewton(loss_fn, model, *batch),
+        "hessian": kfac.Hessian(loss_fn, model, *batch),
+        "blocks": kfac.BlockDiagonalOperator(curvature, model),
+    }
 
 
-@pytest.mark.parametrize("name", operators)
+OPERATORS = pytest.mark.parametrize("name", ["gauss-newton", "hessian", "blocks"])
+
+
+@OPERATORS
 def test_lanczos(name):
-    operator = operators[name]
-    matrix = np.asarray(operator.as_matrix())
-    values, size = np.linalg.eigvalsh(matrix), len(matrix)
-    run = eqx.filter_jit(kfac.lanczos)
-    whole = run(operator, jr.key(0), size)
-    close(whole.values, values)  # Multiple ones too, and where the Krylov space ends.
-    close(np.sum(whole.weights), 1.0)
+    @eqx.filter_jit
+    def run(operator):
+        whole = kfac.lanczos(operator, jr.key(0), operator.in_size())
+        few = kfac.lanczos(operator, jr.key(0), 12)
+        vector = few.vector(jnp.argmin(few.residuals))
+        both = flat(vector), flat(operator.mv(vector))
+        return operator.as_matrix(), whole, few, *both
 
-    few = run(operator, jr.key(0), 12)
-    best = int(np.argmin(few.residuals))
-    vector = few.vector(best)
-    close(np.linalg.norm(flat(vector)), 1.0)
-    residual = flat(operator.mv(vector)) - few.values[best] * flat(vector)
-    assert np.linalg.norm(residual) <= few.residuals[best] + 1e-12
-    nearest = np.abs(np.asarray(few.values)[:, None] - values).min(axis=1)
-    assert (nearest <= few.residuals + 1e-12).all()
-    assert few.residuals[-1] < 0.1 * few.residuals.max()  # Extreme ones first.
-    assert values[0] - 1e-12 < few.values[0] and few.values[-1] < values[-1] + 1e-12
+    matrix, whole, few, vector, product = run(made()[name])
+    values = np.linalg.eigvalsh(np.asarray(matrix))
+    close(whole.values, values)  # Multiple ones too, and where the Krylov space ends.
+    close(np.sum(np.asarray(whole.weights)), 1.0)
+
+    found, residuals = np.asarray(few.values), np.asarray(few.residuals)
+    best = int(np.argmin(residuals))
+    close(np.linalg.norm(np.asarray(vector)), 1.0)
+    residual = np.asarray(product) - found[best] * np.asarray(vector)
+    assert np.linalg.norm(residual) <= residuals[best] + 1e-12
+    nearest = np.abs(found[:, None] - values).min(axis=1)
+    assert (nearest <= residuals + 1e-12).all()
+    assert residuals[-1] < 0.1 * residuals.max()  # Extreme ones first.
+    assert values[0] - 1e-12 < found[0] and found[-1] < values[-1] + 1e-12
 
 
 def test_one_eigenvalue_only():
     """The identity: the space is exhausted at once, and again."""
-    structure = jax.ShapeDtypeStruct((5,), float)
-    found = kfac.lanczos(lx.IdentityLinearOperator(structure), jr.key(0), 5)
+    operator = lx.IdentityLinearOperator(jax.ShapeDtypeStruct((5,), float))
+    found = eqx.filter_jit(kfac.lanczos)(operator, jr.key(0), 5)
     close(found.values, np.ones(5))
     close(found.residuals, np.zeros(5))
 
 
-@pytest.mark.parametrize("name", operators)
+@OPERATORS
 def test_spectral_density(name):
-    operator = operators[name].damped(0.5 if name == "hessian" else 0.0)
-    values = np.linalg.eigvalsh(np.asarray(operator.as_matrix()))
-    density = eqx.filter_jit(kfac.spectral_density)(operator, jr.key(1), 400, 8)
-    for fn in (lambda x: x, jnp.square, lambda x: x / (x + 0.1)):
-        mean, error = density.trace(fn)
-        expected = float(jnp.sum(fn(jnp.asarray(values))))
+    fns = [lambda x: x, lambda x: x**2, lambda x: x / (x + 0.1)]
+
+    @eqx.filter_jit
+    def run(operator):
+        matrix = operator.as_matrix()
+        density = kfac.spectral_density(operator, jr.key(1), 400, 8)
+        values = jnp.linalg.eigvalsh(matrix)
+        points = jnp.linspace(values[0] - 2, values[-1] + 2, 2001)
+        traces = [density.trace(fn) for fn in fns]
+        return matrix, traces, points, density(points, 0.2)
+
+    found = run(made()[name].damped(0.5 if name == "hessian" else 0.0))
+    matrix, traces, points, density = jax.tree.map(np.asarray, found)
+    values = np.linalg.eigvalsh(matrix)
+    for fn, (mean, error) in zip(fns, traces, strict=True):
+        expected = np.sum(fn(values))
         assert abs(mean - expected) < 4 * error < 0.3 * abs(expected)
-    points = jnp.linspace(values[0] - 2, values[-1] + 2, 2001)
-    found = density(points, 0.2)
-    close(jnp.trapezoid(found, points), 1.0, 1e-6)
-    assert (found >= 0).all()
-    close(jnp.trapezoid(found * points, points), values.mean(), 0.1)
+    close(np.trapezoid(density, points), 1.0, 1e-6)
+    assert (density >= 0).all()
+    close(np.trapezoid(density * points, points), values.mean(), 0.1)
 
 
 def test_of_layers():
-    operator = operators["blocks"]
-    values = np.linalg.eigvalsh(np.asarray(operator.as_matrix()))
-    for damping in (0.1, operator.per_layer(0.1)):
-        dimension = operator.effective_dimension(damping)
+    @eqx.filter_jit
+    def run(operator):
+        return dict(
+            of_damping=[
+                (operator.effective_dimension(d), operator.condition_number(d))
+                for d in (0.1, operator.per_layer(0.1))
+            ],
+            matrix=operator.as_matrix(),
+            scaled=operator.scaled(3.0).as_matrix(),
+            l2=operator.l2().layers[0],
+            without=operator.without_l2().damped(0.2).as_matrix(),
+        )
+
+    got = jax.tree.map(np.asarray, run(made()["blocks"]))
+    matrix = got["matrix"]
+    values = np.linalg.eigvalsh(matrix)
+    for dimension, condition in got["of_damping"]:
         close(dimension, np.sum(values / (values + 0.1)))
-        condition = (values[-1] + 0.1) / (values[0] + 0.1)
-        close(operator.condition_number(damping), condition)
-    close(operator.scaled(3.0).as_matrix(), 3 * operator.as_matrix())
-    assert float(operator.l2().layers[0]) == pytest.approx(0.2)
-    without = operator.without_l2().damped(0.2)
-    close(without.as_matrix(), operator.as_matrix())
+        close(condition, (values[-1] + 0.1) / (values[0] + 0.1))
+    close(got["scaled"], 3 * matrix)
+    assert float(got["l2"]) == pytest.approx(0.2)
+    close(got["without"], matrix)
 
 
 def test_all_operators_have_traces_and_determinants():
-    kronecker = kfac.KroneckerOperator(jnp.diag(jnp.array([2.0, 1.0])), jnp.eye(3) + 0.5)
-    series = kfac.SeriesOperator(
-        jnp.eye(2), 0.3 * jnp.eye(2), jnp.eye(3), 0.2 * jnp.eye(3), jnp.array(4.0), "x"
+    @eqx.filter_jit
+    def run(operators):
+        damped = [operator.damped(0.5) for operator in operators]
+        return [
+            (o.as_matrix(), o.trace(), o.diagonal(), o.logdet(2.0))
+            for o in operators + damped
+        ]
+
+    eye = lambda size, scale=1.0: jnp.asarray(scale * np.eye(size))
+    kronecker = kfac.KroneckerOperator(
+        jnp.asarray(np.diag([2.0, 1.0])), jnp.asarray(np.eye(3) + 0.5)
     )
-    for operator in (kronecker, kronecker.spectral(), series, *operators.values()):
-        for operator in (operator, operator.damped(0.5)):
-            matrix = np.asarray(operator.as_matrix())
-            close(operator.trace(), np.trace(matrix))
-            close(operator.diagonal(), np.diag(matrix))
-            close(
-                operator.logdet(2.0),
-                np.linalg.slogdet(matrix + 2 * np.eye(len(matrix)))[1],
-            )
+    spectral = eqx.filter_jit(lambda operator: operator.spectral())(kronecker)
+    series = kfac.SeriesOperator(
+        eye(2), eye(2, 0.3), eye(3), eye(3, 0.2), jnp.array(4.0), "x"
+    )
+    found = run([kronecker, spectral, series, *made().values()])
+    for matrix, trace, diagonal, logdet in jax.tree.map(np.asarray, found):
+        close(trace, np.trace(matrix))
+        close(diagonal, np.diag(matrix))
+        close(logdet, np.linalg.slogdet(matrix + 2 * np.eye(len(matrix)))[1])
 
 
 def test_errors():
-    operator = operators["blocks"]
+    operator = made()["blocks"]
     with pytest.raises(ValueError, match="operator has 20 eigenvalues"):
         kfac.lanczos(operator, jr.key(0), 21)
     with pytest.raises(ValueError, match="`num_steps` must be at least 1"):

@@ -1,5 +1,7 @@
 """Rows that count by how large their other side is."""
 
+import functools as ft
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,13 +12,18 @@ import pytest
 
 import eqx_kfac as kfac
 
-from .helpers import assert_differs, assert_entries_near
+from .helpers import assert_differs, assert_entries_near, normal
 
 
 BLOCK, EXPAND = kfac.Kronecker(kfac.TensorNormal()), kfac.Kronecker()
-KEYS = jr.split(jr.key(3), 8)
+KEY = jr.key(3)
 N, D, H, K = 6, 4, 5, 3
-X, Y = jr.normal(KEYS[0], (N, D)), jr.normal(KEYS[1], (N, K))
+X, Y = normal(N, D, seed=0), normal(N, K, seed=1)
+
+
+def rows_of(array, index):
+    """(Through NumPy, which needs no compilation.)"""
+    return jnp.asarray(np.asarray(array)[index])
 
 
 @eqx.filter_jit
@@ -37,8 +44,8 @@ class Einsum(eqx.Module):
     weight: jax.Array
     tag: kfac.Tag
 
-    def __init__(self, key, block):
-        self.weight = jr.normal(key, (2, 3, 4))
+    def __init__(self, block):
+        self.weight = normal(2, 3, 4)
         self.tag = kfac.Tag(kfac.form.Einsum("boi,bi->bo", bias=None), block)
 
     def __call__(self, x):
@@ -46,18 +53,18 @@ class Einsum(eqx.Module):
 
 
 LAYERS = {
-    "linear": (lambda b: kfac.Linear(D, K, key=KEYS[2], block=b), (D,)),
-    "no bias": (lambda b: kfac.Linear(D, K, False, key=KEYS[2], block=b), (D,)),
+    "linear": (lambda b: kfac.Linear(D, K, key=KEY, block=b), (D,)),
+    "no bias": (lambda b: kfac.Linear(D, K, False, key=KEY, block=b), (D,)),
     "conv": (
-        lambda b: kfac.Conv2d(2, 3, (2, 3), 2, 1, (1, 2), key=KEYS[2], block=b),
+        lambda b: kfac.Conv2d(2, 3, (2, 3), 2, 1, (1, 2), key=KEY, block=b),
         (2, 6, 7),
     ),
-    "groups": (lambda b: kfac.Conv1d(4, 6, 3, groups=2, key=KEYS[2], block=b), (4, 7)),
+    "groups": (lambda b: kfac.Conv1d(4, 6, 3, groups=2, key=KEY, block=b), (4, 7)),
     "transposed": (
-        lambda b: kfac.ConvTranspose1d(2, 3, 3, 2, key=KEYS[2], block=b),
+        lambda b: kfac.ConvTranspose1d(2, 3, 3, 2, key=KEY, block=b),
         (2, 5),
     ),  # fmt: skip
-    "einsum": (lambda b: Einsum(KEYS[2], b), (2, 4)),
+    "einsum": (Einsum, (2, 4)),
 }
 
 
@@ -70,12 +77,17 @@ def squared(layer, x):
 @pytest.mark.parametrize("number", [1, 3])
 def test_formula(name, number):
     make, shape = LAYERS[name]
-    layer, x = make(BLOCK), jr.normal(KEYS[3], (N, *shape))
     fisher = kfac.MonteCarlo(number)
-    found = kfac.capture(squared, fisher)(layer, x, key=KEYS[4])
-    row, g = found.rows()  # [*groups, examples, *positions, d]; g: cotangents first.
-    groups = layer.tag.form.groups
-    got = kfac.curvature(squared, fisher)(layer, x, key=KEYS[4])
+
+    @eqx.filter_jit
+    def run(x):
+        rows = kfac.capture(squared, fisher)(make(BLOCK), x, key=KEY).rows()
+        estimate = ft.partial(kfac.curvature(squared, fisher), key=KEY)
+        return rows, *(estimate(make(block), x) for block in (BLOCK, EXPAND))
+
+    (row, g), got, expanded = run(normal(N, *shape, seed=3))
+    # [*groups, examples, *positions, d]; g: cotangents first.
+    groups = got.output_factor.ndim - 2
     flat = lambda a, lead: np.asarray(a).reshape(*a.shape[:lead], -1, a.shape[-1])
     row, g = flat(row, groups), flat(g, groups + 1)
     for group in np.ndindex(row.shape[:groups]):
@@ -85,26 +97,26 @@ def test_formula(name, number):
                 a = a + u @ u * np.outer(v, v)
                 b = b + v @ v * np.outer(u, u)
                 total = total + (u @ u) * (v @ v)
-        np.testing.assert_allclose(got.input_factor[group], a / total, atol=1e-12)
-        np.testing.assert_allclose(got.output_factor[group], b / N, atol=1e-12)
-    expanded = kfac.curvature(squared, fisher)(make(EXPAND), x, key=KEYS[4])
+        A, G = np.asarray(got.input_factor), np.asarray(got.output_factor)
+        np.testing.assert_allclose(A[group], a / total, atol=1e-12)
+        np.testing.assert_allclose(G[group], b / N, atol=1e-12)
     assert_differs(expanded, got, 0.1)
 
 
 def test_embeddings():
-    layer = kfac.Embedding(5, K, key=KEYS[2], block=BLOCK)
+    layer = kfac.Embedding(5, K, key=KEY, block=BLOCK)
     index = jnp.array([0, 3, 3, 1, 4, 0])
-    found = kfac.capture(squared, kfac.Exact())(layer, index)
-    sizes = jnp.sum(found.output_gradients**2, axis=(0, 2))
-    counts = jnp.zeros(5).at[index].add(sizes)
-    got = collect(squared, layer, index)
-    np.testing.assert_allclose(got.input_factor, counts / counts.sum(), atol=1e-12)
-    assert got.input_factor[2] == 0
+    found = eqx.filter_jit(kfac.capture(squared, kfac.Exact()))(layer, index)
+    sizes = np.sum(np.asarray(found.output_gradients) ** 2, axis=(0, 2))
+    counts = np.bincount(np.asarray(index), sizes, minlength=5)
+    got = np.asarray(collect(squared, layer, index).input_factor)
+    np.testing.assert_allclose(got, counts / counts.sum(), atol=1e-12)
+    assert got[2] == 0
 
 
 def test_stacked_layers():
     make = eqx.filter_vmap(lambda key: kfac.Linear(D, D, key=key, block=BLOCK))
-    stack = make(jr.split(KEYS[2], 2))
+    stack = eqx.filter_jit(lambda key: make(jr.split(key, 2)))(KEY)
 
     def scanned(layers, x):
         leaves, static = eqx.partition(layers, eqx.is_array)
@@ -117,22 +129,24 @@ def test_stacked_layers():
             x = jnp.tanh(jax.vmap(layer)(x))
         return kfac.SquaredError(x, jnp.zeros_like(x))
 
-    leaves, static = eqx.partition(stack, eqx.is_array)
-    apart = [
-        eqx.combine(jtu.tree_map(lambda a, i=i: a[i], leaves), static) for i in (0, 1)
-    ]
+    def alone(tree, i):
+        leaves, static = eqx.partition(tree, eqx.is_array)
+        return eqx.combine(jtu.tree_map(lambda a: rows_of(a, i), leaves), static)
+
+    apart = [alone(stack, i) for i in (0, 1)]
     got, want = collect(scanned, stack, X), collect(one_by_one, apart, X)
     for i in (0, 1):
-        assert_entries_near(jtu.tree_map(lambda a, i=i: a[i], got), want[i])
+        assert_entries_near(alone(got, i), want[i])
 
 
 def test_a_bias_alone():
-    layer = kfac.Linear(D, K, key=KEYS[2], block=BLOCK)
+    layer = kfac.Linear(D, K, key=KEY, block=BLOCK)
     bias = eqx.tree_at(lambda m: m.weight, layer, None)
     got = collect(lambda m, x: squared(eqx.combine(m, layer), x), bias, X)
-    full = collect(squared, kfac.Linear(D, K, key=KEYS[2], block=kfac.Full()), X)
-    corner = full.matrix.reshape(K, D + 1, K, D + 1)[:, -1, :, -1]
-    assert_entries_near((got.input_factor, got.output_factor), (np.ones((1, 1)), corner))
+    full = collect(squared, kfac.Linear(D, K, key=KEY, block=kfac.Full()), X)
+    corner = np.asarray(full.matrix).reshape(K, D + 1, K, D + 1)[:, -1, :, -1]
+    corner = jnp.asarray(corner)
+    assert_entries_near((got.input_factor, got.output_factor), (jnp.ones((1, 1)), corner))
 
 
 #
@@ -140,15 +154,20 @@ def test_a_bias_alone():
 #
 
 
-def mlp(block, activation=jnp.tanh, **kwargs):
-    model = eqx.nn.MLP(D, K, H, 2, activation, key=KEYS[5], **kwargs)
-    return kfac.convert(model, block)
+@eqx.filter_jit
+def mlp(block, activation=jnp.tanh):
+    return kfac.convert(eqx.nn.MLP(D, K, H, 2, activation, key=KEY), block)
+
+
+def identity(x):
+    return x
 
 
 def regression(model, x, y):
     return kfac.SquaredError(jax.vmap(model)(x), y)
 
 
+@eqx.filter_jit
 def exact_blocks(loss_fn, model, *args):
     """Of squared errors: every layer's block of the Gauss-Newton matrix."""
     params, static = eqx.partition(kfac.revert(model), eqx.is_inexact_array)
@@ -162,7 +181,7 @@ def exact_blocks(loss_fn, model, *args):
     found = []
     for layer in jax.jacobian(outputs)(params).layers:
         matrix = jnp.concatenate([layer.weight, layer.bias[..., None]], axis=-1)
-        flat = np.asarray(matrix).reshape(len(matrix), -1)
+        flat = matrix.reshape(len(matrix), -1)
         found.append(flat.T @ flat)
     return found
 
@@ -178,28 +197,29 @@ def test_traces_are_exact():
 
 
 def test_one_row_is_exact():
-    got = collect(regression, mlp(BLOCK), X[:1], Y[:1])
-    want = exact_blocks(regression, mlp(BLOCK), X[:1], Y[:1])
+    args = rows_of(X, slice(1)), rows_of(Y, slice(1))
+    got = collect(regression, mlp(BLOCK), *args)
+    want = exact_blocks(regression, mlp(BLOCK), *args)
     for factors, block in zip(got.layers, want, strict=True):
         np.testing.assert_allclose(dense(factors), block, atol=1e-12)
+
+
+FEW, TARGET = rows_of(3 * np.asarray(X), slice(2)), rows_of(Y, slice(2))
+
+
+def two_losses(model, a, b, x, y, few, target):
+    return a * regression(model, x, y) + b * regression(model, few, target)
 
 
 @pytest.mark.parametrize("coefficients", [(1.0, 0.0), (1.0, 100.0), (0.3, 2.0)])
 def test_several_losses(coefficients):
     """Of a deep linear network, exact for all coefficients and numbers of examples."""
-    a, b = coefficients
-    few, target = 3 * X[:2], Y[:2]
-
-    def loss_fn(model, x, y, few, target):
-        return a * regression(model, x, y) + b * regression(model, few, target)
-
-    args = X, Y, few, target
-    linear = lambda block: mlp(block, activation=lambda x: x)
-    want = exact_blocks(loss_fn, linear(BLOCK), *args)
-    got = collect(loss_fn, linear(BLOCK), *args)
+    args = *map(jnp.asarray, coefficients), X, Y, FEW, TARGET
+    want = exact_blocks(two_losses, mlp(BLOCK, identity), *args)
+    got = collect(two_losses, mlp(BLOCK, identity), *args)
     for factors, block in zip(got.layers, want, strict=True):
         np.testing.assert_allclose(dense(factors), block, atol=1e-10)
-    expanded = collect(loss_fn, linear(EXPAND), *args)
+    expanded = collect(two_losses, mlp(EXPAND, identity), *args)
     wrong = [
         np.linalg.norm(dense(f) - b) / np.linalg.norm(b)
         for f, b in zip(expanded.layers, want, strict=True)
@@ -217,9 +237,9 @@ def test_a_loss_of_coefficient_zero_changes_nothing():
 
 def test_weights_are_repetitions():
     weights = jnp.array([1, 0, 2, 0, 1, 0])
-    few = jnp.array([0, 2, 2, 4])
+    few = np.array([0, 2, 2, 4])
     weighted = lambda m, x, y: kfac.SquaredError(jax.vmap(m)(x), y, weights)
-    want = collect(regression, mlp(BLOCK), X[few], Y[few])
+    want = collect(regression, mlp(BLOCK), rows_of(X, few), rows_of(Y, few))
     assert_entries_near(collect(weighted, mlp(BLOCK), X, Y), want)
 
 
@@ -244,40 +264,40 @@ def test_derivatives_may_have_any_unit():
     assert_differs(*expanded, 0.5)
 
 
+def values_and_slopes(model, x, coefficient):
+    run = lambda x: jax.jvp(model, (x,), (jnp.ones(D),))
+    values, slopes = jax.vmap(run)(x)
+    zeros = jnp.zeros_like(values)
+    both = kfac.SquaredError(values, zeros), kfac.SquaredError(slopes, zeros)
+    return both[0] + coefficient * both[1]
+
+
 @pytest.mark.parametrize("coefficient", [0.0, 0.1, 10.0])
 def test_values_and_derivatives_of_a_deep_linear_network(coefficient):
-    def loss_fn(model, x):
-        run = lambda x: jax.jvp(model, (x,), (jnp.ones(D),))
-        values, slopes = jax.vmap(run)(x)
-        zeros = jnp.zeros_like(values)
-        both = kfac.SquaredError(values, zeros), kfac.SquaredError(slopes, zeros)
-        return both[0] + coefficient * both[1]
-
-    linear = lambda block: mlp(block, activation=lambda x: x)
-    want = exact_blocks(loss_fn, linear(BLOCK), X)
-    got = collect(loss_fn, linear(BLOCK), X)
+    args = values_and_slopes, mlp(BLOCK, identity), X, jnp.asarray(coefficient)
+    got, want = collect(*args), exact_blocks(*args)
     for factors, block in zip(got.layers, want, strict=True):
         np.testing.assert_allclose(dense(factors), block, atol=1e-10)
 
 
 def test_a_data_set():
     accumulator = kfac.Accumulator(regression, kfac.Exact())
+
+    @eqx.filter_jit
+    def run(model, x, y):
+        total = accumulator.init(model, x[:2], y[:2])
+        for part in (slice(0, 2), slice(2, 6)):
+            total = accumulator.add(total, model, x[part], y[part])
+        return accumulator.finish(total, model)
+
     model = mlp(BLOCK)
-    total = accumulator.init(model, X[:2], Y[:2])
-    for part in (slice(0, 2), slice(2, 6)):
-        total = accumulator.add(total, model, X[part], Y[part])
-    assert_entries_near(
-        accumulator.finish(total, model), collect(regression, model, X, Y)
-    )
+    assert_entries_near(run(model, X, Y), collect(regression, model, X, Y))
 
 
 def test_tied_weights():
     """Both uses of a weight, one of them transposed: a row is one from either side."""
-    weight = jr.normal(KEYS[6], (H, D))
-    pair = (
-        eqx.nn.Linear(D, H, False, key=KEYS[6]),
-        eqx.nn.Linear(H, D, False, key=KEYS[7]),
-    )
+    weight = normal(H, D, seed=6)
+    pair = tuple(eqx.nn.Linear(*sizes, False, key=KEY) for sizes in ((D, H), (H, D)))
     pair = eqx.tree_at(lambda p: p[0].weight, pair, weight)
     shared = eqx.nn.Shared(pair, lambda p: p[1].weight, lambda p: p[0].weight.T)
 
@@ -296,13 +316,15 @@ def test_tied_weights():
                 a = a + left @ left * np.outer(right, right)
                 b = b + right @ right * np.outer(left, left)
                 total = total + (left @ left) * (right @ right)
-    assert_entries_near((got.input_factor, got.output_factor), (a / total, b / N))
+    want = jnp.asarray(a / total), jnp.asarray(b / N)
+    assert_entries_near((got.input_factor, got.output_factor), want)
 
 
 @pytest.mark.parametrize("block", [BLOCK, kfac.EKFAC(kfac.TensorNormal())])
 def test_an_optimizer_trains(block):
     optimizer, model = kfac.KFAC(), mlp(block)
-    state, step = optimizer.init(model), eqx.filter_jit(optimizer.step)
+    state, step = eqx.filter_jit(optimizer.init)(model), eqx.filter_jit(optimizer.step)
     for i in range(20):
         model, state, info = step(regression, model, state, X, Y, key=jr.key(i))
-    assert info.loss < 0.5 * regression(mlp(block), X, Y).value
+    before = eqx.filter_jit(lambda model: regression(model, X, Y).value)(mlp(block))
+    assert float(info.loss) < 0.5 * float(before)
