@@ -15,7 +15,7 @@ import pytest
 
 import eqx_kfac as kfac
 
-from .helpers import normal, stack
+from .helpers import assert_near, normal, pairs, params_of, stack
 from .plain import plain_kfac
 from .reference import error
 
@@ -707,9 +707,7 @@ def test_contraction_that_is_dense(subscripts):
     got = collect(with_contraction_blocks(case.layer), case.x, 1, *args)
     want = collect(with_blocks(linear), case.x, case.x.ndim - 1, *args)
     for block in BLOCKS:
-        a, b = factors_of(got[block]), factors_of(want[block])
-        for x, y in zip(jtu.tree_leaves(a), jtu.tree_leaves(b), strict=True):
-            assert np.linalg.norm(x - y) <= TOLERANCE * np.linalg.norm(y)
+        assert_near(factors_of(got[block]), factors_of(want[block]), TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -806,7 +804,6 @@ def is_covered(form, layer):
     return any(p is not None for p in form.parameters(layer))
 
 
-@eqx.filter_jit
 def there_and_back(forms, layer):
     """Every form's matrix; the same after one was added to it; and the layer that is made
     of all matrices."""
@@ -819,16 +816,38 @@ def there_and_back(forms, layer):
     return new, matrices, added
 
 
-@pytest.mark.parametrize("stack", [(), (2, 3)], ids=["one", "stacked"])
+STACKS = {"one": (), "stacked": (2, 3)}
+
+
+@ft.cache
+def canonical_matrices(name):
+    """Of one form, or of several together: by what is frozen and by stack, those that
+    cover what is left, the layer, and `there_and_back`."""
+    plain, forms = FORMS[name]()
+    plain = jtu.tree_map(np.asarray, eqx.filter(plain, eqx.is_inexact_array))
+    layers = {
+        (frozen, size): freeze(stacked(plain, stack), FREEZE[frozen])
+        for frozen in FREEZE
+        for size, stack in STACKS.items()
+    }
+    covering = {
+        key: [form for form in forms if is_covered(form, layer)]
+        for key, layer in layers.items()
+    }
+    together = lambda layers: {
+        key: there_and_back(covering[key], layer) for key, layer in layers.items()
+    }
+    found = jax.jit(together)(layers)
+    return {key: (covering[key], layers[key], *found[key]) for key in layers}
+
+
+@pytest.mark.parametrize("size", STACKS)
 @pytest.mark.parametrize("frozen", FREEZE)
 @pytest.mark.parametrize("name", FORMS)
-def test_canonical_matrix(name, frozen, stack):
-    layer, forms = FORMS[name]()
-    layer = jtu.tree_map(np.asarray, eqx.filter(layer, eqx.is_inexact_array))
-    layer = freeze(stacked(layer, stack), FREEZE[frozen])
-    layer = jtu.tree_map(jnp.asarray, layer)
-    forms = [form for form in forms if is_covered(form, layer)]
-    new, matrices, added = there_and_back(forms, layer)
+def test_canonical_matrix(name, frozen, size):
+    stack = STACKS[size]
+    forms, layer, *found = canonical_matrices(name)[frozen, size]
+    new, matrices, added = found
     for form, matrix, more in zip(forms, matrices, added, strict=True):
         sizes = form.sizes(layer)
         assert matrix.shape == (*sizes.stack, sizes.d_out, sizes.d_in + sizes.bias)
@@ -857,7 +876,7 @@ def test_canonical_order(case):
     layer = kfac.convert(case.layer)
     leaves = {name: np.asarray(getattr(layer, name))[None] for name in case.names}
     want = case.canonical(leaves)[0]
-    got = np.asarray(layer.tag.form.to_matrix(layer))
+    got = np.asarray(eqx.filter_jit(layer.tag.form.to_matrix)(layer))
     np.testing.assert_array_equal(got if got.ndim == 3 else got[None], want)
 
 
@@ -1179,7 +1198,8 @@ def arguments():
 
 
 def transformed(model, forward=batched, walk=in_turn):
-    return curvature_of(model, forward, walk, *arguments())
+    found = curvature_of(model, forward, walk, *arguments())
+    return jtu.tree_map(np.asarray, found)
 
 
 @ft.cache
@@ -1232,7 +1252,7 @@ def sum_of_uses(first, second):
     """Every use of a layer adds its rows."""
     A = (first.input_factor + second.input_factor) / 2
     G = first.output_factor + second.output_factor
-    return kfac.KroneckerFactors(A, G, first.l2)
+    return A, G, first.l2
 
 
 def test_layers_that_are_used_twice():
@@ -1248,8 +1268,8 @@ def test_layers_that_are_used_twice():
         uses = zip(*(jtu.tree_leaves(m, is_leaf=is_factors) for m in pair), strict=True)
         for (path, factors), both in zip(found, uses, strict=True):
             if isinstance(factors, kfac.KroneckerFactors):
-                pairs = zip(jtu.tree_leaves(factors), jtu.tree_leaves(sum_of_uses(*both)))
-                for a, b in pairs:
+                want = sum_of_uses(*both)
+                for a, b in zip(jtu.tree_leaves(factors), want, strict=True):
                     assert np.linalg.norm(a - b) <= TOLERANCE * np.linalg.norm(b), name
             else:  # Squares of examples' gradients, which are sums over uses.
                 at = f"['{name}']" if path == () else f"['{name}']{jtu.keystr(path)}"
@@ -1284,8 +1304,6 @@ def test_micro_batches():
         return eqx.filter((model, state), eqx.is_inexact_array)
 
     whole, parts = step(model, x, y, 1), step(model, x, y, 2)
-    for a, b in zip(jtu.tree_leaves(parts), jtu.tree_leaves(whole), strict=True):
-        assert np.linalg.norm(a - b) <= TOLERANCE * np.linalg.norm(b)
-    moved = jtu.tree_leaves(eqx.filter(model, eqx.is_inexact_array))
-    for a, b in zip(moved, jtu.tree_leaves(whole[0]), strict=True):
+    assert_near(parts, whole, TOLERANCE)
+    for a, b in pairs(params_of(model), whole[0]):
         assert np.linalg.norm(a - b) > 1e-6
