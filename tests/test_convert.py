@@ -3,6 +3,7 @@
 import copy
 import functools as ft
 import io
+import itertools
 import pickle
 
 import equinox as eqx
@@ -30,22 +31,33 @@ def layers(model, cls):
 #
 
 
-@pytest.mark.parametrize("in_features", [3, "scalar"])
-@pytest.mark.parametrize("out_features", [2, "scalar"])
+WIDTHS, DTYPES = ([3, "scalar"], [2, "scalar"]), [None, jnp.float32, jnp.bfloat16]
+
+
+@ft.cache
+@eqx.filter_jit
+def linear_layers():
+    """Of all arguments: both layers, their outputs, and that of ours with a key."""
+
+    def both(in_features, *args):
+        layers = [
+            new(in_features, *args, key=jr.key(0)) for new in (kfac.Linear, eqx.nn.Linear)
+        ]
+        shape = () if in_features == "scalar" else (3,)
+        x = jr.normal(jr.key(1), shape, layers[0].weight.dtype)
+        return layers, [layer(x) for layer in layers], layers[0](x, key=jr.key(0))
+
+    all_args = itertools.product(*WIDTHS, [True, False], DTYPES)
+    return {str(args): both(*args) for args in all_args}
+
+
+@pytest.mark.parametrize("in_features", WIDTHS[0])
+@pytest.mark.parametrize("out_features", WIDTHS[1])
 @pytest.mark.parametrize("use_bias", [True, False])
-@pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_is_equinox_linear(in_features, out_features, use_bias, dtype):
     args = in_features, out_features, use_bias, dtype
-    shape = () if in_features == "scalar" else (3,)
-
-    @eqx.filter_jit
-    def both(key):
-        layers = [new(*args, key=key) for new in (kfac.Linear, eqx.nn.Linear)]
-        x = jr.normal(jr.key(1), shape, layers[0].weight.dtype)
-        outputs = [layer(x) for layer in layers]
-        return layers, *outputs, layers[0](x, key=key)
-
-    (ours, theirs), y, want, with_key = both(jr.key(0))
+    (ours, theirs), (y, want), with_key = linear_layers()[str(args)]
     assert isinstance(ours, eqx.nn.Linear)
     assert_same_leaves(ours, theirs)
     for name in ("in_features", "out_features", "use_bias"):
