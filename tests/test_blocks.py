@@ -32,17 +32,41 @@ class Case(NamedTuple):
     run: Callable  # (model, x) -> logits [N, k]
 
 
-def made(make, block):
-    """A model with random numbers, which need no compilation."""
-    rng = np.random.default_rng(0)
-    new = lambda a: jnp.asarray(0.5 * rng.normal(size=a.shape), a.dtype)
-    shapes = eqx.filter_eval_shape(make, block)
-    return jtu.tree_map(lambda a: new(a) if hasattr(a, "dtype") else a, shapes)
+def filled(make):
+    """Of a block, a model with random numbers, which need no compilation."""
+
+    def model_of(block):
+        rng = np.random.default_rng(0)
+        new = lambda a: jnp.asarray(0.5 * rng.normal(size=a.shape), a.dtype)
+        made = eqx.filter_eval_shape(make, block)
+        return jtu.tree_map(lambda a: new(a) if hasattr(a, "dtype") else a, made)
+
+    return model_of
 
 
-@ft.partial(ft.partial, made)
+@filled
 def _mlp(block):
     return kfac.MLP(3, 2, 4, 1, activation=jnp.tanh, key=jr.key(0), block=block)
+
+
+@filled
+def _linear(block):
+    return kfac.Linear(3, 2, key=jr.key(0), block=block)
+
+
+@filled
+def _groups(block):
+    return kfac.Conv2d(2, 4, 2, groups=2, key=jr.key(0), block=block)
+
+
+@filled
+def _embedding(block):
+    return kfac.Embedding(6, 2, key=jr.key(0), block=block)
+
+
+@filled
+def _norm(block):
+    return kfac.LayerNorm(3, block=block)
 
 
 def _sum_over_tokens(model, x):
@@ -78,22 +102,10 @@ indices = jnp.asarray(np.random.default_rng(0).integers(0, 6, (N, S)))
 cases = {
     "mlp": Case(_mlp, vectors, _each),
     "tokens": Case(_mlp, tokens, _sum_over_tokens),
-    "groups": Case(
-        ft.partial(
-            made, lambda block: kfac.Conv2d(2, 4, 2, groups=2, key=jr.key(0), block=block)
-        ),
-        images,
-        _pooled,
-    ),
-    "embedding": Case(
-        ft.partial(made, lambda block: kfac.Embedding(6, 2, key=jr.key(0), block=block)),
-        indices,
-        _sum_over_tokens,
-    ),
-    "norm": Case(
-        ft.partial(made, lambda block: kfac.LayerNorm(3, block=block)), vectors, _each
-    ),
-    "stacked": Case(ft.partial(made, Stacked), vectors, _each),
+    "groups": Case(_groups, images, _pooled),
+    "embedding": Case(_embedding, indices, _sum_over_tokens),
+    "norm": Case(_norm, vectors, _each),
+    "stacked": Case(filled(Stacked), vectors, _each),
 }
 blocks = {
     "Full": kfac.Full(),
@@ -624,10 +636,7 @@ def test_subspace_iteration_keeps_the_basis_of_a_singular_factor(dtype):
 def of_pooled_positions(positions):
     """The matrices of a layer with either block; and the Gauss-Newton matrix."""
     blocks = {"full": kfac.Full(), "diagonal": kfac.Diagonal()}
-    layers = {
-        name: made(lambda block: kfac.Linear(3, 2, key=jr.key(0), block=block), block)
-        for name, block in blocks.items()
-    }
+    layers = {name: _linear(block) for name, block in blocks.items()}
     x = normal(5, positions, 3, seed=1)
 
     def loss_of(layer):
