@@ -1,7 +1,9 @@
 """Tagged layers as drop-ins, `kfac.convert` and `kfac.revert`."""
 
 import copy
+import functools as ft
 import io
+import itertools
 import pickle
 
 import equinox as eqx
@@ -29,30 +31,46 @@ def layers(model, cls):
 #
 
 
-@pytest.mark.parametrize("in_features", [3, "scalar"])
-@pytest.mark.parametrize("out_features", [2, "scalar"])
+WIDTHS, DTYPES = ([3, "scalar"], [2, "scalar"]), [None, jnp.float32, jnp.bfloat16]
+
+
+@ft.cache
+@eqx.filter_jit
+def linear_layers():
+    """Of all arguments: both layers, their outputs, and that of ours with a key."""
+
+    def both(in_features, *args):
+        layers = [
+            new(in_features, *args, key=jr.key(0)) for new in (kfac.Linear, eqx.nn.Linear)
+        ]
+        shape = () if in_features == "scalar" else (3,)
+        x = jr.normal(jr.key(1), shape, layers[0].weight.dtype)
+        return layers, [layer(x) for layer in layers], layers[0](x, key=jr.key(0))
+
+    all_args = itertools.product(*WIDTHS, [True, False], DTYPES)
+    return {str(args): both(*args) for args in all_args}
+
+
+@pytest.mark.parametrize("in_features", WIDTHS[0])
+@pytest.mark.parametrize("out_features", WIDTHS[1])
 @pytest.mark.parametrize("use_bias", [True, False])
-@pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_is_equinox_linear(in_features, out_features, use_bias, dtype):
     args = in_features, out_features, use_bias, dtype
-    ours = kfac.Linear(*args, key=jr.key(0))
-    theirs = eqx.nn.Linear(*args, key=jr.key(0))
+    (ours, theirs), (y, want), with_key = linear_layers()[str(args)]
     assert isinstance(ours, eqx.nn.Linear)
     assert_same_leaves(ours, theirs)
     for name in ("in_features", "out_features", "use_bias"):
         assert getattr(ours, name) == getattr(theirs, name)
-    shape = () if in_features == "scalar" else (3,)
-    x = jr.normal(jr.key(1), shape, ours.weight.dtype)
-    y = ours(x)
-    assert y.dtype == theirs(x).dtype
-    np.testing.assert_array_equal(y, theirs(x))
-    np.testing.assert_array_equal(ours(x, key=jr.key(0)), y)  # Ignored, as in Equinox.
+    assert y.dtype == want.dtype
+    np.testing.assert_array_equal(y, want)
+    np.testing.assert_array_equal(with_key, y)  # Ignored, as in Equinox.
     assert_same(kfac.convert(theirs), ours)
     assert_same(kfac.revert(ours), theirs)
 
 
 def test_linear_is_the_same_program():
-    x = jnp.ones(3)
+    x = np.ones(3)
     ours = kfac.Linear(3, 2, key=jr.key(0))
     jaxprs = [
         str(jax.make_jaxpr(lambda weight, x: eqx.tree_at(get, m, weight)(x))(get(m), x))
@@ -72,13 +90,14 @@ def test_keyword_arguments_of_the_constructor():
 
 def test_tree_surgery_by_class():
     """The usual way to find layers finds ours too."""
-    model = kfac.convert(eqx.nn.MLP(3, 2, 4, 2, key=jr.key(0)))
+    model = kfac.convert(model_of("mlp"))
     is_linear = lambda node: isinstance(node, eqx.nn.Linear)
     weights = lambda m: [
         node.weight for node in jtu.tree_leaves(m, is_leaf=is_linear) if is_linear(node)
     ]
     assert len(weights(model)) == 3
-    zeroed = eqx.tree_at(weights, model, replace_fn=jnp.zeros_like)
+    zeros = lambda w: jnp.asarray(np.zeros_like(w))
+    zeroed = eqx.tree_at(weights, model, replace_fn=zeros)
     assert not any(np.any(w) for w in weights(zeroed))
     assert jtu.tree_structure(zeroed) == jtu.tree_structure(model)
 
@@ -157,10 +176,20 @@ models = {
 }
 
 
+@eqx.filter_jit
+def _model(name, seed):
+    return models[name][0](jr.key(seed))
+
+
+@ft.cache
+def model_of(name, seed=0):
+    return _model(name, jnp.array(seed))
+
+
 @pytest.mark.parametrize("name", models)
 def test_round_trip(name):
     make, number = models[name]
-    model = make(jr.key(0))
+    model = model_of(name)
     converted = kfac.convert(model)
     assert len(layers(converted, kfac.Linear)) == number
     assert len(layers(converted, eqx.nn.Linear)) == 0
@@ -186,17 +215,17 @@ def test_round_trip(name):
     ["mlp", "mlp of scalars", "sequential", "recurrent", "containers", "attention"],
 )
 def test_same_outputs(name):
-    model = models[name][0](jr.key(0))
+    model = model_of(name)
     x = jnp.array(0.3) if "scalars" in name else jnp.array([0.3, -0.2, 0.1])
     run = attend if name == "attention" else lambda model, x: model(x)
-    np.testing.assert_array_equal(run(kfac.convert(model), x), run(model, x))
+    both = eqx.filter_jit(lambda *models: [run(model, x) for model in models])
+    np.testing.assert_array_equal(*both(kfac.convert(model), model))
 
 
 @pytest.mark.parametrize("name", models)
 @pytest.mark.parametrize("forwards", [True, False])
 def test_files_load_both_ways(name, forwards):
-    make, _ = models[name]
-    trained, like = make(jr.key(0)), make(jr.key(1))
+    trained, like = model_of(name), model_of(name, 1)
     if forwards:
         like = kfac.convert(like)
     else:
@@ -241,14 +270,14 @@ def test_reparametrised_layers():
         spectral = eqx.nn.SpectralNorm(linear, "weight", key=key)
         return [eqx.nn.WeightNorm(linear), spectral, linear]
 
-    model, _ = eqx.nn.make_with_state(make)(jr.key(0))
+    model, _ = eqx.filter_jit(lambda: eqx.nn.make_with_state(make)(jr.key(0)))()
     converted = kfac.convert(model)
     assert type(converted[0]) is kfac.WeightNorm
     assert type(converted[1]) is kfac.SpectralNorm
     assert type(converted[2]) is kfac.Linear
     # What is inside is for the outer layer's tags.
     assert type(converted[0].layer) is type(converted[1].layer) is eqx.nn.Linear
-    plain_kfac(0.1).init(converted)
+    eqx.filter_eval_shape(plain_kfac(0.1).init, converted)
     untagged = kfac.convert(model, {eqx.nn.WeightNorm: None})
     assert type(untagged[0]) is eqx.nn.WeightNorm
     assert type(untagged[0].layer) is eqx.nn.Linear
@@ -271,16 +300,16 @@ def test_tagged_layers_are_left_alone():
 
 def test_block():
     reduce = kfac.Kronecker(kfac.Reduce())
-    converted = kfac.convert(models["mlp"][0](jr.key(0)), blocks=reduce)
+    converted = kfac.convert(model_of("mlp"), blocks=reduce)
     assert all(layer.tag.block == reduce for layer in converted.layers)
-    default = kfac.convert(models["mlp"][0](jr.key(0)))
+    default = kfac.convert(model_of("mlp"))
     assert jtu.tree_structure(default) != jtu.tree_structure(converted)
     assert_same_leaves(default, converted)
 
 
 def test_converts_a_partition():
     """Halves of a partitioned model convert as the whole does."""
-    model = models["mlp"][0](jr.key(0))
+    model = model_of("mlp")
     params, static = eqx.partition(model, eqx.is_inexact_array)
     whole = eqx.combine(kfac.convert(params), kfac.convert(static))
     assert_same(whole, kfac.convert(model))
@@ -292,16 +321,25 @@ def test_converts_a_partition():
 
 
 def test_ensembles():
-    keys = jr.split(jr.key(0), 4)
-    ours = eqx.filter_vmap(lambda key: kfac.Linear(3, 2, key=key))(keys)
-    theirs = eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 2, key=key))(keys)
+    @eqx.filter_jit
+    def both():
+        keys = jr.split(jr.key(0), 4)
+        make = [
+            lambda key, new=new: new(3, 2, key=key)
+            for new in (kfac.Linear, eqx.nn.Linear)
+        ]
+        ours, theirs = (eqx.filter_vmap(new)(keys) for new in make)
+        run = lambda layer, x: layer(x)
+        run = eqx.filter_vmap(run, in_axes=(eqx.if_array(0), None))
+        return ours, theirs, [run(layers, jnp.ones(3)) for layers in (ours, theirs)]
+
+    ours, theirs, outputs = both()
     assert ours.weight.shape == (4, 2, 3)
     assert_same(ours, kfac.convert(theirs))
-    x = jnp.ones(3)
-    run = eqx.filter_vmap(lambda layer, x: layer(x), in_axes=(eqx.if_array(0), None))
-    np.testing.assert_array_equal(run(ours, x), run(theirs, x))
+    np.testing.assert_array_equal(*outputs)
 
-    factors = kfac.curvature(ensemble_loss, kfac.Exact())(ours, jnp.ones((6, 3)))
+    collect = kfac.curvature(ensemble_loss, kfac.Exact())
+    factors = eqx.filter_eval_shape(collect, ours, np.ones((6, 3)))
     assert factors.input_factor.shape == (4, 4, 4)
     assert factors.output_factor.shape == (4, 2, 2)
 
@@ -327,17 +365,18 @@ def test_copies(copying):
 
 
 def test_tree_map_over_several():
-    a, b = (kfac.convert(models["mlp"][0](jr.key(i))) for i in range(2))
+    a, b = (kfac.convert(model_of("mlp", i)) for i in range(2))
     a_params, b_params = (eqx.filter(m, eqx.is_inexact_array) for m in (a, b))
-    mean = jax.tree.map(lambda x, y: (x + y) / 2, a_params, b_params)
-    expected = (a.layers[0].weight + b.layers[0].weight) / 2
+    half = lambda x, y: jnp.asarray((np.asarray(x) + np.asarray(y)) / 2)
+    mean = jax.tree.map(half, a_params, b_params)
+    expected = half(a.layers[0].weight, b.layers[0].weight)
     np.testing.assert_array_equal(mean.layers[0].weight, expected)
     mean = eqx.combine(mean, eqx.partition(a, eqx.is_inexact_array)[1])
-    assert mean(jnp.ones(3)).shape == (2,)
+    assert jax.eval_shape(mean, np.ones(3)).shape == (2,)
 
 
 def test_tree_at():
-    model = kfac.convert(models["mlp"][0](jr.key(0)))
+    model = kfac.convert(model_of("mlp"))
     bias = jnp.arange(4.0)
     changed = eqx.tree_at(lambda m: m.layers[1].bias, model, bias)
     np.testing.assert_array_equal(changed.layers[1].bias, bias)
@@ -390,8 +429,8 @@ def test_equal_models_share_a_compiled_function():
         loss_fn = lambda model: kfac.SquaredError(jax.vmap(model)(x))
         return kfac.curvature(loss_fn, kfac.Exact())(model)
 
-    run_and_collect(kfac.convert(models["mlp"][0](jr.key(0))))
-    run_and_collect(kfac.convert(models["mlp"][0](jr.key(1))))
+    run_and_collect(kfac.convert(model_of("mlp")))
+    run_and_collect(kfac.convert(model_of("mlp", 1)))
     assert len(traces) == 2
-    run_and_collect(kfac.convert(models["mlp"][0](jr.key(1)), blocks=reduce_block()))
+    run_and_collect(kfac.convert(model_of("mlp", 1), blocks=reduce_block()))
     assert len(traces) == 4

@@ -15,7 +15,7 @@ import pytest
 
 import eqx_kfac as kfac
 
-from .helpers import stack
+from .helpers import assert_near, normal, pairs, params_of, stack
 from .plain import plain_kfac
 from .reference import error
 
@@ -130,8 +130,8 @@ def differentiate(case):
         layer = eqx.tree_at(where, case.layer, leaves)
         return apply(layer, case.x, case.axes).reshape(-1)
 
-    leaves = where(case.layer)
-    z, J = outputs(leaves), jax.jit(jax.jacobian(outputs))(leaves)
+    both = lambda leaves: (outputs(leaves), jax.jacobian(outputs)(leaves))
+    z, J = jax.jit(both)(where(case.layer))
     J = case.canonical(dict(zip(case.names, map(np.asarray, J), strict=True)))
     z = np.asarray(z).reshape(len(case.x), -1)
     return Dense(z, J.reshape(*z.shape, *J.shape[1:]))
@@ -532,8 +532,12 @@ PARAMETERS = {
     "rms-norm": (eqx.nn.RMSNorm(4), ("weight", "bias"), (4,)),
     "group-norm": (eqx.nn.GroupNorm(2, 4), ("weight", "bias"), (4, 2)),
     "prelu": (eqx.nn.PReLU(), ("negative_slope",), (4,)),
-    "prelu-channels": (eqx.nn.PReLU(jnp.ones((3, 1))), ("negative_slope",), (3, 2)),
-    "parameter": (Shifted(kfac.Parameter(jnp.ones((2, 3)))), ("shift.value",), (2, 3)),
+    "prelu-channels": (
+        eqx.nn.PReLU(jnp.asarray(np.ones((3, 1)))),
+        ("negative_slope",),
+        (3, 2),
+    ),
+    "parameter": (Shifted(kfac.Parameter(np.ones((2, 3)))), ("shift.value",), (2, 3)),
 }
 
 
@@ -635,8 +639,8 @@ def contraction(subscripts, use_bias=True):
     b = [size[a] for a in z if a in w]
     layer = Contraction(
         subscripts,
-        jnp.ones([size[a] for a in w]),
-        jnp.ones(b) if use_bias else None,
+        np.ones([size[a] for a in w]),
+        np.ones(b) if use_bias else None,
     )
 
     def canonical(leaves):
@@ -703,9 +707,7 @@ def test_contraction_that_is_dense(subscripts):
     got = collect(with_contraction_blocks(case.layer), case.x, 1, *args)
     want = collect(with_blocks(linear), case.x, case.x.ndim - 1, *args)
     for block in BLOCKS:
-        a, b = factors_of(got[block]), factors_of(want[block])
-        for x, y in zip(jtu.tree_leaves(a), jtu.tree_leaves(b), strict=True):
-            assert np.linalg.norm(x - y) <= TOLERANCE * np.linalg.norm(y)
+        assert_near(factors_of(got[block]), factors_of(want[block]), TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -802,7 +804,6 @@ def is_covered(form, layer):
     return any(p is not None for p in form.parameters(layer))
 
 
-@eqx.filter_jit
 def there_and_back(forms, layer):
     """Every form's matrix; the same after one was added to it; and the layer that is made
     of all matrices."""
@@ -815,16 +816,38 @@ def there_and_back(forms, layer):
     return new, matrices, added
 
 
-@pytest.mark.parametrize("stack", [(), (2, 3)], ids=["one", "stacked"])
+STACKS = {"one": (), "stacked": (2, 3)}
+
+
+@ft.cache
+def canonical_matrices(name):
+    """Of one form, or of several together: by what is frozen and by stack, those that
+    cover what is left, the layer, and `there_and_back`."""
+    plain, forms = FORMS[name]()
+    plain = jtu.tree_map(np.asarray, eqx.filter(plain, eqx.is_inexact_array))
+    layers = {
+        (frozen, size): freeze(stacked(plain, stack), FREEZE[frozen])
+        for frozen in FREEZE
+        for size, stack in STACKS.items()
+    }
+    covering = {
+        key: [form for form in forms if is_covered(form, layer)]
+        for key, layer in layers.items()
+    }
+    together = lambda layers: {
+        key: there_and_back(covering[key], layer) for key, layer in layers.items()
+    }
+    found = jax.jit(together)(layers)
+    return {key: (covering[key], layers[key], *found[key]) for key in layers}
+
+
+@pytest.mark.parametrize("size", STACKS)
 @pytest.mark.parametrize("frozen", FREEZE)
 @pytest.mark.parametrize("name", FORMS)
-def test_canonical_matrix(name, frozen, stack):
-    layer, forms = FORMS[name]()
-    layer = jtu.tree_map(np.asarray, eqx.filter(layer, eqx.is_inexact_array))
-    layer = freeze(stacked(layer, stack), FREEZE[frozen])
-    layer = jtu.tree_map(jnp.asarray, layer)
-    forms = [form for form in forms if is_covered(form, layer)]
-    new, matrices, added = there_and_back(forms, layer)
+def test_canonical_matrix(name, frozen, size):
+    stack = STACKS[size]
+    forms, layer, *found = canonical_matrices(name)[frozen, size]
+    new, matrices, added = found
     for form, matrix, more in zip(forms, matrices, added, strict=True):
         sizes = form.sizes(layer)
         assert matrix.shape == (*sizes.stack, sizes.d_out, sizes.d_in + sizes.bias)
@@ -853,7 +876,7 @@ def test_canonical_order(case):
     layer = kfac.convert(case.layer)
     leaves = {name: np.asarray(getattr(layer, name))[None] for name in case.names}
     want = case.canonical(leaves)[0]
-    got = np.asarray(layer.tag.form.to_matrix(layer))
+    got = np.asarray(eqx.filter_jit(layer.tag.form.to_matrix)(layer))
     np.testing.assert_array_equal(got if got.ndim == 3 else got[None], want)
 
 
@@ -872,7 +895,7 @@ def recurrent(name, use_bias=True):
 
 
 def initial(name):
-    h = 0.3 * jnp.ones(HIDDEN)
+    h = 0.3 * np.ones(HIDDEN)
     return h if name == "gru" else (h, 2 * h)
 
 
@@ -1000,11 +1023,12 @@ def through_time(name, cell, xs, head):
         for x, delta in zip(xs, deltas, strict=True):
             h, inputs = step(cell, x, h, delta)
             seen.append(inputs)
-        return head @ hidden_state(h), (head @ hidden_state(h), seen)
+        ends = head @ hidden_state(h), head @ unrolled(name, cell, xs)
+        return ends[0], (*ends, seen)
 
-    zeros = [{k: jnp.zeros(d) for k, d in widths.items()} for _ in xs]
-    J, (y, seen) = jax.jit(jax.jacobian(outputs, has_aux=True))(zeros)
-    assert error(y, head @ unrolled(name, cell, xs)) < TOLERANCE
+    zeros = [{k: np.zeros(d) for k, d in widths.items()} for _ in xs]
+    J, (y, want, seen) = jax.jit(jax.jacobian(outputs, has_aux=True))(zeros)
+    assert error(y, want) < TOLERANCE
     expand, exact = {}, {}
     for tag in widths:
         x = [np.append(inputs[tag], 1.0) for inputs in seen]
@@ -1043,7 +1067,6 @@ def test_half_frozen_cell(name, frozen):
 
 
 SIZE = 6
-KEYS = jax.random.split(jax.random.key(5), 3)
 
 
 def square_contraction(key):
@@ -1085,20 +1108,24 @@ def steps(name):
     return lambda layer, h, x, t: jnp.tanh(STEPS[name][1](layer, h, x, t))
 
 
-@eqx.filter_jit
-def _stacked(key):
-    make = lambda new: eqx.filter_vmap(new)(jax.random.split(key))
-    return {name: make(new) for name, (new, _) in STEPS.items()}
+@ft.cache
+def _stacked(seed):
+    @eqx.filter_eval_shape
+    def made():
+        keys = jax.random.split(jax.random.key(0))
+        return {name: eqx.filter_vmap(new)(keys) for name, (new, _) in STEPS.items()}
+
+    return randomised(made, seed)
 
 
 def stacked_zoo(seed=0):
     """Two layers of every form, made and stacked by `filter_vmap`."""
-    return kfac.convert(_stacked(jax.random.key(seed)))
+    return kfac.convert(_stacked(seed))
 
 
 def zoo(seed=0):
     """The same layers in lists, converted one by one."""
-    stacked = _stacked(jax.random.key(seed))
+    stacked = _stacked(seed)
 
     def member(layer, i):
         take = lambda p: jnp.asarray(np.asarray(p)[i]) if eqx.is_array(p) else p
@@ -1134,7 +1161,7 @@ def twice(step, layer, h, x, t):
 def one_example(model, walk, x, t):
     """Two outputs that all layers contribute to."""
     ends = [walk(steps(name), model[name], x, x, t) for name in STEPS if name in model]
-    head = jax.random.normal(KEYS[0], (2, SIZE * len(ends)))
+    head = np.random.default_rng(0).normal(size=(2, SIZE * len(ends)))
     return head @ jnp.concatenate(ends)
 
 
@@ -1166,12 +1193,13 @@ def curvature_of(model, *args):
 
 
 def arguments():
-    x = jax.random.normal(KEYS[1], (BATCH, SIZE))
+    x = normal(BATCH, SIZE, seed=1)
     return x, jnp.asarray(TOKENS), WEIGHTS
 
 
 def transformed(model, forward=batched, walk=in_turn):
-    return curvature_of(model, forward, walk, *arguments())
+    found = curvature_of(model, forward, walk, *arguments())
+    return jtu.tree_map(np.asarray, found)
 
 
 @ft.cache
@@ -1224,7 +1252,7 @@ def sum_of_uses(first, second):
     """Every use of a layer adds its rows."""
     A = (first.input_factor + second.input_factor) / 2
     G = first.output_factor + second.output_factor
-    return kfac.KroneckerFactors(A, G, first.l2)
+    return A, G, first.l2
 
 
 def test_layers_that_are_used_twice():
@@ -1240,8 +1268,8 @@ def test_layers_that_are_used_twice():
         uses = zip(*(jtu.tree_leaves(m, is_leaf=is_factors) for m in pair), strict=True)
         for (path, factors), both in zip(found, uses, strict=True):
             if isinstance(factors, kfac.KroneckerFactors):
-                pairs = zip(jtu.tree_leaves(factors), jtu.tree_leaves(sum_of_uses(*both)))
-                for a, b in pairs:
+                want = sum_of_uses(*both)
+                for a, b in zip(jtu.tree_leaves(factors), want, strict=True):
                     assert np.linalg.norm(a - b) <= TOLERANCE * np.linalg.norm(b), name
             else:  # Squares of examples' gradients, which are sums over uses.
                 at = f"['{name}']" if path == () else f"['{name}']{jtu.keystr(path)}"
@@ -1264,8 +1292,7 @@ class ConvNet(eqx.Module):
 
 def test_micro_batches():
     model = kfac.convert(ConvNet(), {".conv": kfac.Kronecker(kfac.Reduce())})
-    x = jax.random.normal(KEYS[0], (BATCH, 2, 4))
-    y = jax.random.normal(KEYS[1], (BATCH, 3))
+    x, y = normal(BATCH, 2, 4), normal(BATCH, 3, seed=1)
     optimizer = plain_kfac(0.1, damping=0.1, fisher=kfac.Exact())
 
     @eqx.filter_jit
@@ -1277,8 +1304,6 @@ def test_micro_batches():
         return eqx.filter((model, state), eqx.is_inexact_array)
 
     whole, parts = step(model, x, y, 1), step(model, x, y, 2)
-    for a, b in zip(jtu.tree_leaves(parts), jtu.tree_leaves(whole), strict=True):
-        assert np.linalg.norm(a - b) <= TOLERANCE * np.linalg.norm(b)
-    moved = jtu.tree_leaves(eqx.filter(model, eqx.is_inexact_array))
-    for a, b in zip(moved, jtu.tree_leaves(whole[0]), strict=True):
+    assert_near(parts, whole, TOLERANCE)
+    for a, b in pairs(params_of(model), whole[0]):
         assert np.linalg.norm(a - b) > 1e-6

@@ -13,13 +13,11 @@ import pytest
 import eqx_kfac as kfac
 from eqx_kfac._tag import flatten_tags
 
-from .helpers import stepped
+from .helpers import normal, stepped
 from .plain import plain_kfac
 
 
-KEYS = jax.random.split(jax.random.key(0), 3)
-X = jax.random.normal(KEYS[0], (16, 5))
-Y = jax.random.normal(KEYS[1], (16, 2))
+X, Y = normal(16, 5), normal(16, 2, seed=1)
 EXACT = kfac.Exact()
 MOST = 0.3
 ONE = jnp.array(1.0)  # A loss that does not matter.
@@ -32,8 +30,8 @@ class Net(eqx.Module):
     stacked: eqx.nn.Linear
     last: eqx.nn.Linear
 
-    def __init__(self):
-        keys = jax.random.split(jax.random.key(0), 3)
+    def __init__(self, key):
+        keys = jax.random.split(key, 3)
         make = lambda key: eqx.nn.Linear(5, 5, key=key)
         self.first = make(keys[0])
         self.stacked = eqx.filter_vmap(make)(jax.random.split(keys[1], 2))
@@ -45,13 +43,25 @@ class Net(eqx.Module):
         return self.last(jax.lax.scan(step, jnp.tanh(self.first(x)), arrays)[0])
 
 
+def filled(make):
+    """A model with random numbers, which need no compilation."""
+    rng = np.random.default_rng(0)
+    new = lambda a: jnp.asarray(0.3 * rng.normal(size=a.shape), a.dtype)
+    shapes = eqx.filter_eval_shape(make, key=jax.random.key(0))
+    return jtu.tree_map(lambda a: new(a) if hasattr(a, "dtype") else a, shapes)
+
+
+def mlp(*sizes):
+    return kfac.convert(filled(ft.partial(eqx.nn.MLP, 5, 2, *sizes, jnp.tanh)))
+
+
 def loss_fn(model, x, y):
     return kfac.SquaredError(jax.vmap(model)(x), y)
 
 
 @ft.cache
 def make_model(block=kfac.Kronecker()):
-    return kfac.convert(Net(), blocks=block)
+    return kfac.convert(filled(Net), blocks=block)
 
 
 _curvature = eqx.filter_jit(kfac.curvature(loss_fn, EXACT))
@@ -77,19 +87,33 @@ def as_arrays(rule):
     return jtu.tree_map(jnp.asarray, rule)
 
 
+@eqx.filter_jit
+def begun(optimizer, model):
+    return optimizer.init(model)
+
+
+@ft.partial(jax.jit, static_argnums=0)
+def _as_matrix(block, factors):
+    one = lambda f: block.operator(f).as_matrix()
+    return jax.vmap(one)(factors) if factors.l2.ndim else one(factors)
+
+
+def canonical(layer):
+    if layer.bias is None:
+        return np.asarray(layer.weight)
+    return np.concatenate([layer.weight, np.asarray(layer.bias)[..., None]], axis=-1)
+
+
 def dense(model, curvature):
     """`(matrices, parameters)` of every layer, `[*stack, n, n]` and `[*stack, n]`; and
     which of the latter are weights."""
 
     def of_layer(tag, layer, factors):
-        matrix = np.asarray(tag.form.to_matrix(layer))
-        stack = factors.l2.shape
-        one = lambda f: tag.block.operator(f).as_matrix()
-        matrices = jax.vmap(one)(factors) if stack else one(factors)
-        has_bias = tag.form.sizes(layer).bias
+        matrix, stack = canonical(layer), factors.l2.shape
         weights = np.ones(matrix.shape[len(stack) :], bool)
-        weights[:, -1] = not has_bias
-        return np.asarray(matrices), matrix.reshape(*stack, -1), weights.ravel()
+        weights[:, -1] = layer.bias is None
+        matrices = np.asarray(_as_matrix(tag.block, factors))
+        return matrices, matrix.reshape(*stack, -1), weights.ravel()
 
     return [pair for _, pair in flatten_tags(of_layer, model, curvature)[0]]
 
@@ -147,7 +171,7 @@ def test_a_step(block, rule, l2):
     optimizer = plain_kfac(
         rate, damping=as_arrays(rule), solver=kfac.Eigh(), fisher=EXACT
     )
-    state = optimizer.init(model)
+    state = begun(optimizer, model)
     new, state, _ = stepped(optimizer, penalised, model, state, X, Y, jnp.array(l2))
     grads = gradient(model, jnp.array(l2))
     layers = dense(model, state.curvature)
@@ -180,7 +204,7 @@ def test_one_number_for_all_is_a_number(solver, period, packed):
     for damping in (as_arrays(RULES[2]), MOST, as_arrays(kfac.LayerDamping(MOST))):
         optimizer = plain_kfac(0.1, damping=damping, **choices)
         model = make_model()
-        state = optimizer.init(model)
+        state = begun(optimizer, model)
         for _ in range(7):
             model, state, info = stepped(optimizer, loss_fn, model, state, X, Y)
         assert not info.rejected
@@ -207,7 +231,7 @@ def test_a_small_loss(power):
         for damping in given:
             np.testing.assert_allclose(damping, MOST * part, rtol=1e-10)
     optimizer = plain_kfac(0.1, damping=rule, fisher=EXACT)
-    state = optimizer.init(model)
+    state = begun(optimizer, model)
     _, state, info = stepped(optimizer, scaled, model, state, X, Y)
     assert info.loss < 0.1
     for damping in jtu.tree_leaves(state.layer_damping):
@@ -217,7 +241,7 @@ def test_a_small_loss(power):
 def test_it_is_chosen_when_layers_are_factorised():
     optimizer = plain_kfac(0.1, damping=RULES[1], fisher=EXACT, inverse_period=3)
     model = make_model()
-    state = optimizer.init(model)
+    state = begun(optimizer, model)
     step = eqx.filter_jit(optimizer.step)
     changed = []
     for t in range(7):
@@ -232,61 +256,69 @@ def test_it_is_chosen_when_layers_are_factorised():
 def test_the_units_of_the_data(units):
     """Dampings are of a loss per squared weight: in the units of the data, squared. A
     bias has none."""
-    model = kfac.convert(eqx.nn.MLP(5, 2, 4, 1, jnp.tanh, key=KEYS[2]))
-    small = eqx.tree_at(
-        lambda m: m.layers[0].weight, model, replace_fn=lambda w: w / units
-    )
+    model, x = mlp(4, 1), np.asarray(X)
+    shrink = lambda w: jnp.asarray(np.asarray(w) / units)
+    small = eqx.tree_at(lambda m: m.layers[0].weight, model, replace_fn=shrink)
     rule = kfac.LayerDamping(1.0, share=1e3)
     usual, other = (
         applied(rule, 1.0, _curvature(m, x, Y), m).layers
-        for m, x in ((model, X), (small, units * X))
+        for m, x in ((model, x), (small, units * x))
     )
-    np.testing.assert_allclose(other[0], units**2 * usual[0], rtol=1e-9)
+    np.testing.assert_allclose(other[0], units**2 * np.asarray(usual[0]), rtol=1e-9)
     np.testing.assert_allclose(other[1], usual[1], rtol=1e-9)
 
 
 def test_small_data_beside_a_bias():
     """With nothing tuned, data of a small scale are learnt; not so if what the bias wants
     was the damping of all."""
-    model = kfac.convert(eqx.nn.MLP(5, 2, 16, 2, jnp.tanh, key=KEYS[2]))
-    x, y = 1e-3 * X, jnp.sign(X[:, :2])
-    ends = []
-    for solver in ("auto", kfac.Cholesky()):
+    model, x = mlp(16, 2), np.asarray(X)
+    x, y = 1e-3 * x, np.sign(x[:, :2])
+
+    @eqx.filter_jit
+    def end(solver):
         optimizer = kfac.KFAC(solver=solver)
-        now, state = model, optimizer.init(model)
-        step = eqx.filter_jit(optimizer.step)
-        for i in range(150):
-            now, state, info = step(loss_fn, now, state, x, y, key=jax.random.key(i))
-        ends.append(float(info.loss))
-    start = float(loss_fn(model, x, y).value)
+        params, static = eqx.partition(model, eqx.is_array)
+
+        def step(carry, i):
+            now, state = eqx.combine(carry[0], static), carry[1]
+            key = jax.random.key(i)
+            now, state, info = optimizer.step(loss_fn, now, state, x, y, key=key)
+            return (eqx.filter(now, eqx.is_array), state), info.loss
+
+        losses = jax.lax.scan(step, (params, optimizer.init(model)), jnp.arange(150))[1]
+        return losses[0], losses[-1]
+
+    (start, *ends), (_, other) = map(end, ("auto", kfac.Cholesky()))
+    ends = [*ends, other]
     assert ends[0] < 0.1 * start and ends[1] > 3 * ends[0]
 
 
 def test_a_chain_of_time_steps():
     """The curvature of one, and nothing as large as that of all."""
-    layer = kfac.Linear(30, 20, key=KEYS[2])
+    layer = filled(ft.partial(kfac.Linear, 30, 20))
     tag = kfac.Tag(kfac.form.Dense(), kfac.Series("symmetric"))
     series = eqx.tree_at(lambda m: m.tag, layer, tag)
-    a, g = jnp.diag(jnp.arange(1.0, 32)), jnp.diag(jnp.arange(1.0, 21))
-    length, zero = jnp.array(5.0), jnp.zeros(())
-    chain = kfac.SeriesFactors(a, 0.3 * a, g, 0.2 * g, length, zero)
+    a, g = (np.diag(np.arange(1.0, n)) for n in (32, 21))
+    arrays = map(jnp.asarray, (a, 0.3 * a, g, 0.2 * g, np.array(5.0), np.zeros(())))
+    chain = kfac.SeriesFactors(*arrays)
     rule, most = kfac.LayerDamping(1e9), jnp.array(1e9)
-    alone = rule(most, kfac.KroneckerFactors(a, g, zero), layer, ONE)
-    assert rule(most, chain, series, ONE) == alone != most
+    plain = kfac.KroneckerFactors(jnp.asarray(a), jnp.asarray(g), chain.l2)
+    alone = applied(rule, most, plain, layer)
+    assert applied(rule, most, chain, series) == alone != most
     jaxpr = jax.make_jaxpr(rule)(most, chain, series, ONE)
     assert max(v.aval.size for e in jaxpr.eqns for v in e.outvars) <= 31**2
 
 
 def test_layers_of_which_nothing_is_known():
     """No curvature so far (here, behind a layer of zeros), or no parameters but zeros."""
-    model = kfac.convert(eqx.nn.MLP(5, 2, 4, 1, key=KEYS[2]))
-    zeros = jtu.tree_map(jnp.zeros_like, model.layers[1])
+    model = kfac.convert(filled(ft.partial(eqx.nn.MLP, 5, 2, 4, 1)))
+    zeros = jtu.tree_map(lambda a: jnp.asarray(np.zeros(a.shape)), model.layers[1])
     model = eqx.tree_at(lambda m: m.layers[1], model, zeros)
     curvature = curvature_of(model)
     dampings = applied(kfac.LayerDamping(MOST), MOST, curvature, model)
     assert dampings.layers[0] == MOST and dampings.layers[1] == MOST
     optimizer = kfac.KFAC(fisher=EXACT)
-    state = optimizer.init(model)
+    state = begun(optimizer, model)
     step = eqx.filter_jit(optimizer.step)
     losses = []
     for _ in range(60):
@@ -298,7 +330,7 @@ def test_layers_of_which_nothing_is_known():
 def test_squares_that_overflow():
     """Curvature may be large where its square is not finite."""
     model, curvature = of_block(kfac.Kronecker())
-    big = lambda a: jnp.asarray(1e12 * np.asarray(a), jnp.float32)
+    big = lambda a: jnp.asarray((1e12 * np.asarray(a)).astype(np.float32))
     curvature = jtu.tree_map(big, curvature)
     dampings = applied(kfac.LayerDamping(MOST), MOST, curvature, model)
     dampings = jtu.tree_leaves(dampings)
@@ -308,7 +340,7 @@ def test_squares_that_overflow():
 def test_the_most_may_be_changed():
     optimizer = plain_kfac(0.1, damping=RULES[2], fisher=EXACT)
     model = make_model()
-    state = optimizer.init(model)
+    state = begun(optimizer, model)
     state = eqx.tree_at(lambda s: s.damping, state, jnp.array(0.07))
     _, state, info = stepped(optimizer, loss_fn, model, state, X, Y)
     assert float(info.damping) == 0.07
@@ -326,8 +358,8 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="damping=LayerDamping.*needs the `model`"):
         optimizer = plain_kfac(0.1, damping=kfac.LayerDamping())
         model = make_model()
-        grads = jtu.tree_map(jnp.ones_like, eqx.filter(model, eqx.is_array))
-        state = optimizer.init(model)
+        grads = eqx.filter(model, eqx.is_array)
+        state = begun(optimizer, model)
         optimizer.update(grads, state, None, curvature=curvature_of(model))
     with pytest.raises(ValueError, match="damping=LayerDamping.*needs the `value`"):
         optimizer.update(grads, state, model, curvature=curvature_of(model))

@@ -36,19 +36,22 @@ grads = eqx.filter(model, eqx.is_inexact_array)
 
 
 # Nothing is computed where tests are only collected.
+init = eqx.filter_jit(exact.init)
+
+
 @ft.cache
 def state():
-    return exact.init(model)
+    return init(model)
 
 
 @ft.cache
 def loss():
-    return softmax(model, x, y)
+    return eqx.filter_jit(softmax)(model, x, y)
 
 
 @ft.cache
 def factors():
-    return kfac.curvature(softmax, kfac.Exact())(model, x, y)
+    return eqx.filter_jit(kfac.curvature(softmax, kfac.Exact()))(model, x, y)
 
 
 def frozen_bias(model):
@@ -78,11 +81,11 @@ def known(argument):
 
 
 def cast_state():
-    return kfac.cast(state(), jnp.bfloat16)
+    return eqx.filter_jit(kfac.cast)(state(), jnp.bfloat16)
 
 
 def optax_state():
-    return optax.adam(1e-3).init(grads)
+    return eqx.filter_eval_shape(optax.adam(1e-3).init, grads)
 
 
 def step(*args, **kwargs):
@@ -97,8 +100,9 @@ def update(*args, curvature=factors, value=None):
 
 def other_part():
     trained, _ = frozen_bias(model)
-    args = eqx.filter(trained, eqx.is_inexact_array), exact.init(trained), trained
-    return exact.update(*args, curvature=factors())
+    grads = eqx.filter(trained, eqx.is_inexact_array)
+    begun = init(trained)
+    return exact.update(grads, begun, trained, curvature=factors())
 
 
 def partly_frozen():
@@ -119,7 +123,13 @@ arguments = {
         ["optimizer.init(model)", "tuple"],
     ),
     "the state of a preconditioner": (
-        lambda: exact.step(softmax, model, kfac.scale_by_kfac().init(grads), x, y),
+        lambda: exact.step(
+            softmax,
+            model,
+            eqx.filter_eval_shape(kfac.scale_by_kfac().init, grads),
+            x,
+            y,
+        ),
         TypeError,
         ["optimizer.init(model)", "ScaleByKFACState"],
     ),
@@ -212,7 +222,7 @@ def test_arguments_that_are_right():
     eqx.filter_eval_shape(update, grads, state(), model)
     trained, frozen = frozen_bias(model)
     loss_fn = lambda trained: softmax(eqx.combine(trained, frozen), x, y)
-    begun = exact.init(trained)
+    begun = eqx.filter_eval_shape(exact.init, trained)
     trained, _, _ = eqx.filter_eval_shape(exact.step, loss_fn, trained, begun)
     assert trained.layers[0].bias is None
 
@@ -472,10 +482,16 @@ layers = {
 }
 
 
+@ft.cache
 def made(name):
-    return jtu.tree_map(
-        lambda a: jnp.asarray(a) if eqx.is_array(a) else a, layers[name]()
-    )
+    """(All ones, and the first token: they need no compilation.)"""
+
+    def new(a):
+        numbers = np.ones if jnp.issubdtype(a.dtype, jnp.floating) else np.zeros
+        return jnp.asarray(numbers(a.shape, a.dtype))
+
+    shapes = eqx.filter_eval_shape(layers[name])
+    return jtu.tree_map(lambda a: new(a) if hasattr(a, "dtype") else a, shapes)
 
 
 @pytest.mark.parametrize("name", layers)
@@ -486,9 +502,9 @@ def test_layers_without_vmap(name):
     phrases = f"kfac.{name}", str(shape), "jax.vmap(", "`[0]` of the model"
     for collect in (kfac.curvature, kfac.value_grad_and_curvature):
         with raises(ValueError, *phrases):
-            collect(loss_of, kfac.Exact())(pair, *args)
+            eqx.filter_eval_shape(collect(loss_of, kfac.Exact()), pair, *args)
     with raises(ValueError, *phrases):
-        exact.step(loss_of, pair, exact.init(pair), *args)
+        eqx.filter_eval_shape(lambda: exact.step(loss_of, pair, exact.init(pair), *args))
     with raises(ValueError, *phrases[:-1]):
         layer(*args)
     with raises(ValueError, f"kfac.{name}", "tuple", "(out, state)"):
@@ -498,12 +514,13 @@ def test_layers_without_vmap(name):
 @pytest.mark.parametrize("name", [n for n in layers if "BatchNorm" not in n])
 def test_layers_with_vmap(name):
     layer, *args = made(name)
-    out = jax.vmap(layer)(*args)
-    width = (out[0] if isinstance(out, tuple) else out).reshape(8, -1).shape[1]
-    pair = [layer, kfac.Linear(width, 2, key=key)]
-    eqx.filter_eval_shape(
-        lambda: exact.step(example_loss_of, pair, exact.init(pair), *args)
-    )
+    out = jax.eval_shape(jax.vmap(layer), *args)
+    width = (out[0] if isinstance(out, tuple) else out).size // 8
+
+    @eqx.filter_eval_shape
+    def step():
+        pair = [layer, kfac.Linear(width, 2, key=key)]
+        return exact.step(example_loss_of, pair, exact.init(pair), *args)
 
 
 def test_channels_come_first():
@@ -511,7 +528,7 @@ def test_channels_come_first():
     with raises(
         ValueError, "kfac.Conv2d(3, 2, ...)", "(3, any, any)", "(5, 5, 3)", "[0]"
     ):
-        loss_fn = lambda pair: example_loss_of(pair, jnp.moveaxis(images, 1, -1))
+        loss_fn = lambda pair: example_loss_of(pair, np.moveaxis(images, 1, -1))
         kfac.curvature(loss_fn, kfac.Exact())([layer, None])
 
 
@@ -597,7 +614,8 @@ def test_a_parameter_belongs_to_an_example():
         with raises(ValueError, "kfac.Parameter", "the model's input", "`.shift`"):
             kfac.curvature(loss_fn, kfac.Exact())(Shifted(), nothing)
     for right in (lambda x: x, lambda x: {"x": (x, None)}):
-        kfac.curvature(loss_fn, kfac.Exact())(Shifted(), right)
+        collect = kfac.curvature(loss_fn, kfac.Exact())
+        eqx.filter_eval_shape(lambda: collect(Shifted(), right))
 
 
 class Own(eqx.Module):
@@ -686,11 +704,12 @@ def test_such_parameters_may_be_frozen():
         logits = jax.vmap(model["layer"])(x) + jnp.abs(z).astype(x.dtype)
         return kfac.SoftmaxCrossEntropy(logits, y)
 
-    step = eqx.filter_jit(exact.step)
-    _, _, info = step(loss_fn, trained, exact.init(trained))
-    assert not info.rejected
-    model = {"layer": OwnWithoutBias()}
-    assert not step(vmapped, model, exact.init(model), x, y)[2].rejected
+    @eqx.filter_jit
+    def first_step(loss_fn, model, *args):
+        return exact.step(loss_fn, model, exact.init(model), *args)[2]
+
+    assert not first_step(loss_fn, trained).rejected
+    assert not first_step(vmapped, {"layer": OwnWithoutBias()}, x, y).rejected
 
 
 class Labelled(eqx.Module):
@@ -705,7 +724,8 @@ class Labelled(eqx.Module):
 
 def test_other_tags():
     model = {"layer": Labelled({"name": "first"}, kfac.Linear(3, 2, key=key))}
-    assert not exact.step(vmapped, model, exact.init(model), x, y)[2].rejected
+    step = eqx.filter_jit(lambda: exact.step(vmapped, model, exact.init(model), x, y))
+    assert not step()[2].rejected
 
 
 def test_a_missing_axis_is_not_a_batch():

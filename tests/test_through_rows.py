@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 import optax
@@ -20,17 +21,25 @@ from eqx_kfac._inverse._precondition import precondition
 from eqx_kfac._inverse._through_rows import precondition_through_rows
 
 from . import reference
+from .helpers import flat, normal, params_of
 from .plain import plain_kfac
 
 
 N, D, H, K = 3, 7, 9, 4
-X = jr.normal(jr.key(1), (N, D))
-Y = jr.normal(jr.key(2), (N, K))
+X, Y = normal(N, D, seed=1), normal(N, K, seed=2)
 STEPS = 3
 
 
+def made(make, key=jr.key(0)):
+    """A model with random numbers, which need no compilation."""
+    rng = np.random.default_rng(0)
+    new = lambda a: jnp.asarray(0.4 * rng.normal(size=a.shape), a.dtype)
+    shapes = eqx.filter_eval_shape(make, key)
+    return jtu.tree_map(lambda a: new(a) if hasattr(a, "dtype") else a, shapes)
+
+
 def mlp(block=kfac.Kronecker(), depth=1, **kwargs):
-    net = eqx.nn.MLP(D, K, H, depth, jnp.tanh, key=jr.key(0), **kwargs)
+    net = made(lambda key: eqx.nn.MLP(D, K, H, depth, jnp.tanh, key=key, **kwargs))
     return kfac.convert(net, blocks=block)
 
 
@@ -38,10 +47,10 @@ class Scanned(eqx.Module):
     hidden: kfac.Linear
     readout: kfac.Linear
 
-    def __init__(self):
+    def __init__(self, key):
         make = lambda key: kfac.Linear(D, D, key=key)
-        self.hidden = eqx.filter_vmap(make)(jr.split(jr.key(3), 4))
-        self.readout = kfac.Linear(D, K, key=jr.key(4))
+        self.hidden = eqx.filter_vmap(make)(jr.split(key, 4))
+        self.readout = kfac.Linear(D, K, key=key)
 
     def __call__(self, x):
         arrays, static = eqx.partition(self.hidden, eqx.is_array)
@@ -76,35 +85,39 @@ def on_positions(model, x, y):
     return kfac.SquaredError(jax.vmap(jax.vmap(model))(x), y)
 
 
-def with_steps(through_rows, loss_fn, model, *args, **choices):
-    """The model after a few steps, and what is told about each."""
+@eqx.filter_jit
+def both_ways(loss_fn, model, args, choices):
+    """By rows and by matrices: the parameters after a few steps, and what is told about
+    each."""
     choices = dict(learning_rate=0.1, damping=0.1, fisher=kfac.Exact()) | choices
-    optimizer = plain_kfac(by_rows=through_rows, **choices)
-    state = optimizer.init(model)
+    params, static = eqx.partition(model, eqx.is_array)
 
-    step, infos = eqx.filter_jit(ft.partial(optimizer.step, loss_fn)), []
-    for _ in range(STEPS):
-        model, state, info = step(model, state, *args)
-        infos.append(info)
-    return model, infos
+    def run(by_rows):
+        optimizer = plain_kfac(by_rows=by_rows, **choices)
+
+        def step(carry, _):
+            model, state = eqx.combine(carry[0], static), carry[1]
+            model, state, info = optimizer.step(loss_fn, model, state, *args)
+            return (eqx.filter(model, eqx.is_array), state), info
+
+        start = params, optimizer.init(model)
+        (end, _), infos = jax.lax.scan(step, start, None, length=STEPS)
+        return flat(params_of(end)), infos
+
+    return flat(params_of(params)), run(True), run(False)
 
 
 def check(whole, loss_fn, model, *args, tolerance=1e-12, **choices):
     """Both ways give the same steps, and whether the rows were whole (`None`: there are
     none) is known."""
-    got, infos = with_steps(True, loss_fn, model, *args, **choices)
-    want, _ = with_steps(False, loss_fn, model, *args, **choices)
-    for info in infos:
-        assert (whole is None) == (info.through_rows is None)
-        assert whole is None or bool(info.through_rows) in whole
-        assert not info.rejected
-    arrays = [
-        np.concatenate([np.ravel(p) for p in jax.tree.leaves(kept)])
-        for kept in (eqx.filter(m, eqx.is_inexact_array) for m in (got, want, model))
-    ]
-    moved = np.linalg.norm(arrays[1] - arrays[2])
+    start, (got, infos), (want, _) = both_ways(loss_fn, model, args, choices)
+    assert (whole is None) == (infos.through_rows is None)
+    assert whole is None or set(np.asarray(infos.through_rows)) <= set(whole)
+    assert len(infos.rejected) == STEPS and not np.any(infos.rejected)
+    start, got, want = map(np.asarray, (start, got, want))
+    moved = np.linalg.norm(want - start)
     assert moved > 1e-2
-    assert np.linalg.norm(arrays[0] - arrays[1]) < tolerance * moved
+    assert np.linalg.norm(got - want) < tolerance * moved
 
 
 #
@@ -122,8 +135,7 @@ def test_examples_in_the_middle():
         over_positions = jax.vmap(model)
         return kfac.SquaredError(jax.vmap(over_positions, in_axes=1)(x), y)
 
-    x = jnp.stack([X, 2 * X])
-    y = jnp.moveaxis(jnp.stack([Y, 2 * Y]), 0, 1)
+    x, y = np.stack([X, 2 * np.array(X)]), np.stack([Y, 2 * np.array(Y)], axis=1)
     check([True, False], loss_fn, mlp(depth=2), x, y)
 
 
@@ -138,7 +150,7 @@ def test_losses(loss_fn):
 
 MODELS = {
     "no-bias": lambda: mlp(use_bias=False),
-    "scanned": Scanned,
+    "scanned": lambda: made(Scanned),
     "ekfac": lambda: mlp(kfac.EKFAC()),
     "tnt": lambda: mlp(kfac.TNT()),
     "diagonal-factor": lambda: mlp(kfac.Kronecker(diagonal_input=True)),
@@ -156,16 +168,17 @@ def test_scalar_inputs_of_stacked_layers():
     class Net(eqx.Module):
         layers: kfac.Linear
 
-        def __init__(self):
+        def __init__(self, key):
             make = lambda key: kfac.Linear("scalar", 9, key=key)
-            self.layers = eqx.filter_vmap(make)(jr.split(jr.key(3), 4))
+            self.layers = eqx.filter_vmap(make)(jr.split(key, 4))
 
         def __call__(self, x):
             arrays, static = eqx.partition(self.layers, eqx.is_array)
             body = lambda x, layer: (jnp.sum(eqx.combine(layer, static)(x)), None)
             return jnp.tanh(jax.lax.scan(body, x, arrays)[0][None])
 
-    check([True], loss_fn, Net(), X[:1, 0], Y[:1, :1], learning_rate=1.0)
+    x, y = np.array(X)[:1, 0], np.array(Y)[:1, :1]
+    check([True], loss_fn, made(Net), x, y, learning_rate=1.0)
 
 
 CHOICES = {
@@ -209,14 +222,16 @@ def test_other_parameters():
         linear: kfac.Linear
         scale: jax.Array
 
+        def __init__(self, key):
+            self.conv = kfac.Conv1d(1, 2, 3, padding=1, key=key)
+            self.linear = kfac.Linear(2 * D, K, key=key)
+            self.scale = jnp.ones(K)
+
         def __call__(self, x):
             x = jnp.tanh(self.conv(x[None]))
             return self.linear(x.ravel()) * self.scale
 
-    keys = jr.split(jr.key(5))
-    conv = kfac.Conv1d(1, 2, 3, padding=1, key=keys[0])
-    net = Net(conv, kfac.Linear(2 * D, K, key=keys[1]), jnp.ones(K))
-    check([True], loss_fn, net, X, Y, fallback=optax.sgd(0.1))
+    check([True], loss_fn, made(Net), X, Y, fallback=optax.sgd(0.1))
 
 
 def test_mixed_precision():
@@ -233,41 +248,41 @@ def test_mixed_precision():
 
 def test_ensemble():
     """Every step of its own: both ways are computed, the right one is taken."""
-    make = lambda key: kfac.convert(eqx.nn.MLP(D, K, H, 1, key=key))
-    members = eqx.filter_vmap(make)(jr.split(jr.key(6), 2))
-    penalties = jnp.array([0.0, 1.0])
+    one = lambda key: eqx.nn.MLP(D, K, H, 1, key=key)
+    net = made(lambda key: eqx.filter_vmap(one)(jr.split(key, 2)))
+    members, penalties = kfac.convert(net), jnp.array([0.0, 1.0])
 
     def penalised(model, x, y, penalty):
         weight = model.layers[0].weight
         return loss_fn(model, x, y) + penalty * jnp.sum(weight**2)
 
-    def stepped(through_rows):
-        optimizer = plain_kfac(0.1, fisher=kfac.Exact(), by_rows=through_rows)
+    def stepped(by_rows, *args):
+        optimizer = plain_kfac(0.1, fisher=kfac.Exact(), by_rows=by_rows)
 
-        @eqx.filter_jit
         @ft.partial(eqx.filter_vmap, in_axes=(eqx.if_array(0), None, None, 0))
         def step(model, x, y, penalty):
             state = optimizer.init(model)
             return optimizer.step(penalised, model, state, x, y, penalty)
 
-        model, _, info = step(members, X, Y, penalties)
-        return eqx.filter(model, eqx.is_array), info
+        model, _, info = step(*args)
+        return params_of(model), info
 
-    (got, info), (want, _) = stepped(True), stepped(False)
-    assert list(info.through_rows) == [True, False]
+    both = eqx.filter_jit(lambda *args: [stepped(b, *args) for b in (True, False)])
+    (got, info), (want, _) = both(members, X, Y, penalties)
+    assert np.asarray(info.through_rows).tolist() == [True, False]
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_batch(kind):
-    wide = kfac.convert(eqx.nn.MLP(30, K, 40, 1, jnp.tanh, key=jr.key(0)))
-    x, y = jr.normal(jr.key(7), (8, 30)), jr.normal(jr.key(8), (8, K))
+    net = made(lambda key: eqx.nn.MLP(30, K, 40, 1, jnp.tanh, key=key))
+    x, y = normal(8, 30, seed=7), normal(8, K, seed=8)
     mesh = Mesh(np.array(jax.devices()[:8]), ("batch",), axis_types=(kind,))
     sharding = jax.sharding.NamedSharding(mesh, P("batch"))
     with jax.set_mesh(mesh):
         args = jax.device_put((x, y), sharding)
-        check([True], loss_fn, wide, *args)
+        check([True], loss_fn, kfac.convert(net), *args)
 
 
 #
@@ -315,24 +330,29 @@ def test_never_whole():
 @pytest.mark.parametrize("whole", [True, False])
 def test_looking_matters(whole):
     """Rows that are not whole, taken all the same, are another step."""
-    model = mlp()
     loss = loss_fn if whole else with_l2
-    curvature = eqx.filter_jit(kfac.curvature(loss, kfac.Exact()))(model, X, Y)
-    batch = Batch(loss, (X, Y), {})
-    program = batch.look(model)._replace(regularised=False)
-    slots = batch.row_slots(model, program)
-    _, _, grads, rows = batch.linearise(model, None, slots).value_and_grads()
-    assert bool(rows.whole) == whole
-    solver = kfac.Cholesky()
-    inverse = factorise(curvature, model, solver, 0.1)
-    rest = curvature, inverse, solver, 0.1
-    want = precondition(grads, *rest)
-    for pretended in (True, False):
-        rows = eqx.tree_at(lambda r: r.whole, rows, jnp.array(pretended))
-        got = precondition_through_rows(grads, rows, *rest)
-        for a, b in zip(got.layers, want.layers, strict=True):
-            error = reference.error(a.weight, b.weight)
-            assert error > 1e-2 if pretended and not whole else error < 1e-12
+
+    @eqx.filter_jit
+    def preconditioned(model, x, y):
+        curvature = kfac.curvature(loss, kfac.Exact())(model, x, y)
+        batch = Batch(loss, (x, y), {})
+        program = batch.look(model)._replace(regularised=False)
+        slots = batch.row_slots(model, program)
+        _, _, grads, rows = batch.linearise(model, None, slots).value_and_grads()
+        solver = kfac.Cholesky()
+        rest = curvature, factorise(curvature, model, solver, 0.1), solver, 0.1
+        results = [precondition(grads, *rest)]
+        for pretended in (True, False):
+            other = eqx.tree_at(lambda r: r.whole, rows, jnp.array(pretended))
+            results.append(precondition_through_rows(grads, other, *rest))
+        return rows.whole, [result.layers for result in results]
+
+    known, (want, taken, looked) = preconditioned(mlp(), X, Y)
+    assert bool(known) == whole
+    for a, b, right in zip(taken, looked, want, strict=True):
+        error = reference.error(a.weight, right.weight)
+        assert error < 1e-12 if whole else error > 1e-2
+        assert reference.error(b.weight, right.weight) < 1e-12
 
 
 #
@@ -411,25 +431,35 @@ def test_no_product_of_an_inverse_and_a_gradient():
 SOLVERS = [kfac.Cholesky(), kfac.Eigh(), kfac.SubspaceIteration(), kfac.NewtonSchulz()]
 
 
-@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
-@pytest.mark.parametrize("kind", ["dense", "diagonal", "spectral"])
-def test_solution_for_an_outer_product(solver, kind, getkey):
-    def factor(d):
-        a = jr.normal(getkey(), (d, d))
-        return a @ a.T
-
-    output_factor, input_factor = factor(H), factor(D)
+@ft.cache
+@eqx.filter_jit
+def solutions(kind):
+    """Of every solver, what is got and what is wanted; then products."""
+    (output_factor, input_factor), (g, x) = (
+        [np.random.default_rng(d).normal(size=(n or d, d)) for d in (H, D)]
+        for n in (None, N)
+    )
+    output_factor, input_factor = (a @ a.T for a in (output_factor, input_factor))
     if kind == "diagonal":
-        input_factor = jnp.diag(input_factor)
-    operator = kfac.KroneckerOperator(output_factor, input_factor)
+        input_factor = np.diag(np.diag(input_factor))
+    operator = kfac.KroneckerOperator(*map(jnp.asarray, (output_factor, input_factor)))
     if kind == "spectral":
         operator = operator.spectral()
-    g, x = jr.normal(getkey(), (N, H)), jr.normal(getkey(), (N, D))
-    options = dict(damping=0.1)
-    want = lx.linear_solve(operator, g.T @ x, solver, options=options).value
-    got = solver.compute_outer(solver.init(operator, options), g, x, options)
-    assert reference.error(got, want) < 1e-12
-    assert reference.error(operator.mv_outer(g, x), operator.mv(g.T @ x)) < 1e-12
+    g, x, options = jnp.asarray(g), jnp.asarray(x), dict(damping=0.1)
+    found = []
+    for solver in SOLVERS:
+        want = lx.linear_solve(operator, g.T @ x, solver, options=options).value
+        state = solver.init(operator, options)
+        found.append((solver.compute_outer(state, g, x, options), want))
+    return found, (operator.mv_outer(g, x), operator.mv(g.T @ x))
+
+
+@pytest.mark.parametrize("index", range(4), ids=[type(s).__name__ for s in SOLVERS])
+@pytest.mark.parametrize("kind", ["dense", "diagonal", "spectral"])
+def test_solution_for_an_outer_product(index, kind):
+    found, products = solutions(kind)
+    assert reference.error(*found[index]) < 1e-12
+    assert reference.error(*products) < 1e-12
 
 
 def test_uses_are_counted_only_where_rows_may_be_few():
@@ -440,9 +470,10 @@ def test_uses_are_counted_only_where_rows_may_be_few():
         traces.append(len(x))
         return loss_fn(model, x, y)
 
-    model, optimizer = mlp(), kfac.KFAC()
-    state = optimizer.init(model)
+    optimizer = plain_kfac(0.1, fisher=kfac.Exact(), by_rows=True)
+    step = lambda model, x, y: optimizer.step(
+        counting, model, optimizer.init(model), x, y
+    )
     for times in (1, 40):
-        step = ft.partial(optimizer.step, counting, model, state, key=jr.key(0))
-        eqx.filter_eval_shape(step, jnp.tile(X, (times, 1)), jnp.tile(Y, (times, 1)))
+        eqx.filter_eval_shape(step, mlp(), *(np.tile(a, (times, 1)) for a in (X, Y)))
     assert traces.count(len(X)) == traces.count(40 * len(X)) + 1
