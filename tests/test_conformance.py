@@ -63,7 +63,7 @@ def make(name):
 @ft.cache
 def make_model(untagged, dtype=jnp.float32):
     model = kfac.cast(jax.device_get(eqx.filter_jit(Net)(untagged)), dtype)
-    return jtu.tree_map(jnp.asarray, model)
+    return jax.device_put(model)
 
 
 def data(dtype=jnp.float32):

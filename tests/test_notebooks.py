@@ -451,7 +451,7 @@ def neural_ode(key):
     def solve(func, ts, y0):
         return diffrax.diffeqsolve(
             diffrax.ODETerm(func),
-            diffrax.Tsit5(),
+            diffrax.Bosh3(),
             t0=ts[0],
             t1=ts[-1],
             dt0=ts[1] - ts[0],

@@ -241,8 +241,8 @@ def make_operator(kind, length, strength=0.7):
     symmetric = kind == "symmetric"
     a0, a1, psi_in = chain(1, 3, symmetric, strength)
     g0, g1, psi_out = chain(2, 2, symmetric, strength)
-    arrays = [jnp.asarray(m) for m in (g0, g1, a0, a1)]
-    operator = kfac.SeriesOperator(*arrays, jnp.asarray(np.array(float(length))), kind)
+    arrays = jax.device_put([g0, g1, a0, a1])
+    operator = kfac.SeriesOperator(*arrays, jnp.asarray(length, float), kind)
     return operator, np.kron(psi_out, psi_in)
 
 

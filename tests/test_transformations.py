@@ -24,7 +24,6 @@ from .helpers import (
     member,
     normal,
     only_arrays,
-    stack,
 )
 from .plain import plain_kfac
 from .test_tag import equations_of
@@ -56,6 +55,11 @@ def runner(loss_fn):
         return value, grads, *(batch.curvature(fisher, None) for fisher in fishers)
 
     return run
+
+
+def stack(trees):
+    """The arrays of several trees, along a new leading axis."""
+    return jtu.tree_map(lambda *xs: np.stack(xs), *map(only_arrays, trees))
 
 
 def scale_factors(curvature, inputs, outputs):
@@ -416,7 +420,7 @@ class RNN(eqx.Module):
         return jnp.tanh(self.cell(jnp.concatenate([x, h])))
 
 
-make_rnn = ft.cache(RNN)
+make_rnn = ft.cache(eqx.filter_jit(RNN))
 
 
 def vmap_of_scan(rnn, x):
@@ -601,7 +605,7 @@ class Stack(eqx.Module):
         return Unstacked([member(hidden, i) for i in range(DEPTH)], self.readout)
 
 
-make_stack = ft.cache(Stack)
+make_stack = ft.cache(eqx.filter_jit(Stack))
 
 
 class Unstacked(eqx.Module):
@@ -1147,15 +1151,16 @@ def test_stop_gradient_between_layers():
 #
 
 
-cast = kfac.cast
+def cast(model, dtype):
+    return kfac.cast(jax.device_get(model), dtype)
 
 
 def cast_everything(model, x, dtype):
-    return vmapped(cast(model, dtype), x.astype(dtype))
+    return vmapped(kfac.cast(model, dtype), x.astype(dtype))
 
 
 def cast_output(model, x, dtype):
-    return vmapped(cast(model, dtype), x.astype(dtype)).astype(jnp.float32)
+    return vmapped(kfac.cast(model, dtype), x.astype(dtype)).astype(jnp.float32)
 
 
 def in_half_precision(where, dtype, x, y, weights=None):
@@ -1211,7 +1216,7 @@ def test_many_steps_in_half_precision():
     in bfloat16 here, is another matter.)"""
 
     def loss_fn(model, x, y):
-        model = cast(model, jnp.bfloat16)
+        model = kfac.cast(model, jnp.bfloat16)
         return kfac.SoftmaxCrossEntropy(lax.map(model, x), y)
 
     x, y = (np.tile(a, (150,) + (1,) * (a.ndim - 1)) for a in data(BATCH))
@@ -1348,7 +1353,7 @@ def test_state_dropout_aux_and_keyword_arguments():
         for a, b in zip(arrays(new_state), arrays(state))
     )
     # The input factors, from activations by hand.
-    rows = jnp.concatenate([x, jnp.ones((BATCH, 1))], axis=1)
+    rows = np.concatenate([x, np.ones((BATCH, 1))], axis=1)
     assert_near(curvature.first.input_factor, rows.T @ rows / BATCH)
     assert curvature.norm.weight is None
 
