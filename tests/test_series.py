@@ -12,6 +12,7 @@ import pytest
 import eqx_kfac as kfac
 
 from . import reference
+from .helpers import normal, stepped
 from .plain import plain_kfac
 
 
@@ -34,19 +35,23 @@ class Model(eqx.Module):
         return kfac.scan_cell(self.cell, (zero, zero), xs)[1][0]
 
 
+@ft.cache
 def make_model(block):
     cell = eqx.nn.LSTMCell(D_IN, HIDDEN, key=jax.random.key(1))
     return kfac.convert(Model(cell), block)
 
 
-@ft.cache
-def sequences():
-    return jax.random.normal(jax.random.key(0), (NUMBER, TIME, D_IN))
+SEQUENCES = np.asarray(normal(NUMBER, TIME, D_IN))
 
 
 def loss_fn(model, xs, weights=None):
     outputs = jax.vmap(model)(xs)
     return kfac.SquaredError(outputs, jnp.zeros_like(outputs), weights)
+
+
+@eqx.filter_jit
+def outputs_of(model, xs):
+    return jax.vmap(model)(xs)
 
 
 @eqx.filter_jit
@@ -69,7 +74,7 @@ def unrolled():
         return jnp.sum(jnp.stack(outputs) ** 2) / 2, jnp.stack(inputs)
 
     gradient = jax.jit(jax.vmap(jax.grad(run, argnums=1, has_aux=True)))
-    g, x = gradient(sequences(), jnp.zeros((NUMBER, TIME, 4 * HIDDEN)))
+    g, x = gradient(SEQUENCES, jnp.zeros((NUMBER, TIME, 4 * HIDDEN)))
     return np.asarray(x), np.asarray(g)
 
 
@@ -79,7 +84,7 @@ def moments(a, b):
 
 @kinds
 def test_moments_of_successive_steps(kind):
-    factors = estimate(make_model(kfac.Series(kind)), sequences())
+    factors = jax.device_get(estimate(make_model(kfac.Series(kind)), SEQUENCES))
     x, g = unrolled()
     rows, pairs = NUMBER * TIME, NUMBER * (TIME - 1)
     terms = NUMBER * TIME  # There is a loss at every step.
@@ -98,18 +103,18 @@ def test_moments_of_successive_steps(kind):
 
 
 def test_one_step_moments_are_those_of_independent_steps():
-    series = estimate(make_model(kfac.Series()), sequences())
-    independent = estimate(make_model(kfac.Kronecker()), sequences())
+    series = estimate(make_model(kfac.Series()), SEQUENCES)
+    independent = estimate(make_model(kfac.Kronecker()), SEQUENCES)
     for name in ("input_factor", "output_factor"):
         ours, theirs = getattr(series, name), getattr(independent, name)
         assert reference.error(ours, theirs) < TOLERANCE
 
 
 def test_masked_sequences_count_for_nothing():
-    model, xs = make_model(kfac.Series()), sequences()
-    weights = jnp.array([1.0, 0.0, 1.0, 1.0])
-    masked = estimate(model, xs, jnp.broadcast_to(weights[:, None], (NUMBER, TIME)))
-    removed = estimate(model, xs[jnp.array([0, 2, 3])])
+    model, xs = make_model(kfac.Series()), SEQUENCES
+    weights = np.array([1.0, 0.0, 1.0, 1.0])
+    masked = estimate(model, xs, np.broadcast_to(weights[:, None], (NUMBER, TIME)))
+    removed = estimate(model, xs[[0, 2, 3]])
     assert all(
         reference.error(a, b) < TOLERANCE
         for a, b in zip(jax.tree.leaves(masked), jax.tree.leaves(removed))
@@ -120,15 +125,15 @@ def test_masked_sequences_count_for_nothing():
 @pytest.mark.parametrize("solver", [kfac.Cholesky(), kfac.Eigh()])
 @kinds
 def test_training(kind, solver):
-    model, xs = make_model(kfac.Series(kind)), sequences()
-    optimizer = plain_kfac(0.3, 0.5, damping=0.1, solver=solver)
-    state, step = optimizer.init(model), eqx.filter_jit(optimizer.step)
-    start = loss_fn(model, xs).value
-    for i in range(3):
+    model, xs = make_model(kfac.Series(kind)), SEQUENCES
+    optimizer = plain_kfac(0.3, 0.5, damping=0.1, solver=solver, inverse_period=1)
+    state, losses = optimizer.init(model), []
+    for i in range(4):
         key = jax.random.key(i)
-        model, state, info = step(loss_fn, model, state, xs, key=key)
+        model, state, info = stepped(optimizer, loss_fn, model, state, xs, key=key)
         assert not info.rejected
-    assert loss_fn(model, xs).value < start
+        losses.append(float(info.loss))
+    assert losses[3] < losses[0]
 
 
 def test_gru_has_three_chains():
@@ -140,8 +145,8 @@ def test_gru_has_three_chains():
 
     plain = Gru(eqx.nn.GRUCell(D_IN, HIDDEN, use_bias=False, key=jax.random.key(1)))
     model = kfac.convert(plain, kfac.Series())
-    xs = sequences()
-    assert jnp.array_equal(jax.vmap(model)(xs), jax.vmap(plain)(xs))
+    xs = SEQUENCES
+    assert np.array_equal(outputs_of(model, xs), outputs_of(plain, xs))
     cell = estimate(model, xs)
     sizes = dict(gates=D_IN + HIDDEN, input=D_IN, hidden=HIDDEN)
     for name, d_in in sizes.items():
@@ -162,16 +167,16 @@ def test_a_plain_loop_does_not_know_what_follows_what():
 
     cell = eqx.nn.LSTMCell(D_IN, HIDDEN, key=jax.random.key(1))
     model = kfac.convert(Loop(cell), kfac.Series())
-    assert jnp.all(jnp.isfinite(jax.vmap(model)(sequences())))
+    assert np.all(np.isfinite(outputs_of(model, SEQUENCES)))
     with pytest.raises(ValueError, match="scan_cell"):
-        kfac.curvature(loss_fn, kfac.Empirical())(model, sequences())
+        kfac.curvature(loss_fn, kfac.Empirical())(model, SEQUENCES)
 
 
 def test_scan_cell_is_scan():
     """Nothing is added unless something is collected."""
     model = make_model(kfac.Series())
     plain = kfac.revert(model)
-    xs = sequences()[0]
+    xs = SEQUENCES[0]
     assert str(jax.make_jaxpr(model)(xs)) == str(jax.make_jaxpr(plain)(xs))
 
 
@@ -185,8 +190,8 @@ def test_unknown_kind():
 #
 
 
-def positive(key, size):
-    a = jax.random.normal(key, (size, 2 * size))
+def positive(rng, size):
+    a = rng.normal(size=(size, 2 * size))
     return a @ a.T / size
 
 
@@ -195,16 +200,30 @@ def root(matrix):
     return (vectors * np.sqrt(values)) @ vectors.T
 
 
-def chain(key, size, symmetric, strength):
+def chain(seed, size, symmetric, strength):
     """A covariance, that of successive steps, and the transition between them in
     coordinates in which the first one is the identity."""
-    keys = jax.random.split(key)
-    covariance = np.asarray(positive(keys[0], size))
-    psi = np.asarray(jax.random.normal(keys[1], (size, size)))
+    rng = np.random.default_rng(seed)
+    covariance, psi = positive(rng, size), rng.normal(size=(size, size))
     psi = (psi + psi.T) / 2 if symmetric else psi
     psi = strength * psi / np.linalg.norm(psi, 2)
     half = root(covariance)
     return covariance, half @ psi @ half, psi
+
+
+@eqx.filter_jit
+def dense(operator):
+    return operator.as_matrix()
+
+
+@eqx.filter_jit
+def product(operator, v):
+    return operator.mv(v)
+
+
+@eqx.filter_jit
+def solved(operator, v, solver=kfac.Cholesky(), **options):
+    return lx.linear_solve(operator, v, solver, options=options).value
 
 
 def sum_of_chain(operator, psi, length):
@@ -220,20 +239,20 @@ def sum_of_chain(operator, psi, length):
 
 def make_operator(kind, length, strength=0.7):
     symmetric = kind == "symmetric"
-    a0, a1, psi_in = chain(jax.random.key(1), 3, symmetric, strength)
-    g0, g1, psi_out = chain(jax.random.key(2), 2, symmetric, strength)
-    arrays = [jnp.asarray(m) for m in (g0, g1, a0, a1)]
-    operator = kfac.SeriesOperator(*arrays, jnp.array(float(length)), kind)
+    a0, a1, psi_in = chain(1, 3, symmetric, strength)
+    g0, g1, psi_out = chain(2, 2, symmetric, strength)
+    arrays = jax.device_put([g0, g1, a0, a1])
+    operator = kfac.SeriesOperator(*arrays, jnp.asarray(length, float), kind)
     return operator, np.kron(psi_out, psi_in)
 
 
 @pytest.mark.parametrize("length", [1, 2, 4, 7])
 def test_symmetric_chain(length):
     operator, psi = make_operator("symmetric", length)
-    dense = sum_of_chain(operator, psi, length)
-    assert reference.error(operator.as_matrix(), dense) < TOLERANCE
+    matrix, want = dense(operator), sum_of_chain(operator, psi, length)
+    assert reference.error(matrix, want) < TOLERANCE
     independent = np.kron(operator.output_factor, operator.input_factor)
-    difference = reference.error(operator.as_matrix(), independent)
+    difference = reference.error(matrix, independent)
     assert difference < TOLERANCE if length == 1 else difference > 1e-2
 
 
@@ -242,8 +261,8 @@ def test_stationary_chain_is_the_limit():
     errors = []
     for length in (100, 1000):
         operator, psi = make_operator("stationary", length)
-        dense = sum_of_chain(operator, psi, length)
-        errors.append(reference.error(operator.as_matrix(), dense))
+        want = sum_of_chain(operator, psi, length)
+        errors.append(reference.error(dense(operator), want))
     assert errors[1] < 1e-3
     np.testing.assert_allclose(errors[0] / errors[1], 10, rtol=0.1)
 
@@ -253,26 +272,23 @@ def test_stationary_chain_is_the_limit():
 @kinds
 def test_inverse(kind, length, solver):
     operator, _ = make_operator(kind, length)
-    v = jax.random.normal(jax.random.key(3), (2, 3))
-    solution = lx.linear_solve(operator, v, solver).value
-    dense = np.linalg.solve(np.asarray(operator.as_matrix()), np.asarray(v).ravel())
-    assert reference.error(solution.ravel(), dense) < TOLERANCE
-    assert reference.error(operator.mv(solution), v) < TOLERANCE
+    v = normal(2, 3, seed=3)
+    solution = solved(operator, v, solver)
+    want = np.linalg.solve(np.asarray(dense(operator)), np.asarray(v).ravel())
+    assert reference.error(np.ravel(solution), want) < TOLERANCE
+    assert reference.error(product(operator, solution), v) < TOLERANCE
 
 
 @kinds
 def test_without_correlation_steps_are_independent(kind):
     operator, _ = make_operator(kind, 6)
     where = lambda o: (o.output_cross, o.input_cross)
-    zeros = jnp.zeros((2, 2)), jnp.zeros((3, 3))
+    zeros = np.zeros((2, 2)), np.zeros((3, 3))
     operator = eqx.tree_at(where, operator, zeros)
     kronecker = kfac.KroneckerOperator(operator.output_factor, operator.input_factor)
-    assert reference.error(operator.as_matrix(), kronecker.as_matrix()) < TOLERANCE
-    v, options = jax.random.normal(jax.random.key(3), (2, 3)), dict(damping=0.1)
-    ours, theirs = (
-        lx.linear_solve(o, v, kfac.Cholesky(), options=options).value
-        for o in (operator, kronecker)
-    )
+    assert reference.error(dense(operator), dense(kronecker)) < TOLERANCE
+    v = normal(2, 3, seed=3)
+    ours, theirs = (solved(o, v, damping=0.1) for o in (operator, kronecker))
     assert reference.error(ours, theirs) < TOLERANCE
 
 
@@ -280,35 +296,30 @@ def test_without_correlation_steps_are_independent(kind):
 def test_where_nothing_passed_there_is_no_curvature(kind):
     """Of fewer rows than inputs, the factors are singular."""
     operator, _ = make_operator(kind, 4)
-    frame, _ = np.linalg.qr(jax.random.normal(jax.random.key(4), (5, 3)))
+    frame, _ = np.linalg.qr(np.asarray(normal(5, 3, seed=4)))
     where = lambda o: (o.input_factor, o.input_cross)
-    factors = [jnp.asarray(frame @ m @ frame.T) for m in where(operator)]
-    wide = eqx.tree_at(where, operator, factors).as_matrix()
+    factors = [frame @ np.asarray(m) @ frame.T for m in where(operator)]
+    wide = dense(eqx.tree_at(where, operator, factors))
     lift = np.kron(np.eye(2), frame)
-    assert reference.error(wide, lift @ operator.as_matrix() @ lift.T) < TOLERANCE
+    assert reference.error(wide, lift @ np.asarray(dense(operator)) @ lift.T) < TOLERANCE
 
 
 @kinds
 def test_damping_enters_the_factors(kind):
     """As if they were damped, and the transition of one step to the next with them."""
     operator, _ = make_operator(kind, 6)
-    v, damping = jax.random.normal(jax.random.key(3), (2, 3)), 0.1
-    solution = lx.linear_solve(
-        operator, v, kfac.Cholesky(), options=dict(damping=damping)
-    )
-    a, g = operator.input_factor, operator.output_factor
-    pi = jnp.sqrt((jnp.trace(a) / 3) / (jnp.trace(g) / 2))
+    v, damping = normal(2, 3, seed=3), 0.1
+    solution = solved(operator, v, damping=damping)
+    a, g = np.asarray(operator.input_factor), np.asarray(operator.output_factor)
+    pi = np.sqrt((np.trace(a) / 3) / (np.trace(g) / 2))
     damped = eqx.tree_at(
         lambda o: (o.output_factor, o.input_factor),
         operator,
         (
-            g + jnp.sqrt(damping) / pi * jnp.eye(2),
-            a + jnp.sqrt(damping) * pi * jnp.eye(3),
+            g + np.sqrt(damping) / pi * np.eye(2),
+            a + np.sqrt(damping) * pi * np.eye(3),
         ),
     )
-    expected = lx.linear_solve(damped, v, kfac.Cholesky()).value
-    assert reference.error(solution.value, expected) < TOLERANCE
-    assert (
-        reference.error(lx.linear_solve(operator, v, kfac.Cholesky()).value, expected)
-        > 1e-2
-    )
+    expected = solved(damped, v)
+    assert reference.error(solution, expected) < TOLERANCE
+    assert reference.error(solved(operator, v), expected) > 1e-2
