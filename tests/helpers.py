@@ -40,7 +40,7 @@ def flat(tree):
 
 def stack(trees):
     """(Through NumPy, which needs no compilation.)"""
-    together = lambda *xs: jnp.asarray(np.stack([np.asarray(x) for x in xs]))
+    together = lambda *xs: jax.device_put(np.stack([np.asarray(x) for x in xs]))
     return jtu.tree_map(together, *map(only_arrays, trees))
 
 

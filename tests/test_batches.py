@@ -266,7 +266,7 @@ def combined(states, micro_batches):
 
     def combine(s):
         s, floating = np.asarray(s), jnp.issubdtype(s.dtype, jnp.floating)
-        return jnp.asarray(np.mean(s, axis=0) if floating else s[0])
+        return jax.device_put(np.mean(s, axis=0) if floating else s[0])
 
     return jtu.tree_map(combine, states)
 
@@ -297,7 +297,7 @@ def test_state_dropout_and_aux(micro_batches):
             want_states, want = plain(
                 before, x[part::k], y[part::k], norm_state=before_norm, key_of_dropout=key
             )
-            pick = lambda a: a if k == 1 else jnp.asarray(np.asarray(a)[part])
+            pick = lambda a: a if k == 1 else jax.device_put(np.asarray(a)[part])
             got_states = jtu.tree_map(pick, states)
             assert_same_numbers(got_states, want_states, 1e-12)
             outputs = pick(metrics["outputs"])

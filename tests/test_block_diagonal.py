@@ -37,11 +37,11 @@ def semidefinite(seed, d, rank):
 G, A = semidefinite(0, 3, 2), semidefinite(1, 4, 4)
 kroneckers = {
     "dense": (G, A),
-    "diagonal input": (G, jnp.asarray(np.array([2.0, 0.0, 1.0, 0.5]))),
+    "diagonal input": (G, jax.device_put(np.array([2.0, 0.0, 1.0, 0.5]))),
     "diagonal": tuple(
-        jnp.asarray(np.array(d)) for d in ([2.0, 0.0, 1.0], [2.0, 1.0, 0.0, 0.5])
+        jax.device_put(np.array(d)) for d in ([2.0, 0.0, 1.0], [2.0, 1.0, 0.0, 0.5])
     ),
-    "zero": (jnp.asarray(np.zeros((3, 3))), A),
+    "zero": (jax.device_put(np.zeros((3, 3))), A),
 }
 
 
@@ -511,12 +511,12 @@ def test_few_steps(steps):
 
 
 def test_stops_and_says_why():
-    matrix = jnp.asarray(np.diag([1.0, 2.0, 3.0, -1.0]))
+    matrix = jax.device_put(np.diag([1.0, 2.0, 3.0, -1.0]))
     operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
     solve = eqx.filter_jit(lx.linear_solve)
 
     def run(b, solver):
-        return solve(operator, jnp.asarray(np.array(b)), solver, throw=False)
+        return solve(operator, jax.device_put(np.array(b)), solver, throw=False)
 
     indefinite = run([0.0, 0.0, 0.0, 1.0], kfac.ConjugateGradient())
     assert indefinite.result == lx.RESULTS.breakdown

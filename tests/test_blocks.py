@@ -98,7 +98,7 @@ def _pooled(model, x):
 
 
 vectors, tokens, images = (normal(N, *s) for s in ((3,), (S, 3), (2, 4, 4)))
-indices = jnp.asarray(np.random.default_rng(0).integers(0, 6, (N, S)))
+indices = jax.device_put(np.random.default_rng(0).integers(0, 6, (N, S)))
 cases = {
     "mlp": Case(_mlp, vectors, _each),
     "tokens": Case(_mlp, tokens, _sum_over_tokens),
@@ -592,7 +592,7 @@ def newton_schulz(M):
 
 def test_subspace_iteration_converges():
     M = spd(1e4)
-    M, vectors = jnp.asarray(M), jnp.asarray(np.linalg.qr(normal(*M.shape, seed=1))[0])
+    M, vectors = jnp.asarray(M), jax.device_put(np.linalg.qr(normal(*M.shape, seed=1))[0])
     eigenbasis = eqx.filter_jit(kfac.SubspaceIteration().eigenbasis)
     errors = []
     for _ in range(40):

@@ -106,7 +106,7 @@ class Blocked(eqx.Module):
 
 
 image, words = normal(N, 2, 5, 4, seed=3), normal(N, 4, D, seed=5)
-tokens = jnp.asarray(np.random.default_rng(4).integers(0, 7, (N, 4)))
+tokens = jax.device_put(np.random.default_rng(4).integers(0, 7, (N, 4)))
 conv = dict(stride=2, padding=((1, 0), (2, 1)), dilation=(1, 2))
 
 
@@ -380,7 +380,7 @@ def test_bfloat16():
         return kfac.SoftmaxCrossEntropy(jax.vmap(low)(x.astype(jnp.bfloat16)), y)
 
     x = np.asarray(X, np.float32)
-    layer = jax.tree.map(lambda a: jnp.asarray(np.float32(a)), linear(D, K))
+    layer = jax.tree.map(lambda a: jax.device_put(np.float32(a)), linear(D, K))
     captured = capture(loss_fn, layer, x, CLASSES)
     assert captured.inputs.dtype == captured.output_gradients.dtype == jnp.bfloat16
     np.testing.assert_array_equal(captured.inputs, x.astype(jnp.bfloat16))

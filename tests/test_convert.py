@@ -96,7 +96,7 @@ def test_tree_surgery_by_class():
         node.weight for node in jtu.tree_leaves(m, is_leaf=is_linear) if is_linear(node)
     ]
     assert len(weights(model)) == 3
-    zeros = lambda w: jnp.asarray(np.zeros_like(w))
+    zeros = lambda w: jax.device_put(np.zeros_like(w))
     zeroed = eqx.tree_at(weights, model, replace_fn=zeros)
     assert not any(np.any(w) for w in weights(zeroed))
     assert jtu.tree_structure(zeroed) == jtu.tree_structure(model)

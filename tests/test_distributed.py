@@ -36,7 +36,7 @@ AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 # Twelve layers, of eight different shapes.
 WIDTHS = [6, 9, 9, 7, 7, 9, 12, 12, 7, 7, 6, 6, 3]
 X = normal(48, WIDTHS[0], seed=1)
-Y = jnp.asarray(np.random.default_rng(2).integers(WIDTHS[-1], size=48))
+Y = jax.device_put(np.random.default_rng(2).integers(WIDTHS[-1], size=48))
 
 
 class Deep(eqx.Module):
@@ -162,7 +162,7 @@ def in_eigenbases(kind=None):
     """The model before and after some steps."""
     mlp = kfac.convert(eqx.filter_jit(eqx.nn.MLP)(6, 3, 5, 1, jnp.tanh, key=jr.key(3)))
     model = kfac.convert(kfac.revert(mlp), blocks=kfac.EKFAC())
-    data = dict(loss_fn=squared, args=(X, jnp.asarray(np.eye(3)[Y])), number=3)
+    data = dict(loss_fn=squared, args=(X, jax.device_put(np.eye(3)[Y])), number=3)
     mesh = None if kind is None else make_mesh((4,), kind=kind)
     with contextlib.nullcontext() if kind is None else context(mesh):
         return model, train(OPTIMIZERS["eigh"], model, mesh, **data)
@@ -223,7 +223,7 @@ def test_split_weights(name):
     *specs, kind, loss = SPLITS[name]
     mesh = make_mesh((2, 2), ("data", "model"), kind)
     widths = [6, 8, 4]
-    x, y = X, jnp.asarray(np.asarray(Y) % widths[-1])
+    x, y = X, jax.device_put(np.asarray(Y) % widths[-1])
     optimizer = kfac.KFAC(fisher=EXACT, curvature_period=1, inverse_period=2)
     start = deep(*widths)
     want = train(optimizer, start, args=(x, y), number=3)
@@ -411,7 +411,7 @@ def test_of_a_model_that_is_not_finite_it_is_zero():
 
 WIDE = [72, 72, 8]
 WIDE_X = normal(32, WIDE[0], seed=3)
-WIDE_Y = jnp.asarray(np.random.default_rng(4).integers(WIDE[-1], size=32))
+WIDE_Y = jax.device_put(np.random.default_rng(4).integers(WIDE[-1], size=32))
 
 
 def three_steps(optimizer, mesh=None):

@@ -19,7 +19,7 @@ N, D = 12, 3
 KEY = jr.key(5)
 X = normal(N, D, seed=1)
 REAL = jnp.asarray(2 * np.asarray(normal(N, seed=2)) + 1.0)
-COMPLEX = jnp.asarray(np.asarray(REAL) + 1j * np.asarray(normal(N, seed=3)))
+COMPLEX = jax.device_put(np.asarray(REAL) + 1j * np.asarray(normal(N, seed=3)))
 KINDS = pytest.mark.parametrize("is_complex", [False, True], ids=["real", "complex"])
 
 
@@ -127,7 +127,7 @@ def test_clipped():
 
 def test_weights_are_repetitions():
     weights, few = jnp.array([1, 0, 2] * 4), [0, 2, 2, 3, 5, 5, 6, 8, 8, 9, 11, 11]
-    repeated = [jnp.asarray(np.asarray(a)[few]) for a in (X, REAL)]
+    repeated = [jax.device_put(np.asarray(a)[few]) for a in (X, REAL)]
 
     def weighted(model, x, e):
         return kfac.Energy(log_psi(model, x), e, weights=weights)

@@ -326,7 +326,7 @@ def test_members_in_turn(block, packed):
     """Stacks of several axes, and the groups of a convolution; all of them again, where
     the damping was too small."""
     model, x = make_stacks(block), normal(20, 12, seed=2)
-    y = jnp.asarray(np.ones((20, 18)))
+    y = jax.device_put(np.ones((20, 18)))
     choices = dict(fisher=kfac.Exact(), norm_constraint=1e-3, packed=packed)
     optimizer = plain_kfac(0.1, inverse_period=kfac.InTurn(6), **choices)
     is_explicit = isinstance(block, kfac.Kronecker)

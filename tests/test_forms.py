@@ -169,7 +169,7 @@ def made(cls, *args, **kwargs):
 
 def randomised(layer, seed=0):
     rng = np.random.default_rng(seed)
-    new = lambda p: jnp.asarray(rng.normal(size=p.shape))
+    new = lambda p: jax.device_put(rng.normal(size=p.shape))
     is_parameter = lambda p: hasattr(p, "dtype")
     return jtu.tree_map(lambda p: new(p) if is_parameter(p) else p, layer)
 
@@ -533,7 +533,7 @@ PARAMETERS = {
     "group-norm": (eqx.nn.GroupNorm(2, 4), ("weight", "bias"), (4, 2)),
     "prelu": (eqx.nn.PReLU(), ("negative_slope",), (4,)),
     "prelu-channels": (
-        eqx.nn.PReLU(jnp.asarray(np.ones((3, 1)))),
+        eqx.nn.PReLU(jax.device_put(np.ones((3, 1)))),
         ("negative_slope",),
         (3, 2),
     ),
@@ -1128,7 +1128,7 @@ def zoo(seed=0):
     stacked = _stacked(seed)
 
     def member(layer, i):
-        take = lambda p: jnp.asarray(np.asarray(p)[i]) if eqx.is_array(p) else p
+        take = lambda p: jax.device_put(np.asarray(p)[i]) if eqx.is_array(p) else p
         return kfac.convert(jtu.tree_map(take, layer))
 
     return {name: [member(layer, i) for i in (0, 1)] for name, layer in stacked.items()}

@@ -602,8 +602,8 @@ def check(program: Program) -> str:
     """What came of a program: `right`, `named`, `refused`; or that it is `of no use`."""
     rng = np.random.default_rng(program.seed)
     model = make_model(program, jax.random.key(program.seed))
-    x = jnp.asarray(rng.normal(size=(program.examples, program.tokens, D)))
-    y = jnp.asarray(rng.normal(size=(program.examples, D)))
+    x = jax.device_put(rng.normal(size=(program.examples, program.tokens, D)))
+    y = jax.device_put(rng.normal(size=(program.examples, D)))
     index = np.arange(program.examples) % 3
     weights = {
         "": None,

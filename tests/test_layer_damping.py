@@ -257,7 +257,7 @@ def test_the_units_of_the_data(units):
     """Dampings are of a loss per squared weight: in the units of the data, squared. A
     bias has none."""
     model, x = mlp(4, 1), np.asarray(X)
-    shrink = lambda w: jnp.asarray(np.asarray(w) / units)
+    shrink = lambda w: jax.device_put(np.asarray(w) / units)
     small = eqx.tree_at(lambda m: m.layers[0].weight, model, replace_fn=shrink)
     rule = kfac.LayerDamping(1.0, share=1e3)
     usual, other = (
@@ -312,7 +312,7 @@ def test_a_chain_of_time_steps():
 def test_layers_of_which_nothing_is_known():
     """No curvature so far (here, behind a layer of zeros), or no parameters but zeros."""
     model = kfac.convert(filled(ft.partial(eqx.nn.MLP, 5, 2, 4, 1)))
-    zeros = jtu.tree_map(lambda a: jnp.asarray(np.zeros(a.shape)), model.layers[1])
+    zeros = jtu.tree_map(lambda a: jax.device_put(np.zeros(a.shape)), model.layers[1])
     model = eqx.tree_at(lambda m: m.layers[1], model, zeros)
     curvature = curvature_of(model)
     dampings = applied(kfac.LayerDamping(MOST), MOST, curvature, model)

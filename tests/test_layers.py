@@ -164,7 +164,9 @@ def perturbed(layer, seed):
     params, rest = eqx.partition(layer, eqx.is_inexact_array)
     leaves, treedef = jtu.tree_flatten(params)
     rng = np.random.default_rng(seed + 100)
-    leaves = [jnp.asarray(np.asarray(p) + 0.1 * rng.normal(size=p.shape)) for p in leaves]
+    leaves = [
+        jax.device_put(np.asarray(p) + 0.1 * rng.normal(size=p.shape)) for p in leaves
+    ]
     return eqx.combine(treedef.unflatten(leaves), rest)
 
 
@@ -381,7 +383,7 @@ def numbered(layer):
     leaves, treedef = jtu.tree_flatten(params)
     starts = np.cumsum([0] + [p.size for p in leaves])
     leaves = [
-        jnp.asarray(np.arange(start, start + p.size, dtype=float).reshape(p.shape))
+        jax.device_put(np.arange(start, start + p.size, dtype=float).reshape(p.shape))
         for start, p in zip(starts, leaves)
     ]
     return eqx.combine(treedef.unflatten(leaves), rest)
@@ -474,7 +476,7 @@ def examples_gradients():
 def stacked(members):
     """Two layers as one, with an axis in front."""
     params = [eqx.filter(m, eqx.is_array) for m in members]
-    stack = lambda *leaves: jnp.asarray(np.stack([np.asarray(a) for a in leaves]))
+    stack = lambda *leaves: jax.device_put(np.stack([np.asarray(a) for a in leaves]))
     together = jtu.tree_map(stack, *params)
     return eqx.combine(together, members[0])
 

@@ -20,7 +20,7 @@ K = 3
 
 
 def classes(rng, leading):
-    return jnp.asarray(rng.integers(K, size=leading))
+    return jax.device_put(rng.integers(K, size=leading))
 
 
 def probabilities(rng, leading):
@@ -29,19 +29,19 @@ def probabilities(rng, leading):
 
 
 def bits(rng, leading):
-    return jnp.asarray(rng.random(leading + (K,)) < 0.4)
+    return jax.device_put(rng.random(leading + (K,)) < 0.4)
 
 
 def unit_interval(rng, leading):
-    return jnp.asarray(rng.random(leading + (K,)))
+    return jax.device_put(rng.random(leading + (K,)))
 
 
 def vectors(rng, leading):
-    return jnp.asarray(rng.normal(size=leading + (K,)))
+    return jax.device_put(rng.normal(size=leading + (K,)))
 
 
 def counts(rng, leading):
-    return jnp.asarray(rng.poisson(1.5, leading + (K,)))
+    return jax.device_put(rng.poisson(1.5, leading + (K,)))
 
 
 def amounts(rng, leading):
@@ -209,7 +209,7 @@ def test_gradient_of_value(case):
         return jax.grad(ours)(outputs), jax.grad(terms)(outputs)
 
     outputs, targets, _ = data(case, (4,))
-    weights = jnp.asarray(np.array([1.0, 0.0, 2.5, 0.5]))
+    weights = jax.device_put(np.array([1.0, 0.0, 2.5, 0.5]))
     assert reference.error(*run(outputs, targets, weights)) < TOLERANCE
 
 
@@ -238,11 +238,11 @@ def test_fisher_needs_no_targets_and_knows_no_weights(case):
     @jax.jit
     def run(outputs, targets, weights):
         both = case[0](outputs, weights=weights), case[0](outputs, targets)
-        v = jnp.asarray(np.random.default_rng(1).normal(size=both[0].root_shape))
+        v = jax.device_put(np.random.default_rng(1).normal(size=both[0].root_shape))
         return [[getattr(loss, name)(v) for loss in both] for name in names]
 
     outputs, targets, _ = data(case, (4,))
-    for out, expected in run(outputs, targets, jnp.asarray(np.arange(4.0))):
+    for out, expected in run(outputs, targets, jax.device_put(np.arange(4.0))):
         assert reference.error(out, expected) < TOLERANCE
 
 
@@ -273,7 +273,7 @@ def test_samples(case):
     assert np.all(sample == draw(loss, key))
     assert not np.all(sample == draw(loss, jax.random.key(1)))
     # Terms are independent: with equal outputs everywhere, samples still differ.
-    same = draw(case[0](jnp.asarray(np.zeros((64, K)))), key)
+    same = draw(case[0](jax.device_put(np.zeros((64, K)))), key)
     assert len(np.unique(np.asarray(same), axis=0)) > 1
 
 
@@ -344,7 +344,7 @@ def everything(make_loss, z, targets, weights):
 @pytest.mark.parametrize("shape", [(4,), (4, 2)], ids=["examples", "terms"])
 def test_targets_of_weight_zero_may_be_anything(make_loss, size, targets, bad, shape):
     rng = np.random.default_rng(0)
-    z, good = jnp.asarray(rng.normal(size=(4, 2, size))), targets(rng, (4, 2))
+    z, good = jax.device_put(rng.normal(size=(4, 2, size))), targets(rng, (4, 2))
     other, weights = np.array(good), rng.uniform(size=shape)
     other[1], weights[1] = bad, 0.0
     other, some = jnp.asarray(other), np.where(weights == 0, 0.1, weights)
@@ -457,7 +457,7 @@ def test_a_rate_of_zero():
 def test_poisson_samples_with_any_key(impl):
     # Near the change from counting to a Gaussian, too.
     eta = np.log([[3.0, 9_990.0, 10_010.0]])
-    loss = kfac.PoissonNLL(jnp.asarray(np.broadcast_to(eta, (4000, 3))))
+    loss = kfac.PoissonNLL(jax.device_put(np.broadcast_to(eta, (4000, 3))))
     samples = np.asarray(eqx.filter_jit(loss.sample)(jax.random.key(0, impl=impl)))
     z = (samples - np.exp(eta)) / np.exp(eta / 2)
     assert np.abs(z.mean(axis=0)).max() < 0.1
@@ -638,7 +638,7 @@ def test_wrong_weights(case, shape):
 
 @NATURAL
 def test_a_loss_is_a_pytree(case):
-    loss = make(case, (4,), jnp.asarray(np.array([1.0, 2.0, 0.0, 1.0])))
+    loss = make(case, (4,), jax.device_put(np.array([1.0, 2.0, 0.0, 1.0])))
 
     @eqx.filter_jit
     def run(given, stacked):

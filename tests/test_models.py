@@ -267,7 +267,7 @@ def sequence_and_label(key):
 def text_and_class(key):
     inputs = dict(
         token=jnp.array([[0, 1, 1, 2], [3, 3, 3, 0], [2, 4, 1, 5]]),
-        position=jnp.asarray(np.tile(np.arange(4), (N, 1))),
+        position=jax.device_put(np.tile(np.arange(4), (N, 1))),
         segment=jnp.array([[0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 0]]),
         key=jr.split(key, N),
     )

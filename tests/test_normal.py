@@ -59,11 +59,11 @@ def normal_fisher(z):
 
 
 def normal_targets(rng, leading):
-    return jnp.asarray(rng.normal(size=leading + (K,)))
+    return jax.device_put(rng.normal(size=leading + (K,)))
 
 
 def waiting_times(rng, leading):
-    return jnp.asarray(rng.exponential(size=leading + (K,)))
+    return jax.device_put(rng.exponential(size=leading + (K,)))
 
 
 # The loss, of how many outputs; its targets; one term's loss, and its Fisher.
@@ -77,7 +77,7 @@ LOSSES = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def data(case, leading):
     """Outputs and targets."""
     rng = np.random.default_rng(0)
-    z = jnp.asarray(rng.normal(size=leading + (case[1],)))
+    z = jax.device_put(rng.normal(size=leading + (case[1],)))
     return z, case[2](rng, leading)
 
 
@@ -239,7 +239,7 @@ def test_expectation_of_the_hessian_is_the_fisher(case):
 
 
 def test_samples_of_a_normal():
-    s = jnp.asarray(np.log([[0.01, 4.0]]))
+    s = jax.device_put(np.log([[0.01, 4.0]]))
 
     @jax.jit
     def run(key):

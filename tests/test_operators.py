@@ -22,10 +22,10 @@ from .helpers import arrays, close, flat, normal, params_of, stack
 
 N = 5
 x, values = normal(N, 3, seed=3), normal(N, 2, seed=2)
-few_values = jnp.asarray(np.asarray(values)[:3])
-classes = jnp.asarray(np.array([0, 1, 1, 0, 1]))
-bits = jnp.asarray(np.array([[0, 1], [1, 1], [0, 0], [1, 0], [1, 1]]) == 1)
-weights = jnp.asarray(np.array([1.0, 2.0, 0.0, 0.5, 1.5]))
+few_values = jax.device_put(np.asarray(values)[:3])
+classes = jax.device_put(np.array([0, 1, 1, 0, 1]))
+bits = jax.device_put(np.array([[0, 1], [1, 1], [0, 0], [1, 0], [1, 1]]) == 1)
+weights = jax.device_put(np.array([1.0, 2.0, 0.0, 0.5, 1.5]))
 
 
 @eqx.filter_jit
@@ -242,7 +242,7 @@ def test_vmap(kind):
 
 def test_vmap_of_made_operators():
     """Operators that were made within `vmap`, and then used outside."""
-    batches = jnp.asarray(np.stack([x, 2 * np.asarray(x)]))
+    batches = jax.device_put(np.stack([x, 2 * np.asarray(x)]))
     make = lambda x: operator_of("squared", "ggn", x=x)
     ops = eqx.filter_jit(eqx.filter_vmap(make))(batches)
     product = lambda op: flat(op.mv(vector))
@@ -544,7 +544,7 @@ def test_sharded_batch(kind):
 def test_factor_of_a_sharded_batch(kind):
     """What a device has of the factor is its own examples' part."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("batch",))
-    x, weights = normal(8, 3, seed=9), jnp.asarray(np.arange(8.0))
+    x, weights = normal(8, 3, seed=9), jax.device_put(np.arange(8.0))
 
     def run(x, weights):
         def loss_fn(model):
@@ -567,7 +567,7 @@ def test_many_parameters_and_examples_in_float32(kind):
     make = lambda key: eqx.nn.MLP(10, 5, 16, 1, jnp.tanh, dtype=jnp.float32, key=key)
     mlp = eqx.filter_jit(make)(jr.key(0))
     x = normal(200, 10, seed=1, dtype=jnp.float32)
-    y = jnp.asarray(np.random.default_rng(2).integers(5, size=200))
+    y = jax.device_put(np.random.default_rng(2).integers(5, size=200))
 
     def loss_fn(model, x, y):
         return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y)

@@ -612,7 +612,7 @@ def test_step_is_invariant_to_affine_inputs(solver):
     transformed = eqx.tree_at(
         lambda m: (m.layers[0].weight, m.layers[0].bias),
         model,
-        (jnp.asarray(weight), jnp.asarray(np.asarray(first.bias) - weight @ shift)),
+        (jnp.asarray(weight), jax.device_put(np.asarray(first.bias) - weight @ shift)),
     )
     predict = eqx.filter_jit(lambda model, x: jax.vmap(model)(x))
     before = np.asarray(predict(model, x))
@@ -707,7 +707,7 @@ def test_training_after_a_rejected_first_step_is_unharmed():
 
 
 def nan_like(a):
-    return jnp.asarray(np.full(a.shape, np.nan, a.dtype)) if eqx.is_array(a) else a
+    return jax.device_put(np.full(a.shape, np.nan, a.dtype)) if eqx.is_array(a) else a
 
 
 def test_update_rejects_what_is_not_finite():
@@ -719,7 +719,7 @@ def test_update_rejects_what_is_not_finite():
     bad = jtu.tree_map(nan_like, grads)
     for args in (
         (bad, dict(curvature=curvature)),
-        (grads, dict(curvature=curvature, value=jnp.asarray(np.nan))),
+        (grads, dict(curvature=curvature, value=jax.device_put(np.nan))),
     ):
         updates, new_state = update(optimizer, args[0], state, model, **args[1])
         assert int(new_state.rejected) == 1
@@ -814,7 +814,7 @@ make_net = ft.cache(eqx.filter_jit(lambda: Net(jr.key(0))))
 
 
 def tokens():
-    return jnp.asarray(np.arange(10) % 5), jnp.asarray(np.arange(10) % 2)
+    return jax.device_put(np.arange(10) % 5), jax.device_put(np.arange(10) % 2)
 
 
 def test_fallback_updates_are_applied_unchanged(standard_promotion):
@@ -1117,7 +1117,7 @@ class Residual(eqx.Module):
 @pytest.mark.parametrize("solver", solvers)
 def test_stacked_layers(solver):
     separate = [kfac.Linear(2, 2, key=jr.key(i)) for i in range(2)]
-    stack = lambda *a: jnp.asarray(np.stack(a))
+    stack = lambda *a: jax.device_put(np.stack(a))
     stacked = jtu.tree_map(stack, *separate)
     optimizer = plain_kfac(
         0.1, 0.9, 1e-2, solver=solver, fisher=kfac.Exact(), norm_constraint=1e-2

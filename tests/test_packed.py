@@ -284,7 +284,7 @@ def test_two_triangles_that_are_rounded_in_different_ways():
     """Weights are in one of both rows that a factor is the product of; norms are, in
     those of `TNT`."""
     x, _, y = data()
-    model, weights = make_mlp(kfac.TNT()), jnp.asarray(np.arange(1.0, 9))
+    model, weights = make_mlp(kfac.TNT()), jax.device_put(np.arange(1.0, 9))
     assert_trains_alike(ft.partial(jitted_train, model, x, y, weights))
 
 

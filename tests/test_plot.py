@@ -31,7 +31,7 @@ def loss_fn(model, x, y):
 
 
 KEY = jax.random.key(0)
-X, Y = normal(6, 3), jnp.asarray(np.arange(6) % 2)
+X, Y = normal(6, 3), jax.device_put(np.arange(6) % 2)
 
 
 @eqx.filter_jit
@@ -69,7 +69,7 @@ def infos():
     step = eqx.filter_jit(optimizer.step)
     model, state, found = MODEL, eqx.filter_jit(optimizer.init)(MODEL), []
     for i in range(6):
-        x = jnp.asarray(np.asarray(X) * np.nan) if i == 2 else X
+        x = jax.device_put(np.asarray(X) * np.nan) if i == 2 else X
         rate = 1e9 if i == 4 else 0.01
         state = eqx.tree_at(lambda s: s.learning_rate, state, jnp.asarray(rate))
         key = jax.random.key(i)
@@ -131,7 +131,7 @@ def test_history_marks_only_steps_that_were_not_taken(infos):
 def test_history_of_what_a_scan_stacks(infos):
     """One `info` of all steps, a part of them each, or dictionaries."""
     arrays = [eqx.filter(info, eqx.is_array) for info in infos]
-    stack = lambda parts: jax.tree.map(lambda *a: jnp.asarray(np.stack(a)), *parts)
+    stack = lambda parts: jax.tree.map(lambda *a: jax.device_put(np.stack(a)), *parts)
     whole = lines(plot.history(infos)[0])["loss"]
     for given in (
         stack(arrays),
@@ -192,7 +192,7 @@ def test_factors_of_an_embedding_and_of_a_stack():
         return kfac.convert(Model(eqx.nn.Embedding(5, 3, key=KEY), stack))
 
     model = make()
-    found = collect(model, jnp.asarray(np.arange(5)), jnp.asarray(np.arange(5) % 3))
+    found = collect(model, jax.device_put(np.arange(5)), jax.device_put(np.arange(5) % 3))
     axes = plot.factors(model, found)
     (line,) = axes[0, 0].get_lines()
     assert np.allclose(line.get_ydata(), found.embedding.input_factor)
@@ -239,7 +239,7 @@ def test_spectra_of_many_layers_and_of_large_ones():
     layers = [eqx.nn.Linear(2, 2, key=KEY) for _ in range(15)]
     layers.append(eqx.nn.Linear(2, 400, key=KEY))
     model = kfac.convert(eqx.nn.Sequential(layers))
-    x = jnp.asarray(np.asarray(X)[:, :2])
+    x = jax.device_put(np.asarray(X)[:, :2])
     found = collect(model, x, Y, kfac.MonteCarlo(), KEY)
     axis = plot.spectra(model, found, damping=1.0)
     named = [text.get_text() for text in axis.get_legend().get_texts()]

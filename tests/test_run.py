@@ -253,7 +253,7 @@ def test_choosing():
     optimizer = plain_kfac(0.1, fisher=kfac.Exact())
     new = dict(a=np.array([1, 2]), b=np.full(2, np.nan), c="new", d=None, e=3)
     new = {k: jnp.asarray(v) if k in "ab" else v for k, v in new.items()}
-    old = dict(a=np.array([3, 4]), b=jnp.asarray(np.ones(2)), c="old", d=None, e=4)
+    old = dict(a=np.array([3, 4]), b=jax.device_put(np.ones(2)), c="old", d=None, e=4)
     for scale, want in ((1.0, new), (np.nan, old)):
         state = optimizer.init(model)
         _, _, info = stepped(optimizer, softmax, model, state, x * scale, y)

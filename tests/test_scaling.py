@@ -247,7 +247,10 @@ def test_weighted_factors_are_dense():
     # A deep linear network with squared error: weighted or not, the last layer is exact.
     rng = np.random.default_rng(0)
     model = eqx.nn.Linear(5, K, key=jax.random.key(0))
-    x, t = jnp.asarray(rng.normal(size=(N, 5))), jnp.asarray(rng.normal(size=(N, K)))
+    x, t = (
+        jax.device_put(rng.normal(size=(N, 5))),
+        jax.device_put(rng.normal(size=(N, K))),
+    )
     w = np.array([0.1, 2.0, 0.7, 0.0, 1.0, 3.0])
 
     def loss_fn(model):
@@ -291,7 +294,7 @@ def test_all_masked(loss_fn, solver):
     optimizer = plain_kfac(0.1, 0.9, 1e-2, fisher=kfac.Exact(), solver=solver)
     step = eqx.filter_jit(optimizer.step)
     state = eqx.filter_jit(optimizer.init)(model)
-    ones, none = jnp.asarray(np.ones(N)), jnp.asarray(np.zeros(N))
+    ones, none = jax.device_put(np.ones(N)), jax.device_put(np.zeros(N))
     model, state, info = step(loss_fn, model, state, x, y, ones)
     assert not info.rejected
     new, after, info = step(loss_fn, model, state, x, y, none)
@@ -367,7 +370,7 @@ def two_heads():
 
 
 def some(*shape):
-    return jnp.asarray(np.random.default_rng(shape[0]).normal(size=shape))
+    return jax.device_put(np.random.default_rng(shape[0]).normal(size=shape))
 
 
 @ft.cache
@@ -436,7 +439,7 @@ def test_mask_of_one_loss_among_others(dtype, number):
     model = kfac.convert(two_heads())
     x, other = np.asarray(some(6, 5)), some(number, 5)
     kept = np.flatnonzero(MASK)
-    t, u = np.zeros((6, 3)), jnp.asarray(np.zeros((number, 2)))
+    t, u = np.zeros((6, 3)), jax.device_put(np.zeros((number, 2)))
 
     def loss_fn(model, x, t, w):
         a = kfac.SquaredError(run_head("a", model, x), t, w)
@@ -476,7 +479,7 @@ def test_penalties(fisher, array):
     check_same(new, curvature)
     first = np.asarray(model.layers[0].weight)
     more = 0.3 * np.sum(first**4) if array else 1.5
-    check_same(new_value, jnp.asarray(np.asarray(value) + more))
+    check_same(new_value, jax.device_put(np.asarray(value) + more))
     if array:
         weight = lambda m: m.layers[0].weight
         slope = np.asarray(weight(grads)) + 1.2 * first**3

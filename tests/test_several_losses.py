@@ -78,7 +78,7 @@ def test_weights_of_more_than_a_layer_sees():
     """Of a layer that acts on whole sequences, an example counts by the mean weight of
     its tokens."""
     layer = kfac.Linear(D, 3 * K, key=jax.random.key(0))
-    weights = jnp.asarray(np.random.default_rng(0).uniform(size=(MANY, 3)))
+    weights = jax.device_put(np.random.default_rng(0).uniform(size=(MANY, 3)))
 
     def loss_fn(layer, x):
         out = jax.vmap(layer)(x).reshape(MANY, 3, K)

@@ -31,7 +31,7 @@ from .plain import plain_kfac
 DEVICES = 8
 BATCH, D_IN, HIDDEN, D_OUT = 16, 4, 5, 3
 # Devices (two examples each) differ in their total weight; the third has none at all.
-WEIGHTS = jnp.asarray(np.array([1.0, 2, 0, 1, 0, 0, 3, 1, 1, 0, 0.5, 1, 1, 1, 2, 5]))
+WEIGHTS = jax.device_put(np.array([1.0, 2, 0, 1, 0, 0, 3, 1, 1, 0, 0.5, 1, 1, 1, 2, 5]))
 
 
 @ft.cache
@@ -494,7 +494,7 @@ def test_devices_draw_different_samples():
     """One and the same example everywhere: if all devices drew one target, the output
     factor of the last layer would have rank one."""
     one = arrays(data(1))
-    args = tuple(jnp.asarray(np.repeat(a, DEVICES, axis=0)) for a in one)
+    args = tuple(jax.device_put(np.repeat(a, DEVICES, axis=0)) for a in one)
     fisher = kfac.MonteCarlo()
     rank = lambda result: np.linalg.matrix_rank(result[2].layers[-1].output_factor)
     alone = jitted("collect", loss_fn, make_model(), jr.key(0), *one, fisher=fisher)
@@ -556,7 +556,7 @@ def test_ensemble_in_shard_map(run, weighted):
     """Models that differ from device to device are not one model: nothing is added up
     over devices."""
     x, y = data(DEVICES, BATCH)
-    weights = jnp.asarray(np.tile(WEIGHTS, (DEVICES, 1))) if weighted else None
+    weights = jax.device_put(np.tile(WEIGHTS, (DEVICES, 1))) if weighted else None
     params, static = eqx.partition(make_ensemble(), eqx.is_array)
 
     def local(params, *args):

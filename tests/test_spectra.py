@@ -130,7 +130,7 @@ def test_all_operators_have_traces_and_determinants():
 
     eye = lambda size, scale=1.0: jnp.asarray(scale * np.eye(size))
     kronecker = kfac.KroneckerOperator(
-        jnp.asarray(np.diag([2.0, 1.0])), jnp.asarray(np.eye(3) + 0.5)
+        jax.device_put(np.diag([2.0, 1.0])), jax.device_put(np.eye(3) + 0.5)
     )
     spectral = eqx.filter_jit(lambda operator: operator.spectral())(kronecker)
     series = kfac.SeriesOperator(

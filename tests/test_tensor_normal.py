@@ -23,7 +23,7 @@ X, Y = normal(N, D, seed=0), normal(N, K, seed=1)
 
 def rows_of(array, index):
     """(Through NumPy, which needs no compilation.)"""
-    return jnp.asarray(np.asarray(array)[index])
+    return jax.device_put(np.asarray(array)[index])
 
 
 @eqx.filter_jit

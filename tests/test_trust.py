@@ -369,7 +369,7 @@ def test_numbers_out_of_range(name):
 
 def test_a_network_that_fits_its_data():
     """Where the Fisher vanishes, the loss goes on falling."""
-    y = jnp.asarray(np.arange(N) % K)
+    y = jax.device_put(np.arange(N) % K)
 
     def loss_fn(model, x, y):
         return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y)

@@ -17,8 +17,8 @@ from .plain import plain_kfac
 
 N, D, K = 5, 3, 2
 X = normal(N, D, seed=8)
-CLASSES = jnp.asarray(np.random.default_rng(2).integers(K, size=N))
-WEIGHTS = jnp.asarray(np.array([1.0, 0.0, 2.0, 0.5, 3.0]))
+CLASSES = jax.device_put(np.random.default_rng(2).integers(K, size=N))
+WEIGHTS = jax.device_put(np.array([1.0, 0.0, 2.0, 0.5, 3.0]))
 KEY = jr.key(0)
 
 
@@ -62,7 +62,7 @@ def layer(cls, *args, **kwargs):
     return cls(*args, key=KEY, **kwargs)
 
 
-one, one_class = (jnp.asarray(np.asarray(a)[:1]) for a in (X, CLASSES))
+one, one_class = (jax.device_put(np.asarray(a)[:1]) for a in (X, CLASSES))
 image = normal(1, 2, 3, 3, seed=4)
 ONE_EXAMPLE = {
     "dense": (lambda: layer(kfac.Linear, D, K), one),
@@ -288,7 +288,9 @@ def test_missing_bias():
 
 
 def test_zero_curvature_is_exact():
-    dead = eqx.tree_at(lambda m: m.layers[1].weight, mlp(), jnp.asarray(np.zeros((K, 4))))
+    dead = eqx.tree_at(
+        lambda m: m.layers[1].weight, mlp(), jax.device_put(np.zeros((K, 4)))
+    )
     report = kfac.verify(softmax, dead, one, one_class)
     assert report[".layers[0]"].exact
 
@@ -372,7 +374,7 @@ def test_health(block):
             np.testing.assert_allclose(line.condition, values[-1] / values[0], rtol=1e-6)
         else:
             assert line.condition > 1e12
-    dead = jax.tree.map(lambda a: jnp.asarray(np.zeros_like(a)), curvature)
+    dead = jax.tree.map(lambda a: jax.device_put(np.zeros_like(a)), curvature)
     assert kfac.summary(model, dead).layers[0].condition == np.inf
 
 
@@ -494,7 +496,7 @@ def test_a_block_that_is_far_too_small_is_suspicious():
         one, other = jnp.moveaxis(jax.vmap(jax.vmap(model))(x), 1, 0)
         return kfac.SquaredError(one - other, None)
 
-    x = jnp.asarray(np.stack([X, 2 * np.asarray(X)], axis=1))
+    x = jax.device_put(np.stack([X, 2 * np.asarray(X)], axis=1))
     verdicts = {}
     for sharing in (kfac.Expand(), kfac.Reduce()):
         layer = kfac.convert(eqx.nn.Linear(X.shape[1], 2, key=jr.key(0)))
