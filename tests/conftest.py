@@ -1,3 +1,4 @@
+import gc
 import importlib.metadata
 import os
 from pathlib import Path
@@ -21,6 +22,9 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 # Two workers, two cores: LAPACK's own threads would only wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# A tenth of the time goes to looking for garbage, of which there is little.
+gc.set_threshold(50_000, 20, 100)
 
 import jax
 import pytest
