@@ -23,9 +23,6 @@ os.environ["XLA_FLAGS"] = " ".join(
 # Two workers, two cores: LAPACK's own threads would only wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# A tenth of the time goes to looking for garbage, of which there is little.
-gc.set_threshold(50_000, 20, 100)
-
 import jax
 import pytest
 from beartype import beartype, BeartypeConf, BeartypeStrategy
@@ -34,6 +31,9 @@ from jaxtyping import install_import_hook
 
 # So that its assertions say what they saw, as those of the tests do.
 pytest.register_assert_rewrite("tests.helpers")
+
+# A tenth of the time would go to looking for garbage, of which there is little.
+gc.set_threshold(50_000, 20, 100)
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
