@@ -18,7 +18,6 @@
 
 # %%
 import argparse
-import functools as ft
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,24 +45,34 @@ import eqx_kfac as kfac
 
 
 # %%
+optimizer = kfac.KFAC()
+step = eqx.filter_jit(optimizer.step)  # Compiled once for all seeds.
+
+
 def train(loss_fn: Callable, model: Any, data: tuple, steps: int, bar: tqdm) -> Any:
-    optimizer = kfac.KFAC()
     state = optimizer.init(model)
-    step = eqx.filter_jit(ft.partial(optimizer.step, loss_fn))
     for i in range(steps):
-        model, state, _ = step(model, state, *data, key=jr.key(i))
+        model, state, _ = step(loss_fn, model, state, *data, key=jr.key(i))
         bar.update()
     return kfac.averaged(model, state)
+
+
+@eqx.filter_jit
+def curvature_of(loss_fn: Callable, model: Any, *data: Any) -> Any:
+    return kfac.curvature(loss_fn, fisher=kfac.Exact())(model, *data)
+
+
+@eqx.filter_jit
+def tuned(curvature: Any, model: Any, number: int, sigma: Any) -> kfac.Laplace:
+    posterior = kfac.Laplace(curvature, model, number, sigma_noise=sigma)
+    return posterior.with_tuned_prior(per_layer=True)
 
 
 def fit(
     loss_fn: Callable, model: Any, data: tuple, blocks: Any, sigma: Any = 1.0
 ) -> kfac.Laplace:
     model = kfac.convert(kfac.revert(model), blocks=blocks)
-    collect = eqx.filter_jit(kfac.curvature(loss_fn, fisher=kfac.Exact()))
-    curvature = collect(model, *data)
-    posterior = kfac.Laplace(curvature, model, len(data[0]), sigma_noise=sigma)
-    return eqx.filter_jit(lambda p: p.with_tuned_prior(per_layer=True))(posterior)
+    return tuned(curvature_of(loss_fn, model, *data), model, len(data[0]), sigma)
 
 
 def forward(model, x):
@@ -238,6 +247,16 @@ def cooled(posterior: kfac.Laplace, x: Any, y: Any) -> kfac.Laplace:
     return at(grid[jnp.argmax(jax.lax.map(log_likelihood, grid))])
 
 
+@eqx.filter_jit
+def of_all(predict: Callable, x: Any) -> Any:
+    """Of all images; at the same time of so many that there is memory for."""
+    return jax.lax.map(predict, x, batch_size=64)
+
+
+def softmax_of(model: Any, x: Any) -> Any:
+    return jax.nn.softmax(model(x))
+
+
 def digits(options: argparse.Namespace, seed: int, bar: tqdm) -> dict[str, Score]:
     number, width = (150, 8) if options.toy else (400, 64)
     data = load(number, seed)
@@ -248,11 +267,7 @@ def digits(options: argparse.Namespace, seed: int, bar: tqdm) -> dict[str, Score
     model = train(digits_loss, model, data.train, options.steps, bar)
     images = data.test[0], data.unseen
 
-    @eqx.filter_jit
-    def of_all(predict, x):
-        return jax.lax.map(predict, x, batch_size=64)
-
-    plain = [of_all(lambda x: jax.nn.softmax(model(x)), x) for x in images]
+    plain = [of_all(eqx.Partial(softmax_of, model), x) for x in images]
     found = {"MAP": score(plain, data.test[1])}
     trained, frozen = last_layer(model)
     whole = lambda part: eqx.combine(part, frozen)
@@ -269,7 +284,7 @@ def digits(options: argparse.Namespace, seed: int, bar: tqdm) -> dict[str, Score
         posteriors[name] = fit(digits_loss, model, data.train, block), forward
     posteriors["cold"] = cooled(posteriors["Kronecker"][0], *data.validation), forward
     for name, (posterior, fn) in posteriors.items():
-        classes = lambda x: posterior.predict_classes(fn, x)
+        classes = eqx.Partial(posterior.predict_classes, fn)
         both = [of_all(classes, x) for x in images]
         found[name] = score(both, data.test[1])
     return found
