@@ -242,6 +242,27 @@ def test_split_weights(name):
             assert weight.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
 
 
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data"), P("data", "model")])
+def test_a_matrix_is_split_as_its_layer(spec):
+    """Written into a layer of which devices have parts, it becomes such parts."""
+    mesh = make_mesh((2, 2), ("data", "model"), EXPLICIT)
+    with context(mesh):
+        layer = put(deep(6, 8).layers[0], mesh, P())
+        where = lambda m: m.weight
+        layer = eqx.tree_at(where, layer, put(where(layer), mesh, spec))
+        tag = layer.tag
+
+        @eqx.filter_jit
+        def there_and_back(layer):
+            matrix = tag.to_matrix(layer)
+            return matrix, tag.from_matrix(2 * matrix, layer)
+
+        matrix, back = there_and_back(layer)
+    assert matrix.sharding.is_fully_replicated
+    np.testing.assert_array_equal(np.asarray(back.weight), 2 * np.asarray(layer.weight))
+    assert back.weight.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+
+
 def test_members_in_shard_map():
     """Devices along one axis have members of their own, and share along the other one."""
     mesh = make_mesh((2, 3), ("members", "batch"))
