@@ -1,7 +1,7 @@
 """Do the tests notice? Mutants of the library, each with one mistake; for each, the tests
 that must fail.
 
-    python -m tests.mutants                 # all of them: an hour of one core
+    python -m tests.mutants                 # all of them: 40 minutes of one core
     python -m tests.mutants --only _tag     # those in files whose path contains this
     python -m tests.mutants --part 0/2      # every second one
 

@@ -30,8 +30,9 @@ with_python = [
 
 # One namespace for a page, in order; line numbers are those of the page.
 run_blocks = """
-import json, sys
+import gc, json, sys
 
+gc.set_threshold(50_000, 20, 100)  # As in `conftest.py`.
 for page, blocks in json.load(sys.stdin):
     namespace = {"__name__": "__main__"}
     for line, source in blocks:
