@@ -161,6 +161,21 @@ def stepped(optimizer, loss_fn, model, state, *args, **kwargs):
     return optimizer.step(loss_fn, model, state, *args, **kwargs)
 
 
+def scanned(optimizer, loss_fn, model, state, *args, keys=None, length=None):
+    """Steps on one batch, with a `scan` around them: the model's arrays and the state
+    after them, and what is said of each."""
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def body(carry, key):
+        params, state = carry
+        model = eqx.combine(params, static)
+        model, state, info = optimizer.step(loss_fn, model, state, *args, key=key)
+        return (only_arrays(model), state), info
+
+    (params, state), infos = jax.lax.scan(body, (params, state), keys, length)
+    return params, state, infos
+
+
 def loop(layer):
     """The layer on every row, one by one."""
     return lambda x: jnp.stack([layer(row) for row in x])
@@ -174,6 +189,14 @@ def loop(layer):
 def normal(*shape, seed=0, dtype=float):
     """Standard normal ones."""
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def filled(make, *args, scale=0.5, seed=0, **kwargs):
+    """What `make(*args, **kwargs)` makes, a model, with random numbers in its arrays."""
+    rng = np.random.default_rng(seed)
+    new = lambda a: jnp.asarray(scale * rng.normal(size=a.shape), a.dtype)
+    made = eqx.filter_eval_shape(make, *args, **kwargs)
+    return jtu.tree_map(lambda a: new(a) if hasattr(a, "dtype") else a, made)
 
 
 #

@@ -18,7 +18,7 @@ import eqx_kfac as kfac
 from eqx_kfac._block import AbstractFactors
 from eqx_kfac._tag import tagged_layers
 
-from .helpers import normal
+from .helpers import filled, normal
 from .plain import plain_kfac
 from .reference import error
 
@@ -32,39 +32,32 @@ class Case(NamedTuple):
     run: Callable  # (model, x) -> logits [N, k]
 
 
-def filled(make):
-    """Of a block, a model with random numbers, which need no compilation."""
-
-    def model_of(block):
-        rng = np.random.default_rng(0)
-        new = lambda a: jnp.asarray(0.5 * rng.normal(size=a.shape), a.dtype)
-        made = eqx.filter_eval_shape(make, block)
-        return jtu.tree_map(lambda a: new(a) if hasattr(a, "dtype") else a, made)
-
-    return model_of
+def random(make):
+    """Of a block, a model with random numbers."""
+    return ft.partial(filled, make)
 
 
-@filled
+@random
 def _mlp(block):
     return kfac.MLP(3, 2, 4, 1, activation=jnp.tanh, key=jr.key(0), block=block)
 
 
-@filled
+@random
 def _linear(block):
     return kfac.Linear(3, 2, key=jr.key(0), block=block)
 
 
-@filled
+@random
 def _groups(block):
     return kfac.Conv2d(2, 4, 2, groups=2, key=jr.key(0), block=block)
 
 
-@filled
+@random
 def _embedding(block):
     return kfac.Embedding(6, 2, key=jr.key(0), block=block)
 
 
-@filled
+@random
 def _norm(block):
     return kfac.LayerNorm(3, block=block)
 
@@ -105,7 +98,7 @@ cases = {
     "groups": Case(_groups, images, _pooled),
     "embedding": Case(_embedding, indices, _sum_over_tokens),
     "norm": Case(_norm, vectors, _each),
-    "stacked": Case(filled(Stacked), vectors, _each),
+    "stacked": Case(random(Stacked), vectors, _each),
 }
 blocks = {
     "Full": kfac.Full(),

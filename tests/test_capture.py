@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec as P
 import eqx_kfac as kfac
 from eqx_kfac._tag import tagged_layers
 
-from .helpers import normal
+from .helpers import filled, normal
 
 
 N, D, K = 6, 3, 2
@@ -25,11 +25,7 @@ TOLERANCE = dict(rtol=1e-12, atol=1e-12)
 
 
 def made(make, seed=0):
-    """A model with random numbers, which need no compilation."""
-    rng = np.random.default_rng(seed)
-    new = lambda a: jnp.asarray(0.5 * rng.normal(size=a.shape), a.dtype)
-    shapes = eqx.filter_eval_shape(make, jr.key(0))
-    return jtu.tree_map(lambda a: new(a) if hasattr(a, "dtype") else a, shapes)
+    return filled(make, jr.key(0), seed=seed)
 
 
 @eqx.filter_jit

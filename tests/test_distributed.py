@@ -25,6 +25,7 @@ from .helpers import (
     normal,
     only_arrays,
     put,
+    scanned,
     softmax as loss_fn,
     squared,
     stepped,
@@ -115,16 +116,8 @@ def context(mesh):
 @eqx.filter_jit
 def several_steps(optimizer, loss_fn, model, state, args, number):
     """The model, and the state."""
-    params, static = eqx.partition(model, eqx.is_array)
-
-    def body(carry, key):
-        params, state = carry
-        model = eqx.combine(params, static)
-        model, state, _ = optimizer.step(loss_fn, model, state, *args, key=key)
-        return (only_arrays(model), state), None
-
     keys = jr.split(jr.key(0), number)
-    return jax.lax.scan(body, (params, state), keys)[0]
+    return scanned(optimizer, loss_fn, model, state, *args, keys=keys)[:2]
 
 
 def train(optimizer, model, mesh=None, loss_fn=loss_fn, args=(X, Y), number=8):

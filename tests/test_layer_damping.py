@@ -13,7 +13,7 @@ import pytest
 import eqx_kfac as kfac
 from eqx_kfac._tag import flatten_tags
 
-from .helpers import normal, stepped
+from .helpers import filled, normal, stepped
 from .plain import plain_kfac
 
 
@@ -43,16 +43,12 @@ class Net(eqx.Module):
         return self.last(jax.lax.scan(step, jnp.tanh(self.first(x)), arrays)[0])
 
 
-def filled(make):
-    """A model with random numbers, which need no compilation."""
-    rng = np.random.default_rng(0)
-    new = lambda a: jnp.asarray(0.3 * rng.normal(size=a.shape), a.dtype)
-    shapes = eqx.filter_eval_shape(make, key=jax.random.key(0))
-    return jtu.tree_map(lambda a: new(a) if hasattr(a, "dtype") else a, shapes)
+def made(make):
+    return filled(make, scale=0.3, key=jax.random.key(0))
 
 
 def mlp(*sizes):
-    return kfac.convert(filled(ft.partial(eqx.nn.MLP, 5, 2, *sizes, jnp.tanh)))
+    return kfac.convert(made(ft.partial(eqx.nn.MLP, 5, 2, *sizes, jnp.tanh)))
 
 
 def loss_fn(model, x, y):
@@ -61,7 +57,7 @@ def loss_fn(model, x, y):
 
 @ft.cache
 def make_model(block=kfac.Kronecker()):
-    return kfac.convert(filled(Net), blocks=block)
+    return kfac.convert(made(Net), blocks=block)
 
 
 _curvature = eqx.filter_jit(kfac.curvature(loss_fn, EXACT))
@@ -295,7 +291,7 @@ def test_small_data_beside_a_bias():
 
 def test_a_chain_of_time_steps():
     """The curvature of one, and nothing as large as that of all."""
-    layer = filled(ft.partial(kfac.Linear, 30, 20))
+    layer = made(ft.partial(kfac.Linear, 30, 20))
     tag = kfac.Tag(kfac.form.Dense(), kfac.Series("symmetric"))
     series = eqx.tree_at(lambda m: m.tag, layer, tag)
     a, g = (np.diag(np.arange(1.0, n)) for n in (32, 21))
@@ -311,7 +307,7 @@ def test_a_chain_of_time_steps():
 
 def test_layers_of_which_nothing_is_known():
     """No curvature so far (here, behind a layer of zeros), or no parameters but zeros."""
-    model = kfac.convert(filled(ft.partial(eqx.nn.MLP, 5, 2, 4, 1)))
+    model = kfac.convert(made(ft.partial(eqx.nn.MLP, 5, 2, 4, 1)))
     zeros = jtu.tree_map(lambda a: jax.device_put(np.zeros(a.shape)), model.layers[1])
     model = eqx.tree_at(lambda m: m.layers[1], model, zeros)
     curvature = curvature_of(model)

@@ -23,6 +23,7 @@ from .helpers import (
     assert_near,
     assert_same,
     assert_same_leaves,
+    filled,
     normal,
     only_arrays,
 )
@@ -149,15 +150,6 @@ def new_layers(seed):
 
     both = eqx.nn, kfac
     return [{name: new(case, nn) for name, case in cases.items()} for nn in both]
-
-
-def filled(make):
-    """A model with random numbers, which need no compilation."""
-    rng = np.random.default_rng(0)
-    new = lambda a: jnp.asarray(0.5 * rng.normal(size=a.shape), a.dtype)
-    is_array = lambda a: hasattr(a, "dtype")
-    made = eqx.filter_eval_shape(make)
-    return jtu.tree_map(lambda a: new(a) if is_array(a) else a, made)
 
 
 def perturbed(layer, seed):

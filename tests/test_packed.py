@@ -22,6 +22,7 @@ from .helpers import (
     assert_same,
     make_mesh,
     only_arrays,
+    scanned,
 )
 from .plain import plain_kfac
 
@@ -186,24 +187,10 @@ def choose(packed, **choices):
     return plain_kfac(0.1, 0.9, packed=packed, **choices)
 
 
-def in_scan(optimizer, model, state, *args, steps=3):
-    """Steps, with a `scan` around them."""
-    params, static = eqx.partition(model, eqx.is_array)
-
-    def body(carry, _):
-        params, state = carry
-        model = eqx.combine(params, static)
-        model, state, info = optimizer.step(loss_fn, model, state, *args)
-        return (only_arrays(model), state), info
-
-    carry, infos = jax.lax.scan(body, (params, state), None, length=steps)
-    return *carry, infos
-
-
 def train(model, *args, packed, steps=3, **choices):
     optimizer = choose(packed, **choices)
     state = optimizer.init(model)
-    return in_scan(optimizer, model, state, *args, steps=steps)
+    return scanned(optimizer, loss_fn, model, state, *args, length=steps)
 
 
 jitted_train = eqx.filter_jit(train)

@@ -23,6 +23,7 @@ from .helpers import (
     normal,
     only_arrays,
     put,
+    scanned,
     stack,
 )
 from .plain import plain_kfac
@@ -81,16 +82,9 @@ def several_steps(loss_fn, model, key, *args):
     optimizer = plain_kfac(
         0.1, 0.9, 1e-2, fisher=kfac.Exact(), inverse_period=3, curvature_period=2
     )
-    params, static = eqx.partition(model, eqx.is_array)
-
-    def step(carry, key):
-        params, state = carry
-        model = eqx.combine(params, static)
-        model, state, info = optimizer.step(loss_fn, model, state, *args, key=key)
-        return (only_arrays(model), state), info
-
-    carry = params, optimizer.init(model)
-    return jax.lax.scan(step, carry, jr.split(key, 4))
+    state, keys = optimizer.init(model), jr.split(key, 4)
+    params, state, infos = scanned(optimizer, loss_fn, model, state, *args, keys=keys)
+    return (params, state), infos
 
 
 RUNS = {
@@ -258,17 +252,7 @@ def test_ensemble_over_a_mesh_axis(kind):
 @eqx.filter_jit
 def three_steps(optimizer, loss_fn, model, args):
     """The model's arrays, the state, and what is said of every step."""
-    params, static = eqx.partition(model, eqx.is_array)
-
-    def step(carry, _):
-        params, state = carry
-        model = eqx.combine(params, static)
-        model, state, info = optimizer.step(loss_fn, model, state, *args)
-        return (only_arrays(model), state), info
-
-    carry = params, optimizer.init(model)
-    (params, state), infos = jax.lax.scan(step, carry, length=3)
-    return params, state, infos
+    return scanned(optimizer, loss_fn, model, optimizer.init(model), *args, length=3)
 
 
 def ensemble_loss(model, x, y):

@@ -7,7 +7,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 import optax
@@ -21,7 +20,7 @@ from eqx_kfac._inverse._precondition import precondition
 from eqx_kfac._inverse._through_rows import precondition_through_rows
 
 from . import reference
-from .helpers import flat, normal, params_of
+from .helpers import filled, flat, normal, params_of
 from .plain import plain_kfac
 
 
@@ -30,12 +29,8 @@ X, Y = normal(N, D, seed=1), normal(N, K, seed=2)
 STEPS = 3
 
 
-def made(make, key=jr.key(0)):
-    """A model with random numbers, which need no compilation."""
-    rng = np.random.default_rng(0)
-    new = lambda a: jnp.asarray(0.4 * rng.normal(size=a.shape), a.dtype)
-    shapes = eqx.filter_eval_shape(make, key)
-    return jtu.tree_map(lambda a: new(a) if hasattr(a, "dtype") else a, shapes)
+def made(make):
+    return filled(make, jr.key(0), scale=0.4)
 
 
 def mlp(block=kfac.Kronecker(), depth=1, **kwargs):
