@@ -36,7 +36,7 @@ def cast_varying(tree: PyTree, axes: frozenset) -> PyTree:
         missing = tuple(sorted(axes - varying_axes(x)))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
-    return jtu.tree_map(cast, tree)
+    return jtu.tree_map(cast, tree) if axes else tree
 
 
 def sum_over(x: Array, axes: frozenset) -> Array:

@@ -4,11 +4,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float, PyTree
 
 from .._custom_types import Layer, Weights
-from .._devices import zeros_beside
+from .._devices import zeros_beside, zeros_of
 from .._misc import accumulator
+from .._module import PlainModule
 from ..form import AbstractForm, Rows, Sizes
 
 
@@ -30,6 +32,13 @@ class Statistics(NamedTuple):
 
 def is_statistics(node: PyTree) -> bool:
     return isinstance(node, Statistics)
+
+
+def completed(statistics: Statistics, slots: Statistics) -> Statistics:
+    """`statistics`, with zeros in those `slots` for which there is `None`."""
+    is_none = lambda node: node is None
+    zeros = lambda new, slot: zeros_of(slot) if new is None else new
+    return jtu.tree_map(zeros, statistics, slots, is_leaf=is_none)
 
 
 def sizes_and_zeros(form: AbstractForm, layer: Layer) -> tuple[Sizes, Callable] | None:
@@ -80,7 +89,7 @@ class AbstractFactors(eqx.Module):
         return jnp.zeros((), bool)
 
 
-class AbstractBlock(eqx.Module):
+class AbstractBlock(PlainModule):
     """How a layer's curvature is approximated: what is kept, and which operator it is.
 
     A block has no arrays: it is static data on the layer's [`eqx_kfac.Tag`][], compared

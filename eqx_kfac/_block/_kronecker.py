@@ -2,6 +2,7 @@ import math
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
@@ -11,7 +12,13 @@ from .._devices import zeros_of
 from .._misc import trailing
 from .._operator import diagonal, KroneckerOperator, vanishes
 from ..form import AbstractForm, Rows, Vectors
-from ._base import AbstractBlock, AbstractFactors, sizes_and_zeros, Statistics
+from ._base import (
+    AbstractBlock,
+    AbstractFactors,
+    completed,
+    sizes_and_zeros,
+    Statistics,
+)
 from ._sharing import AbstractSharing, Expand
 
 
@@ -153,19 +160,23 @@ class Kronecker(AbstractBlock):
         return self._placed(moments, outputs)
 
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
-        rows = self.sharing(rows)
-        x, g, stack = rows.x, rows.g, rows.stack
-        zero, like = map(self._moments, (zeros_of(slots), slots))
+        like = self._moments(slots)
         if rows.derivative and like.second is None:  # Of a bias alone: zero.
             return zeros_of(slots)
+        return completed(self._sums(self.sharing(rows), like, slots.outputs), slots)
+
+    def _sums(
+        self, rows: Rows, like: InputMoments, like_outputs: OutputMoments
+    ) -> Statistics:
+        """The statistics; `None` for those that are zero."""
+        x, g, stack = rows.x, rows.g, rows.stack
         number, of_inputs, of_outputs = self._weights(rows, like)
-        outputs, like_outputs = zeros_of(slots).outputs, slots.outputs
-        inputs = zero._replace(rows=_total(number, g, stack, like.rows))
+        inputs = InputMoments(rows=_total(number, g, stack, like.rows))
         if rows.swapped:
             transposed = x.second(of_inputs, stack, like.transposed)
             inputs = inputs._replace(transposed=transposed)
             transposed = Vectors(g).second(of_outputs, stack, like_outputs.transposed)
-            return self._placed(inputs, outputs._replace(transposed=transposed))
+            return self._placed(inputs, OutputMoments(transposed=transposed))
         if like.second is not None:
             inputs = inputs._replace(second=x.second(of_inputs, stack, like.second))
         if like.first is not None and not rows.derivative:
@@ -173,7 +184,7 @@ class Kronecker(AbstractBlock):
         if like.ones is not None and not rows.derivative:
             inputs = inputs._replace(ones=_total(of_inputs, g, stack, like.ones))
         second = Vectors(g).second(of_outputs, stack, like_outputs.second)
-        return self._placed(inputs, outputs._replace(second=second))
+        return self._placed(inputs, OutputMoments(second=second))
 
     def _placed(self, inputs: InputMoments, outputs: OutputMoments) -> Statistics:
         if self.sharing.balanced:
@@ -207,7 +218,8 @@ class Kronecker(AbstractBlock):
         # A layer that nothing passed through has no curvature, rather than 0/0.
         inputs = self._moments(statistics)
         rows = inputs.rows
-        scale = jnp.where(rows == 0, 0, 1 / jnp.where(rows == 0, 1, rows))
+        nothing = (rows == 0).astype(rows.dtype)
+        scale = (1 - nothing) / (rows + nothing)
         second, outputs = _homogeneous(inputs), statistics.outputs.second
         if self.tied:
             second = second + statistics.outputs.transposed
@@ -256,8 +268,8 @@ def _homogeneous(moments: InputMoments) -> Float[Array, "..."]:
         return jnp.concatenate([moments.second, moments.ones[..., None]], axis=-1)
     # Padding may be fused with what comes next, unlike blocks written side by side.
     last = jnp.concatenate([moments.first, moments.ones[..., None]], axis=-1)
-    stack, size = last.ndim - 1, last.shape[-1]
-    second = jnp.pad(moments.second, [(0, 0)] * stack + [(0, 1), (0, 1)])
-    is_last = (jnp.arange(size) == size - 1).reshape(*[1] * stack, size)
-    rows = jnp.where(is_last[..., None, :], last[..., :, None], second)
-    return jnp.where(is_last[..., :, None], last[..., None, :], rows)
+    stack, d = [(0, 0, 0)] * (last.ndim - 1), moments.first.shape[-1]
+    pad = lambda a, *edges: jax.lax.pad(a, jnp.zeros((), a.dtype), stack + [*edges])
+    second = pad(moments.second, (0, 1, 0), (0, 1, 0))
+    column = pad(moments.first[..., :, None], (0, 1, 0), (d, 0, 0))
+    return second + column + pad(last[..., None, :], (d, 0, 0), (0, 0, 0))

@@ -5,10 +5,11 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from .._checks import check_count
+from .._module import PlainModule
 from ..form import Rows
 
 
-class AbstractSharing(eqx.Module):
+class AbstractSharing(PlainModule):
     """How a Kronecker block treats positions (tokens, pixels, agents) that share the
     layer's weight: every axis that a layer is mapped over, but the outermost.
 

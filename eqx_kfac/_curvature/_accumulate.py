@@ -16,8 +16,8 @@ from .._devices import zeros_of
 from .._fisher import AbstractFisher, check_whole, Exact
 from .._misc import accumulator
 from .._tag import fill_tags
-from ._average import refresh
-from ._linearise import factors, linearise, Share
+from ._average import factors, refresh
+from ._linearise import linearise, Share
 
 
 class Total(eqx.Module):

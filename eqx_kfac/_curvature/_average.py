@@ -14,7 +14,7 @@ from .._jobs import done, Job
 from .._misc import all_finite, difference, tree_where
 from .._operator import packed_like, unpacked
 from .._solver import AbstractDampedSolver, Eigh
-from .._tag import is_trainable, map_at_once, map_tags, tagged_layers
+from .._tag import blank, is_trainable, map_at_once, map_tags, tagged_layers
 
 
 def init_curvature(model: Model) -> Model:
@@ -27,6 +27,27 @@ def init_curvature(model: Model) -> Model:
         return tag.block.factors(slots, jnp.ones(()), no_l2(tag.form, layer))
 
     return map_tags(factors, model)
+
+
+def factors(
+    model: Model,
+    statistics: Model,
+    count: Float[Array, ""],
+    l2: Model,
+    curvature: Model | None,
+) -> Model:
+    """The factors of every tagged layer, in a tree shaped like the model. The statistics
+    were taken in the bases of `curvature`."""
+
+    def layer_factors(tag, layer, statistics, l2, old):
+        if not is_trainable(tag, layer):
+            return None
+        new = tag.block.factors(statistics, count, l2)
+        return new if old is None else tag.block.in_basis(new, tag.block.basis(old))
+
+    if curvature is None:
+        curvature = blank(model)
+    return map_tags(layer_factors, model, statistics, l2, curvature)
 
 
 def average(

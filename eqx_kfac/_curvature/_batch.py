@@ -14,14 +14,15 @@ from jaxtyping import Array, Float
 from .._custom_types import Key, Kwargs, Model
 from .._devices import zeros_of
 from .._fisher import AbstractFisher
+from .._module import PlainModule
 from .._program import look, Program, run
 from .._tag import empty_tags, fill_raw, fill_tags
-from ._average import has_bases, refresh
+from ._average import factors, has_bases, refresh
 from ._gradient_rows import GradientRows, row_slots, RowSlots
-from ._linearise import evaluate, factors, Linearisation, linearise, Share, whole
+from ._linearise import evaluate, Linearisation, linearise, Share, whole
 
 
-class Batch(eqx.Module):
+class Batch(PlainModule):
     """A loss function and its arguments. More than one micro-batch: the arrays among
     `args` are split along their first axis, and whatever is asked is added up over them,
     one after the other; `kwargs` are handed on whole."""
@@ -161,7 +162,7 @@ class Batch(eqx.Module):
         return jtu.tree_map(lambda x: fn(x) if _has_examples(x) else x, self.args)
 
 
-class LinearisedBatch(eqx.Module):
+class LinearisedBatch(PlainModule):
     """A batch at a model."""
 
     batch: Batch

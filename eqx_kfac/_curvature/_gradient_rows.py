@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -12,13 +11,14 @@ from jaxtyping import Array, Bool
 
 from .._custom_types import Args, Kwargs, Model
 from .._devices import explicit_sharding, varying_axes
+from .._module import PlainModule
 from .._program import Program
 from .._tag import empty_tags, map_tags, trained_layers, Use
 from ..form import Dense
 from ._places import Place, Used, used_places
 
 
-class GradientRows(eqx.Module):
+class GradientRows(PlainModule):
     """The `Rows` of those layers where preconditioning through them is less work (`None`
     for others), and whether the gradient of these layers is their product."""
 

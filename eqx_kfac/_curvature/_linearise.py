@@ -16,11 +16,12 @@ from .._devices import cast_varying, placed_like, sum_over, varying_axes
 from .._fisher import AbstractFisher
 from .._loss import AbstractLoss, L2, linear_combination, Sum
 from .._misc import accumulator, symmetric, tree_dot
+from .._module import PlainModule
 from .._program import depends, example_weights, look, prepared, Program, run
-from .._tag import blank, fill_tags, is_trainable, map_tags, Tag
+from .._tag import fill_tags, is_trainable, map_tags, only_raw, Tag
 
 
-class Share(eqx.Module):
+class Share(PlainModule):
     r"""Which part of a batch is looked at: everything a [`Linearisation`][] returns is
     that part's summand of the whole, which has $N_i$ terms in loss $i$."""
 
@@ -39,7 +40,7 @@ class Share(eqx.Module):
         return jnp.max(jnp.stack([n.astype(dtype) for n in self.counts]))
 
 
-class Linearisation(eqx.Module):
+class Linearisation(PlainModule):
     """A loss function linearised at a model, to be pulled back and pushed forward."""
 
     objective: Sum
@@ -64,9 +65,10 @@ class Linearisation(eqx.Module):
         return devices * max(math.prod(o.leading) for o in self.objective.losses)
 
     def gradient(self) -> Model:
-        """That of `value`, shaped like the model; its tags hold what came along."""
+        """That of `value`, shaped like the model; its tags hold rows, if any were asked
+        for, and no statistics."""
         cotangent = eqx.filter_grad(_value)(self.objective, self.share, self.axes)
-        return self.pullback(cotangent)
+        return self.pullback(cotangent, wanted=only_raw(self.model))
 
     def statistics(self, fisher: AbstractFisher, key: Key | None) -> Model:
         """The statistics of every tagged layer, summed over all cotangents."""
@@ -252,27 +254,6 @@ def linearise(
     )
 
 
-def factors(
-    model: Model,
-    statistics: Model,
-    count: Float[Array, ""],
-    l2: Model,
-    curvature: Model | None,
-) -> Model:
-    """The factors of every tagged layer, in a tree shaped like the model. The statistics
-    were taken in the bases of `curvature`."""
-
-    def layer_factors(tag, layer, statistics, l2, old):
-        if not is_trainable(tag, layer):
-            return None
-        new = tag.block.factors(statistics, count, l2)
-        return new if old is None else tag.block.in_basis(new, tag.block.basis(old))
-
-    if curvature is None:
-        curvature = blank(model)
-    return map_tags(layer_factors, model, statistics, l2, curvature)
-
-
 def filter_linearize(fn: Callable, model: Model) -> tuple[Sum, Callable, Callable, Any]:
     """`fn(model) -> (out, aux)` as `(out, pushforward, pullback, aux)`. One jaxpr serves
     both directions."""
@@ -289,10 +270,12 @@ def filter_linearize(fn: Callable, model: Model) -> tuple[Sum, Callable, Callabl
     out, pushforward, arrays = jax.linearize(dynamic, params, has_aux=True)
     out_rest, aux = eqx.combine(arrays, rest[0])
 
-    def pullback(cotangent, part=lambda out: out):
-        """Of `part` of the output: what leads to the rest is not gone through at all."""
-        pushed = lambda params: part(pushforward(params))
-        (transposed,) = jax.linear_transpose(pushed, params)(cotangent)
+    def pullback(cotangent, part=lambda out: out, wanted=params):
+        """Of `part` of the output, to the `wanted` part of the model: what leads to the
+        rest is not gone through at all."""
+        wanted = eqx.filter(wanted, eqx.is_inexact_array)
+        pushed = lambda wanted: part(pushforward(eqx.combine(wanted, params)))
+        (transposed,) = jax.linear_transpose(pushed, wanted)(cotangent)
         return transposed
 
     return eqx.combine(out, out_rest), pushforward, pullback, aux

@@ -14,6 +14,7 @@ from .._custom_types import Key, Model, Numeric
 from .._devices import beside, cast_varying, varying_axes, zeros_split_as
 from .._fisher import AbstractFisher, MonteCarlo
 from .._inverse import for_each
+from .._misc import tree_where
 from .._operator import split_still
 from .._solver import AbstractDampedSolver
 from .._tag import check_covered, partition_tagged
@@ -378,7 +379,8 @@ class KFAC(eqx.Module):
         proposal = trial.propose(damping, inverse, strength, others)
         info = trial.judge(proposal, factorised)
         updates = decayed(proposal, model, state.numbers, self.weight_decay)
-        updates = jtu.tree_map(lambda u: jnp.where(info.rejected, 0, u), updates)
+        nothing = jtu.tree_map(jnp.zeros_like, updates)
+        updates = tree_where(info.rejected, nothing, updates)
         state = after(model, state, proposal, updates, fallback, info, self._rules)
         state = state._replace(
             curvature=split_still(curvature),

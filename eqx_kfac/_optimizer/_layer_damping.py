@@ -140,13 +140,15 @@ class LayerDamping(AbstractLayerDamping):
         share = self.share * squares / jnp.where(traces > 0, traces, 1)
         share = jnp.where(jnp.isnan(share), jnp.inf, share)  # Both have overflowed.
 
+        size = jnp.minimum(1, jnp.abs(value)).astype(damping.dtype) ** self.power
+        most_of_all = jnp.minimum(damping * size, share.astype(damping.dtype))
+
         def damping_of(m):
             if m is None:
                 return None
-            most = damping.astype(m.trace.dtype)
-            change = self.change * jnp.sqrt(m.weights) / jnp.where(m.norm > 0, m.norm, 1)
-            first = most * jnp.minimum(1, jnp.abs(value)).astype(most.dtype) ** self.power
-            lower = jnp.minimum(first, jnp.minimum(share, change))
+            most, first = (a.astype(m.norm.dtype) for a in (damping, most_of_all))
+            norm = jnp.maximum(m.norm, jnp.finfo(m.norm.dtype).tiny)
+            lower = jnp.minimum(first, self.change * jnp.sqrt(m.weights) / norm)
             known = (m.weights > 0) & (m.norm > 0)
             return jnp.where(known, jnp.maximum(lower, _LEAST * most), most)
 

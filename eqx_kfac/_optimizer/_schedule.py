@@ -97,7 +97,7 @@ class Due(NamedTuple):
         """`compute()` if it is due and all is `finite`; else `otherwise`."""
         if self.period == 1 and finite is True:
             return compute()
-        due = (self.step % self.period == 0) | self.every_part
+        due = (jnp.fmod(self.step, self.period) == 0) | self.every_part
         return jax.lax.cond(due & finite, compute, lambda: otherwise)
 
 

@@ -16,6 +16,7 @@ from .._custom_types import Model
 from .._inverse import precondition, precondition_through_rows
 from .._loss import Penalty
 from .._misc import all_finite, tree_dot, tree_norm
+from .._module import PlainModule
 from .._solver import AbstractDampedSolver
 from .._tag import partition_tagged
 from ._choices import Rules
@@ -58,7 +59,7 @@ class Proposal(NamedTuple):
         return eqx.combine(self.velocity, self.others)
 
 
-class Trial(eqx.Module):
+class Trial(PlainModule):
     """Steps from one point, with one batch and one curvature, that differ in their
     damping: proposes them, predicts what they do to the loss, looks, and judges."""
 

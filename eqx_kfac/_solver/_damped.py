@@ -1,6 +1,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .._misc import tree_where
 from .._operator import diagonal, Factor, identity
 
 
@@ -24,12 +25,11 @@ def damped_factors(
     if without_last:
         others = jnp.mean(entries[:-1])
         little = (others > 0) & (others < _LITTLE * mean_in)
-        mean_in = jnp.where(little, others, mean_in)
+        mean_in = tree_where(little, others, mean_in)
     alive = (mean_out > 0) & (mean_in > 0)
     # A dead layer: 1 ⊗ λ. (`where` on the way in too, so that nothing divides by zero.)
     one = (~alive).astype(entries.dtype)  # Where it is chosen; split over a mesh alike.
-    safe_out = jnp.where(alive, mean_out, one)
-    safe_in = jnp.where(alive, mean_in, one)
+    safe_out, safe_in = tree_where(alive, (mean_out, mean_in), (one, one))
     if output_factor.size == 1:  # b ⊗ A + λ = b ⊗ (A + (λ/b) I)
         damped_out = safe_out * eye_out
         damped_in = input_factor + (damping / safe_out) * eye_in
@@ -40,7 +40,4 @@ def damped_factors(
         pi = jnp.sqrt(safe_in / safe_out)
         damped_out = output_factor + (jnp.sqrt(damping) / pi) * eye_out
         damped_in = input_factor + (jnp.sqrt(damping) * pi) * eye_in
-    return (
-        jnp.where(alive, damped_out, eye_out),
-        jnp.where(alive, damped_in, damping * eye_in),
-    )
+    return tree_where(alive, (damped_out, damped_in), (eye_out, damping * eye_in))

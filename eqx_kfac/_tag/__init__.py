@@ -24,6 +24,7 @@ from ._tagged import (
     map_at_once as map_at_once,
     map_tags as map_tags,
     naming_layers as naming_layers,
+    only_raw as only_raw,
     tagged_layers as tagged_layers,
     TaggedLayer as TaggedLayer,
     trained_layers as trained_layers,

@@ -189,7 +189,7 @@ def _unseen(a, note):
 def _transpose(ct, *operands, layout, stack, examples):
     _, x, shared, slots = layout.split(operands)
     nothing = [None] * (layout.own - 1 + len(shared))
-    if type(ct) is ad.Zero:
+    if type(ct) is ad.Zero or not any(map(ad.is_undefined_primal, slots)):
         return [ct, *nothing, *[None] * len(slots)]
     avals = [s.aval if ad.is_undefined_primal(s) else jax.typeof(s) for s in slots]
     like = jtu.tree_unflatten(layout.slots, avals)

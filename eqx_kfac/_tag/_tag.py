@@ -22,6 +22,7 @@ from .._devices import (
     zeros_beside,
 )
 from .._misc import accumulator
+from .._module import PlainModule, replaced
 from ..form import AbstractForm, Parameters
 from ._primitive import Layout, Note, tag_p
 from ._rows import Raw, Sight
@@ -43,7 +44,7 @@ class Held(NamedTuple):
     spare: tuple[Array | None, Array | None, Array | None] = (None, None, None)
 
 
-class Tag(eqx.Module):
+class Tag(PlainModule):
     """Ends a layer's forward pass: `return self.tag(y, x)`.
 
     It says how the layer is linear in its parameters (its *form*) and how its curvature
@@ -321,7 +322,7 @@ class Tag(eqx.Module):
 
     def _holding(self, held: Held) -> "Tag":
         places = tuple(_holder(self.form, self.block).flatten_up_to(held))
-        return eqx.tree_at(lambda tag: tag.places, self, places, is_leaf=_is_none)
+        return replaced(self, "places", places)
 
     def _marks(self, layer: Layer) -> tuple[Array | None, ...] | None:
         """For the parameters that it is at, one for every member of a stack."""
@@ -332,6 +333,11 @@ class Tag(eqx.Module):
             None if p is None else jnp.ones(p.shape[: p.ndim - rank], bool)
             for p, rank in leaves
         )
+
+    def only_raw(self) -> "Tag":
+        """This tag, with slots for its rows alone, if it has any."""
+        empty = self.empty()
+        return empty._holding(empty.held._replace(raw=self.held.raw))
 
     def empty(self) -> "Tag":
         """This tag without its slots."""

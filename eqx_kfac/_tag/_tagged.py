@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 
 from .._custom_types import Layer, Model, Weights
 from .._misc import names
+from .._module import replaced
 from ._tag import is_trainable, Tag
 
 
@@ -236,6 +237,11 @@ def empty_tags(model: Model) -> Model:
     return with_tags(lambda tag, _: tag.empty(), model)
 
 
+def only_raw(model: Model) -> Model:
+    """The model, whose tags are ready to hand out rows alone, where they are now."""
+    return with_tags(lambda tag, _: tag.only_raw(), model)
+
+
 def with_tags(fn: Callable, model: Model, *rest: Model) -> Model:
     """The model with `fn(tag, layer, *rest)` in the place of each of its tags."""
 
@@ -245,7 +251,7 @@ def with_tags(fn: Callable, model: Model, *rest: Model) -> Model:
         tag = jtu.tree_map(
             lambda tag, *own: fn(tag, layer, *own), layer.tag, *own, is_leaf=_is_tag
         )
-        return eqx.tree_at(lambda m: m.tag, layer, tag, is_leaf=lambda x: x is layer.tag)
+        return replaced(layer, "tag", tag)
 
     return jtu.tree_map(apply, model, *rest, is_leaf=is_tagged)
 

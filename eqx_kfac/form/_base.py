@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Shaped
 
 from .._custom_types import Layer, Weights
+from .._module import PlainModule, replaced
 from ._inputs import AbstractInputs
 
 
@@ -67,7 +68,7 @@ class Rows(NamedTuple):
     basis: Any = None
 
 
-class AbstractForm(eqx.Module):
+class AbstractForm(PlainModule):
     r"""How a layer's output depends on its parameters.
 
     Every form writes its layer as $z = \bar W \bar x$ with the *canonical matrix*
@@ -108,24 +109,15 @@ class AbstractForm(eqx.Module):
 
     def replace(self, layer: Layer, parameters: tuple[Any, ...]) -> Any:
         """The layer with its `parameters` replaced; those that are `None` stay."""
-        new = [(n, p) for n, p in zip(self.names, parameters) if p is not None]
-        if not new:
-            return layer
-        return eqx.tree_at(
-            lambda m: [operator.attrgetter(name)(m) for name, _ in new],
-            layer,
-            [p for _, p in new],
-            is_leaf=lambda x: x is None,
-        )
+        for name, p in zip(self.names, parameters, strict=True):
+            layer = layer if p is None else replaced(layer, name, p)
+        return layer
 
     def only(self, layer: Layer, parameters: tuple[Any, ...]) -> Any:
         """The layer with exactly these parameters, some of which are `None`."""
-        return eqx.tree_at(
-            lambda m: [operator.attrgetter(name)(m) for name in self.names],
-            layer,
-            list(parameters),
-            is_leaf=lambda x: x is None,
-        )
+        for name, p in zip(self.names, parameters, strict=True):
+            layer = replaced(layer, name, p)
+        return layer
 
     @abc.abstractmethod
     def sizes(self, layer: Layer) -> Sizes:

@@ -14,12 +14,13 @@ from jaxtyping import Array, Inexact, Int
 from .._custom_types import Like, Weights
 from .._devices import explicit_sharding, over_stack, zeros_of
 from .._misc import accumulator, moment, trailing
+from .._module import PlainModule
 
 
 _PATCHES = 2**18  # How many numbers of patches are written out at once.
 
 
-class AbstractInputs(eqx.Module):
+class AbstractInputs(PlainModule):
     """Rows of inputs, of which their moments are wanted. `weights` belong to examples:
     they have the first axes of the rows, or are `None`. `like` is the abstract value of
     the result."""
