@@ -117,7 +117,7 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
     small, large = _by_size([(x,) for x in leaves])
     flags = [jnp.all(jnp.isfinite(x))[None] for (x,) in large]
     flags += [jnp.isfinite(x) for (x,) in small]
-    return jnp.all(_in_a_row([*flags, jnp.ones(1, bool)]))
+    return jnp.all(_in_a_row(flags)) if flags else jnp.ones((), bool)
 
 
 def _by_size(pairs: Sequence[tuple]) -> tuple[list[tuple], list[tuple]]:

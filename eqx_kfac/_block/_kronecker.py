@@ -2,7 +2,6 @@ import math
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
@@ -268,8 +267,8 @@ def _homogeneous(moments: InputMoments) -> Float[Array, "..."]:
         return jnp.concatenate([moments.second, moments.ones[..., None]], axis=-1)
     # Padding may be fused with what comes next, unlike blocks written side by side.
     last = jnp.concatenate([moments.first, moments.ones[..., None]], axis=-1)
-    stack, d = [(0, 0, 0)] * (last.ndim - 1), moments.first.shape[-1]
-    pad = lambda a, *edges: jax.lax.pad(a, jnp.zeros((), a.dtype), stack + [*edges])
-    second = pad(moments.second, (0, 1, 0), (0, 1, 0))
-    column = pad(moments.first[..., :, None], (0, 1, 0), (d, 0, 0))
-    return second + column + pad(last[..., None, :], (d, 0, 0), (0, 0, 0))
+    stack, size = last.ndim - 1, last.shape[-1]
+    second = jnp.pad(moments.second, [(0, 0)] * stack + [(0, 1), (0, 1)])
+    is_last = (jnp.arange(size) == size - 1).reshape(*[1] * stack, size)
+    rows = jnp.where(is_last[..., None, :], last[..., :, None], second)
+    return jnp.where(is_last[..., :, None], last[..., None, :], rows)
