@@ -26,14 +26,18 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import jax
 import pytest
 from beartype import beartype, BeartypeConf, BeartypeStrategy
+from jax._src.lib import _jax
 from jaxtyping import install_import_hook
 
 
 # So that its assertions say what they saw, as those of the tests do.
 pytest.register_assert_rewrite("tests.helpers")
 
-# A tenth of the time would go to looking for garbage, of which there is little.
+# A tenth of the time would go to looking for garbage, of which there is little; and some
+# more to remembering, of every operation, on which line of JAX it was traced.
 gc.set_threshold(50_000, 20, 100)
+if hasattr(_jax, "set_tracebacks_enabled"):
+    _jax.set_tracebacks_enabled(False)
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -205,6 +205,13 @@ MUTANTS = [
     # Devices, layers, and what is said of a model.
     M("_devices.py", "axes |= jax.typeof(leaf).manual_axis_type.varying", "pass", "sharding"),
     M("_misc.py", "small, large = _by_size([(x,) for x in leaves])", "small, large = _by_size([(x,) for x in leaves[:1]])", "reliability"),
+    M("_module.py", "if first not in fields:", "if False:", "tag"),
+    M("_module.py", "value = replaced(fields[first], rest, value) if rest else value", "pass", "tag"),
+    M("_module.py", "vars(new).update({**fields, first: value})", "vars(new).update({first: value})", "tag"),
+    M("_tag/_primitive.py", " or not any(map(ad.is_undefined_primal, slots))", "", "tag"),
+    M("_tag/_tag.py", "empty.held._replace(raw=self.held.raw)", "empty.held", "through_rows"),
+    M("_block/_base.py", "zeros_of(slot) if new is None else new", "new", "derivatives layers"),
+    M("_misc.py", "jax.lax.select(pred, t, f) if alike", "jax.lax.select(pred, f, t) if alike", "optimizer"),
     M("nn/_linear.py", "y = y if self.bias is None else y + self.bias", "pass", "layers"),
     M("nn/_shared.py", "tied=True", "tied=False", "layers"),
     M("debug/_verify.py", "norms = [jnp.linalg.norm(a, axis=(-2, -1)) for a in (gradient - seen, gradient)]", "norms = [jnp.linalg.norm(a, axis=(-2, -1)) for a in (seen - seen, gradient)]", "verify"),

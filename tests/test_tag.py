@@ -1,8 +1,12 @@
 """The tag primitive: nothing at all while its slots are empty; statistics as cotangents
 when they are filled."""
 
+import dataclasses
 import functools as ft
 import itertools as it
+import operator
+import types
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -15,8 +19,9 @@ import pytest
 
 import eqx_kfac as kfac
 from eqx_kfac._block import Statistics
+from eqx_kfac._module import replaced
 from eqx_kfac._tag import empty_tags, fill_tags
-from eqx_kfac._tag._primitive import tag_linear_p, tag_p
+from eqx_kfac._tag._primitive import statistic_p, tag_linear_p, tag_p
 
 from .helpers import assert_entries_near, only_arrays
 
@@ -604,6 +609,14 @@ def test_one_forward_pass(fisher, weighted):
     assert operations(collecting(fisher), model, *args) == (products + 2 + 2 * 3, 2)
 
 
+def test_the_gradient_comes_without_statistics():
+    """They are of the Fisher's one pullback: five for each of two layers."""
+    found = equations_of(collecting(kfac.Empirical()), make_mlp(), *examples())
+    assert primitives(found).count(statistic_p) == 2 * 5
+    two = equations_of(collecting(kfac.MonteCarlo(2)), make_mlp(), *examples())
+    assert primitives(two).count(statistic_p) == 2 * 2 * 5
+
+
 def test_one_forward_pass_in_the_jaxpr():
     """Without weights not even eagerly more than one."""
     model = make_mlp(depth=2)
@@ -656,3 +669,62 @@ def test_slots_are_statistics():
     shapes = [s.shape for s in jtu.tree_leaves(slots)]
     assert shapes == [(), (), (D_IN,), (D_IN, D_IN), (D_OUT, D_OUT)]
     assert not any(np.any(s) for s in jtu.tree_leaves(slots))
+
+
+#
+# Modules that are asked for their methods, and changed, at every trace
+#
+
+
+class Pair(NamedTuple):
+    weight: Any
+    bias: Any
+
+
+class Nested(eqx.Module):
+    """Leaves of every kind that a form may name."""
+
+    inner: eqx.nn.Linear
+    pair: Pair
+    own: jax.Array = eqx.field(converter=jnp.asarray)
+
+    def __check_init__(self):
+        assert isinstance(self.own, jax.Array)
+
+    @property
+    def first(self):
+        return self.pair.weight
+
+    def called(self, x):
+        return self.inner(x)
+
+
+def make_nested():
+    inner = eqx.nn.Linear(2, 3, use_bias=False, key=jr.key(0))
+    return Nested(inner, Pair(np.ones(2), None), 1.0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["own", "inner.weight", "inner.bias", "pair", "pair.weight", "pair.bias", "first"],
+)
+def test_replaced_is_tree_at(name):
+    module, where = make_nested(), operator.attrgetter(name)
+    before, new = module, np.zeros(2)
+    got = replaced(module, name, new)
+    is_leaf = lambda node: node is None or isinstance(node, Pair) and name == "pair"
+    assert eqx.tree_equal(got, eqx.tree_at(where, module, new, is_leaf=is_leaf))
+    assert where(got) is new and type(got) is Nested
+    assert module is before and eqx.tree_equal(module, make_nested())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        got.own = 2
+
+
+def test_methods_of_static_data_are_not_trees():
+    """Equinox would make a tree of each, whenever it is asked for."""
+    form = kfac.form.Dense()
+    assert isinstance(form.sizes, types.MethodType)
+    assert not isinstance(make_nested().called, types.MethodType)
+    assert form == kfac.form.Dense() and hash(form) == hash(kfac.form.Dense())
+    run = jax.jit(form.outputs, static_argnums=(1, 2))
+    assert run(np.ones(3), 0, 0).shape == (3,)
