@@ -135,18 +135,42 @@ class Found(NamedTuple):
         return not any(own) and any(other.sources & DATA for other in self.calls)
 
 
+class Subject(NamedTuple):
+    """A model, prepared to be looked at several times."""
+
+    filled: Model  # Its tags collect.
+    numbers: Model
+    sources: list[int]  # For every inexact array, the bits of the tags that cover it.
+    layers: list[TaggedLayer]
+
+    @classmethod
+    def of(cls, model: Model) -> "Subject":
+        numbers = numbered(model)
+        fill = lambda tag, layer, n: tag if n is None else tag.fill(layer, None)
+        filled = with_tags(fill, model, numbers)
+        return cls(filled, numbers, _sources(model, numbers), trained_layers(model))
+
+    def noted(self, examples: tuple[int, ...], spare: bool) -> Model:
+        """The model, whose tags know their numbers."""
+
+        def noting(tag, layer, number):
+            note = None if number is None else Note(0, number, examples)
+            return tag if note is None else tag.noting(layer, note, spare)
+
+        return with_tags(noting, self.filled, self.numbers)
+
+
 def traced(
     loss_fn: Callable,
-    model: Model,
+    subject: Subject,
     args: Args,
     kwargs: Kwargs,
     expressions: Expressions,
-    examples: tuple[int, ...],
-    spare: bool,
+    examples: tuple[int, ...] = (),
+    spare: bool = False,
 ) -> Found:
     """Traces a loss function, and follows what flows through it."""
-    numbers = numbered(model)
-    filled = _noted(model, numbers, examples, spare)
+    filled = subject.noted(examples, spare)
     params, static = eqx.partition(filled, eqx.is_inexact_array)
     losses, weights, rest, regularised = [], [], [], []
 
@@ -161,15 +185,15 @@ def traced(
         return outputs, arrays
 
     closed, shapes = jax.make_jaxpr(objective, return_shape=True)(params)
-    number, sources = len(jtu.tree_leaves(shapes[0])), _sources(model, numbers)
-    flow, values = _followed(expressions, closed, number, params, sources)
+    number = len(jtu.tree_leaves(shapes[0]))
+    flow, values = _followed(expressions, closed, number, params, subject.sources)
     paths, _ = jtu.tree_flatten_with_path(shapes[1])
     known = [value for _, value in zip(paths, values[number:], strict=True)]
     known += [flow.source("number", repr(leaf)) for _, leaf in rest]
     paths = [jtu.keystr(path) for path, _ in [*paths, *rest]]
     everything = dict(zip(paths, known, strict=True))
     return Found(
-        trained_layers(model),
+        subject.layers,
         flow.seen,
         tuple(losses),
         weights[0],
@@ -197,18 +221,6 @@ def _followed(
     flow = Flow(expressions, _visit, DATA | STATISTIC)
     consts, inputs = map(list, map(compress, (consts, inputs), used))
     return flow, flow.follow(part, consts, inputs) + values[number:]
-
-
-def _noted(model: Model, numbers: Model, examples: tuple, spare: bool) -> Model:
-    """The model, whose tags collect, and hold their numbers."""
-
-    def noting(tag, layer, number):
-        if number is None:
-            return tag
-        note = Note(0, number, examples)
-        return tag.fill(layer, None).noting(layer, note, spare)
-
-    return with_tags(noting, model, numbers)
 
 
 def _visit(eqn: JaxprEqn, values: list[Value], around: Around) -> Any:

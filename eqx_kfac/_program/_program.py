@@ -5,6 +5,7 @@ the examples are where the tag looks for them, and if nothing but tags notices t
 So the loss function is traced, and the flow of values followed. A second trace has more
 slots than the first: the losses have to be the same expressions."""
 
+import functools as ft
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -22,7 +23,16 @@ from .._tag import (
     with_tags,
 )
 from ._flow import all_sources, Expressions
-from ._found import Call, Found, numbered, source_of, STATISTIC, traced, unseen_of
+from ._found import (
+    Call,
+    Found,
+    numbered,
+    source_of,
+    STATISTIC,
+    Subject,
+    traced,
+    unseen_of,
+)
 
 
 class Program(NamedTuple):
@@ -53,18 +63,15 @@ def look(
     would not be right.
     """
     check_tagged(model)
-    expressions = Expressions()
-
-    def trace(examples=(), spare=False):
-        return traced(loss_fn, model, args, kwargs, expressions, examples, spare)
-
+    what = loss_fn, Subject.of(model), args, kwargs, Expressions()
+    trace = ft.partial(traced, *what)
     found = trace()
     _check_unnoticed(found, trace(spare=True))
     examples = ()
     if any(map(found.may_be_shared, found.calls)):
         # With the number of examples, what is the same for all of them gets their axis.
         examples, before = found.examples, found
-        found = trace(examples)
+        found = trace(examples=examples)
         _check_shared(found, before)
     if uses:
         _check_uses(found, trains)
