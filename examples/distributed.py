@@ -139,10 +139,8 @@ class Checkpoints:
 
 def _by_path(tree: PyTree) -> dict[str, Array]:
     leaves, _ = jtu.tree_flatten_with_path(eqx.filter(tree, eqx.is_array))
-    number = len(
-        str(len(leaves))
-    )  # In the order of the tree, for dictionaries are sorted.
-    return {f"{i:0{number}d}{jtu.keystr(p)}": a for i, (p, a) in enumerate(leaves)}
+    digits = len(str(len(leaves)))  # The order of the tree, for dictionaries are sorted.
+    return {f"{i:0{digits}d}{jtu.keystr(p)}": a for i, (p, a) in enumerate(leaves)}
 
 
 def _abstract(a: Array) -> jax.ShapeDtypeStruct:
@@ -156,12 +154,14 @@ def _abstract(a: Array) -> jax.ShapeDtypeStruct:
 # %%
 def train(options: argparse.Namespace) -> list[float]:
     """The loss after every step."""
+    checkpoints = Checkpoints(options.checkpoints, options.every)
+    if not options.resume:
+        checkpoints.check_empty()
     images = load(options.data)
     devices, optimizer = Devices(), kfac.KFAC()
     widths = (16, 8) if options.toy else (128, 64, 16)
     model = devices.everywhere(network(images.shape[1], widths, options.seed))
     state = optimizer.init(model)  # Beside the model.
-    checkpoints = Checkpoints(options.checkpoints, options.every)
 
     @eqx.filter_jit(donate="all-except-first")
     def train_step(key, model, state, x):
@@ -170,8 +170,6 @@ def train(options: argparse.Namespace) -> list[float]:
     begin, losses = 0, devices.everywhere(jnp.full(options.steps, jnp.nan))
     if options.resume:
         begin, (model, state, losses) = checkpoints.restore((model, state, losses))
-    else:
-        checkpoints.check_empty()
     keys = jax.random.key(options.seed)
     quiet = options.process > 0 or None  # The first process has the bar.
     steps = range(begin + 1, options.steps + 1)
