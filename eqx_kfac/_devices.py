@@ -164,7 +164,8 @@ def mesh_of(a: Any) -> Mesh | AbstractMesh | None:
     """The mesh on which an array is, if on any. While tracing, there are no devices."""
     if not eqx.is_array(a):
         return None
-    sharding = jax.typeof(a).sharding if isinstance(a, Tracer) else a.sharding
+    # NumPy's arrays have none.
+    sharding = getattr(jax.typeof(a) if isinstance(a, Tracer) else a, "sharding", None)
     return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
@@ -286,6 +287,20 @@ class Devices(NamedTuple):
         """The sum of what all devices have."""
         add = lambda a: jax.lax.psum(a, self.axes)
         return jtu.tree_map(lambda a: add(a) if a.size > 0 else a, tree)
+
+
+def check_tracked() -> None:
+    """Raises within a `shard_map` of which JAX does not know what its devices share."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = [a for a in mesh.manual_axes if mesh.shape[a] > 1 and not _is_tracked(a)]
+    if axes:
+        raise ValueError(
+            f"In a `shard_map` with `check_vma=False`, or a `pmap` (over {axes}), JAX "
+            "does not say which arrays are the same on all devices, so that each would "
+            "take its own examples for the whole batch. Use `jax.shard_map` with "
+            "`check_vma` as it is (also if every device trains a model of its own), or "
+            "`jax.jit` with a batch that is split over devices."
+        )
 
 
 def _is_tracked(axis: str) -> bool:

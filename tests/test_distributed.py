@@ -175,22 +175,45 @@ def two_steps(static, params, x, y):
     return several_steps(optimizer, loss_fn, model, state, (x, y), 2)[0]
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_steps_in_shard_map(check_vma):
-    """What JAX does not keep account of is not shared, for devices may differ."""
+def on_every_device(fn, *in_specs, **options):
+    """`fn` on four devices, which return the same."""
+    specs = dict(mesh=make_mesh((4,)), in_specs=in_specs, out_specs=P())
+    return jax.jit(jax.shard_map(fn, **specs, **options))
+
+
+def test_steps_in_shard_map():
     params, static = eqx.partition(deep(*SMALL), eqx.is_array)
-    split = P("batch") if check_vma else P()
-    local = jax.shard_map(
-        ft.partial(two_steps, static),
-        mesh=make_mesh((4,)),
-        check_vma=check_vma,
-        in_specs=(P(), split, split),
-        out_specs=P(),
-    )
-    traced = jax.jit(local).trace(params, X, Y)
-    assert ("psum" in str(traced.jaxpr)) == check_vma
+    steps = ft.partial(two_steps, static)
+    split = P(), P("batch"), P("batch")
+    traced = on_every_device(steps, *split).trace(params, X, Y)
+    assert "psum" in str(traced.jaxpr)
     got = traced.lower().compile()(params, X, Y)
     assert_near(got, train(OPTIMIZERS["eigh"], deep(*SMALL), number=2), 1e-9)
+    # Where JAX does not know what devices share, their gradients would stay apart.
+    refused = pytest.raises(ValueError, match="`check_vma=False`, or a `pmap` .over .'b")
+    with refused:
+        on_every_device(steps, *split, check_vma=False).trace(params, X, Y)
+    with pytest.raises(ValueError, match="or a `pmap`"):
+        several = X.reshape(4, -1, X.shape[-1]), Y.reshape(4, -1)
+        jax.pmap(steps, in_axes=(None, 0, 0))(params, *several)
+
+
+def test_updates_where_nothing_is_tracked():
+    """There, work is not shared out, for devices may differ."""
+    model, optimizer = deep(*SMALL), OPTIMIZERS["eigh"]
+    estimate = eqx.filter_jit(kfac.value_grad_and_curvature(loss_fn, fisher=EXACT))
+    _, grads, curvature = estimate(model, X, Y)
+    given = eqx.filter((grads, optimizer.init(model), model, curvature), eqx.is_array)
+
+    def updated(given):
+        grads, state, model, curvature = given
+        return optimizer.update(grads, state, model, curvature=curvature)[0]
+
+    traced = {v: on_every_device(updated, P(), check_vma=v).trace(given) for v in (0, 1)}
+    assert ["psum" in str(traced[v].jaxpr) for v in (0, 1)] == [False, True]
+    want = eqx.filter_jit(updated)(given)
+    for v in (0, 1):
+        assert_near(traced[v].lower().compile()(given), want, 1e-9)
 
 
 def gathered_loss(model, x, y):

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
+import optax
 import pytest
 
 import eqx_kfac as kfac
 
-from .helpers import softmax
+from .helpers import normal, softmax
 from .plain import plain_kfac
 
 
@@ -361,6 +362,38 @@ def test_no_parameters(model):
     for init in (optimizer.init, kfac.scale_by_kfac().init):
         with raises(ValueError, "no tagged layer", "kfac.convert"):
             init(model)
+
+
+class Outer(eqx.Module):
+    """A tagged layer with another one within."""
+
+    inner: eqx.nn.Linear
+    weight: jax.Array
+    tag: kfac.Tag
+    bias: None = None
+
+    def __init__(self, linear):
+        self.inner, self.weight = linear(4, 4, key=jr.key(0)), jnp.ones((3, 4))
+        self.tag = kfac.Tag(kfac.form.Dense(), kfac.Kronecker())
+
+    def __call__(self, x):
+        h = self.inner(x)
+        return self.tag(self.weight @ h, h)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        lambda model: curvature(softmax, model, normal(5, 4), np.zeros(5, int)),
+        lambda model: kfac.KFAC(fallback=optax.sgd(0.1)).init(model),
+        lambda model: kfac.verify(softmax, model, normal(5, 4), np.zeros(5, int)),
+    ],
+)
+def test_a_tagged_layer_within_a_tagged_layer(entry):
+    """Nothing would be collected of the inner one."""
+    entry(Outer(eqx.nn.Linear))
+    with raises(ValueError, "The model has a tag, and so has `.inner`", "kfac.revert"):
+        entry(Outer(kfac.Linear))
 
 
 @pytest.mark.parametrize("entry", [curvature, value_grad_and_curvature])

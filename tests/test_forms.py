@@ -602,6 +602,13 @@ class Contraction(eqx.Module):
         return self.tag(z, x)
 
 
+def test_a_form_without_a_bias_puts_its_weight_back():
+    layer = Contraction("oi,i->o", normal(3, 2), None)
+    form = layer.tag.form
+    got = form.from_matrix(2 * form.to_matrix(layer), layer)
+    assert np.array_equal(got.weight, 2 * layer.weight) and got.bias is None
+
+
 def transposed(*axes, groups=0, outputs=1):
     """Brings a weight's axes into the order groups, outputs, inputs, and flattens each
     kind. (Their first axis is of rows.)"""

@@ -15,7 +15,7 @@ import pytest
 
 import eqx_kfac as kfac
 
-from .helpers import softmax
+from .helpers import assert_near, softmax
 from .plain import plain_kfac
 from .test_errors import make_data, make_model, raises
 
@@ -230,6 +230,17 @@ def test_arguments_that_are_right():
 #
 # Numbers
 #
+
+
+def test_parameters_of_numpy():
+    """A model that was read from a file: outside of `jit`, too."""
+    read = jtu.tree_map(lambda a: np.asarray(a) if eqx.is_array(a) else a, model)
+    begun = exact.init(read)
+    assert eqx.tree_equal(begun, exact.init(model))
+    got, _, info = exact.step(softmax, read, begun, x, y)
+    want, *_ = eqx.filter_jit(exact.step)(softmax, model, begun, x, y)
+    assert not info.rejected
+    assert_near(got, want)
 
 
 numbers = [np.float32(0.1), np.float64(0.1), np.float16(0.1), np.array(0.1)]

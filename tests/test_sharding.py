@@ -306,6 +306,37 @@ def test_steps_over_an_explicit_mesh_axis(block, choices):
     assert_differs(got, model)
 
 
+@pytest.mark.parametrize(
+    "block",
+    [
+        kfac.Kronecker(),
+        kfac.Kronecker(kfac.TensorNormal()),
+        kfac.EKFAC(),
+        kfac.Full(),
+        kfac.Diagonal(),
+    ],
+    ids=repr,
+)
+def test_members_with_the_same_inputs(block):
+    """What all members of an ensemble are given is split with them."""
+    model = kfac.convert(kfac.revert(make_ensemble()), blocks=block)
+    x, y = normal(BATCH, D_IN), data(DEVICES, BATCH)[1]
+
+    def shared_loss(model, x, y):
+        logits = eqx.filter_vmap(lambda member: jax.vmap(member)(x))(model)
+        return kfac.SoftmaxCrossEntropy(logits, y)
+
+    estimate = kfac.value_grad_and_curvature(shared_loss, fisher=kfac.Exact())
+    want = eqx.filter_jit(estimate)(model, x, y)
+    mesh = make_mesh(names=("members",), kind=AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        placed = put((model, y), mesh, P("members"))
+        got = eqx.filter_jit(estimate)(placed[0], put(x, mesh, P()), placed[1])
+    for leaf in jtu.tree_leaves(got[2]):
+        assert jax.typeof(leaf).sharding.spec[0] == "members"
+    assert_near(got, want)
+
+
 class Scanned(eqx.Module):
     layers: kfac.Linear
 

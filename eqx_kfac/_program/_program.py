@@ -14,6 +14,7 @@ import jax
 import jax.tree_util as jtu
 
 from .._custom_types import Args, Kwargs, Model
+from .._devices import check_tracked
 from .._misc import names
 from .._tag import (
     check_tagged,
@@ -62,6 +63,7 @@ def look(
     **Raises:** `ValueError`, naming layers by their path, for a program whose curvature
     would not be right.
     """
+    check_tracked()
     check_tagged(model)
     what = loss_fn, Subject.of(model), args, kwargs, Expressions()
     trace = ft.partial(traced, *what)

@@ -101,17 +101,16 @@ def _batch_tag(primitive, axis, operands, dims, *, layout, **params):
         if note is None or axis.size not in note.examples:
             return primitive.bind(*operands, layout=layout, **params), None
         y, *others = operands
-        operands = [jnp.broadcast_to(y, (axis.size, *y.shape)), *others]
-        dims = [0, *dims[1:]]
-    return _batch(primitive, operands, dims, layout=layout, **params)
+        y = batching.broadcast(y, axis.size, 0, axis.explicit_mesh_axis)
+        operands, dims = [y, *others], [0, *dims[1:]]
+    return _batch(primitive, axis, operands, dims, layout=layout, **params)
 
 
-def _batch(primitive, operands, dims, *, layout, stack, examples):
+def _batch(primitive, mapped, operands, dims, *, layout, stack, examples):
     """Every operand's mapped axis moves to the front of its kind: stacked layers first,
     then examples. Only a mapped slot means a stack: separate layers, separate statistics;
     otherwise the new axis is an example axis, outside the earlier ones. (Unless it is one
     of directions, of which the layer's input itself knows nothing: then inside.)"""
-    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     stacked = any(d is not None for d in dims[layout.own :])
     directions = layout.derivative and dims[2] is None
     axis = 0 if stacked else stack + examples * directions
@@ -119,8 +118,9 @@ def _batch(primitive, operands, dims, *, layout, stack, examples):
     def place(x, d):
         if d is not None:
             return jnp.moveaxis(x, d, axis)
-        shape = x.shape[:axis] + (size,) + x.shape[axis:]
-        return jnp.broadcast_to(jnp.expand_dims(x, axis), shape)
+        # All examples have the same, or all members of an ensemble; on an explicit mesh,
+        # split over devices as these are.
+        return batching.broadcast(x, mapped.size, axis, mapped.explicit_mesh_axis)
 
     num_placed = len(operands) if stacked else layout.own
     placed = list(map(place, operands[:num_placed], dims[:num_placed]))

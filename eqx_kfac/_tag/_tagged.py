@@ -116,7 +116,9 @@ def check_tagged(model: Model) -> None:
     """Raises if there is nothing in a model that curvature could be collected from, or
     parameters that there is none of."""
     for path, tag, layer in tagged_layers(model):
-        _check_parameters(f"layer `{path}`" if path else "model", tag, layer)
+        where = f"layer `{path}`" if path else "model"
+        _check_parameters(where, tag, layer)
+        _check_alone(where, layer)
     if not any(is_trainable(tag, layer) for _, tag, layer in tagged_layers(model)):
         raise ValueError(
             "The model has no tagged layer with parameters to train, so there is no "
@@ -170,6 +172,20 @@ def _check_parameters(where: str, tag: Tag, layer: Layer) -> None:
         except ValueError as error:  # Of some, all are trained or none.
             error.add_note(f"This is about the {where}.")
             raise
+
+
+def _check_alone(where: str, layer: Layer) -> None:
+    """Raises if there is another tagged layer in a tagged one, which nobody would see."""
+    is_inner = lambda node: node is not layer and is_tagged(node)
+    nodes, _ = jtu.tree_flatten_with_path(layer, is_leaf=is_inner)
+    inner = [jtu.keystr(path) for path, node in nodes if is_inner(node)]
+    if inner:
+        raise ValueError(
+            f"The {where} has a tag, and so has {names(inner)} within it, of which no "
+            "curvature would be collected. Give a tag to either of them: "
+            "`kfac.revert` takes off that of the inner layer; or give the outer one a "
+            "dictionary of tags, with one for the inner layer's parameters."
+        )
 
 
 def _has(layer: Layer, name: str) -> bool:

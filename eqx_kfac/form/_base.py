@@ -109,7 +109,7 @@ class AbstractForm(PlainModule):
 
     def replace(self, layer: Layer, parameters: tuple[Any, ...]) -> Any:
         """The layer with its `parameters` replaced; those that are `None` stay."""
-        for name, p in zip(self.names, parameters, strict=True):
+        for name, p in zip(self.names, parameters):  # Those that are missing are `None`.
             layer = layer if p is None else replaced(layer, name, p)
         return layer
 
