@@ -639,3 +639,19 @@ def test_whether_curvature_is_finite(block):
         bad[where] = value
         assert run(bad, 1.0) == [False, False]
     assert run(x, 1e120) == [False, False]  # Gradients overflow.
+
+
+@pytest.mark.parametrize("scale, faults", [(1.0, []), (1e12, ["gradient"])])
+def test_a_gradient_whose_norm_overflows_is_one_fault(scale, faults):
+    """And not an unseen one, too: of faults that follow from each other, the first."""
+    key = jr.key(0)
+    mlp = eqx.nn.MLP(4, 3, 8, 1, dtype=jnp.float32, key=key)
+    model, x = kfac.convert(mlp), normal(5, 4, dtype=np.float32) * np.float32(scale)
+    y, optimizer = normal(5, 3, seed=1, dtype=np.float32), kfac.KFAC()
+
+    def loss_fn(model, x, y):
+        return kfac.SquaredError(jax.vmap(model)(x), y)
+
+    step = eqx.filter_jit(ft.partial(optimizer.step, loss_fn))
+    _, _, info = step(model, optimizer.init(model), x, y, key=key)
+    assert [name for name, n in info.faults.as_dict().items() if n] == faults

@@ -152,8 +152,9 @@ class Trial(PlainModule):
         norm = self.start.gradient_norm
         overflows = jnp.isinf(norm) & all_finite(update_norm)
         finite_grads = all_finite(norm) | overflows
-        missed = self.finite & self._unseen()
-        known = self.finite & ~missed
+        finite = self.finite & finite_grads
+        missed = finite & self._unseen()
+        known = finite & ~missed
         finite_update = known & all_finite(update_norm)
         faults = Faults.of(
             hyperparameters=~self.start.in_range,
