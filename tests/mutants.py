@@ -212,6 +212,8 @@ MUTANTS = [
     M("_tag/_tag.py", "empty.held._replace(raw=self.held.raw)", "empty.held", "through_rows"),
     M("_block/_base.py", "zeros_of(slot) if new is None else new", "new", "derivatives layers"),
     M("_tag/_tagged.py", "        _check_alone(where, layer)\n", "        pass\n", "errors"),
+    M("_tag/_tagged.py", "        _check_field(where, tag, layer)\n", "        pass\n", "errors"),
+    M("_tag/_tagged.py", "if p is not None and id(p) not in leaves:", "if False:", "errors"),
     M("_program/_program.py", "    check_tracked()\n", "    pass\n", "distributed"),
     M("_tag/_primitive.py", "x, mapped.size, axis, mapped.explicit_mesh_axis", "x, mapped.size, axis, None", "sharding"),
     M("_misc.py", "jax.lax.select(pred, t, f) if alike", "jax.lax.select(pred, f, t) if alike", "optimizer"),

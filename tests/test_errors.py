@@ -3,6 +3,7 @@ everything as it was."""
 
 import subprocess
 import sys
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -394,6 +395,68 @@ def test_a_tagged_layer_within_a_tagged_layer(entry):
     entry(Outer(eqx.nn.Linear))
     with raises(ValueError, "The model has a tag, and so has `.inner`", "kfac.revert"):
         entry(Outer(kfac.Linear))
+
+
+class Computed(eqx.Module):
+    """Its weight is half of what is trained, or that itself."""
+
+    half: jax.Array
+    tag: kfac.Tag
+    whole: bool = eqx.field(static=True)
+    bias: None = None
+
+    def __init__(self, whole):
+        self.half, self.whole = jnp.ones((2, 3)), whole
+        self.tag = kfac.Tag(kfac.form.Dense(), kfac.Kronecker())
+
+    @property
+    def weight(self):
+        return self.half if self.whole else 2 * self.half
+
+    def __call__(self, x):
+        return self.tag(self.weight @ x, x)
+
+
+@pytest.mark.parametrize("entry", entries)
+def test_a_parameter_that_is_computed(entry):
+    entry(softmax, Computed(True), *make_data())
+    with raises(TypeError, "`weight` of the model", "computed", "kfac.form.Parameters"):
+        entry(softmax, Computed(False), *make_data())
+
+
+class Elsewhere(eqx.Module):
+    """A tag in a field of another name; static; of the class; made anew."""
+
+    weight: jax.Array
+    own: kfac.Tag
+    fixed: kfac.Tag = eqx.field(static=True)
+    where: str = eqx.field(static=True)
+    bias: None = None
+    shared: ClassVar = kfac.Tag(kfac.form.Dense(), kfac.Kronecker())
+
+    def __init__(self, where):
+        self.weight, self.where = jnp.ones((2, 3)), where
+        self.own = kfac.Tag(kfac.form.Dense(), kfac.Kronecker())
+        self.fixed = kfac.Tag(kfac.form.Dense(), kfac.Kronecker())
+
+    @property
+    def anew(self):
+        return kfac.Tag(kfac.form.Dense(), kfac.Kronecker())
+
+    @property
+    def tag(self):
+        return getattr(self, self.where)
+
+    def __call__(self, x):
+        return self.tag(self.weight @ x, x)
+
+
+@pytest.mark.parametrize("entry", entries)
+def test_a_tag_that_is_not_in_the_tree(entry):
+    entry(softmax, Elsewhere("own"), *make_data())
+    for where in ("fixed", "shared", "anew"):
+        with raises(TypeError, "tag of the model", "ordinary field"):
+            entry(softmax, Elsewhere(where), *make_data())
 
 
 @pytest.mark.parametrize("entry", [curvature, value_grad_and_curvature])

@@ -117,6 +117,7 @@ def check_tagged(model: Model) -> None:
     parameters that there is none of."""
     for path, tag, layer in tagged_layers(model):
         where = f"layer `{path}`" if path else "model"
+        _check_field(where, tag, layer)
         _check_parameters(where, tag, layer)
         _check_alone(where, layer)
     if not any(is_trainable(tag, layer) for _, tag, layer in tagged_layers(model)):
@@ -142,6 +143,15 @@ def check_order(name: str, loss_fn: Any, model: Model, order: str) -> None:
         )
 
 
+def _check_field(where: str, tag: Tag, layer: Layer) -> None:
+    if not any(node is tag for node in jtu.tree_leaves(layer, is_leaf=_is_tag)):
+        raise TypeError(
+            f"The tag of the {where} is not in its tree (it is static, an attribute of "
+            "the class, or made anew whenever it is asked for), so that nothing could "
+            "be collected in it. Make it an ordinary field: `tag: kfac.Tag`."
+        )
+
+
 def _check_parameters(where: str, tag: Tag, layer: Layer) -> None:
     missing = [name for name in tag.form.names if not _has(layer, name)]
     if missing:
@@ -151,8 +161,15 @@ def _check_parameters(where: str, tag: Tag, layer: Layer) -> None:
             "field of that name (`None` if there is no such parameter), or its tag "
             "another form."
         )
+    leaves = {id(leaf) for leaf in jtu.tree_leaves(layer)}
     for name, p in zip(tag.form.names, tag.form.parameters(layer), strict=True):
         what = f"The parameter `{name}` of the {where}"
+        if p is not None and id(p) not in leaves:
+            raise TypeError(
+                f"{what} is no array of the layer, but computed from others (by a "
+                "property, say), which are what is trained. Tag the layer as "
+                "`kfac.form.Parameters` of these."
+            )
         if p is not None and not jnp.issubdtype(p.dtype, jnp.floating):
             raise TypeError(
                 f"{what} is of type {p.dtype}, but curvature is that of real "
