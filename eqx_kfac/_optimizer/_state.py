@@ -49,10 +49,7 @@ class Faults(eqx.Module):
         "hyperparameters", "A number in the state was out of its range."
     )
     loss = _fault("loss", "The loss was not finite before the step.")
-    gradient = _fault(
-        "gradient",
-        "The loss was finite, its gradient was not, or too large for a finite step.",
-    )
+    gradient = _fault("gradient", "The loss was finite, its gradient was not, or huge.")
     curvature = _fault(
         "curvature", "Both were finite, the curvature was not, or there is none yet."
     )
