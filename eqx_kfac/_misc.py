@@ -62,6 +62,11 @@ def draw(
     return distribution(key, (math.prod(shape),), dtype).reshape(shape)
 
 
+def is_none(node: Any) -> bool:
+    """For trees of which `None` is a leaf."""
+    return node is None
+
+
 def common_prefix(*shapes: Sequence[int]) -> tuple[int, ...]:
     """The lengths, from the first axis on, in which all `shapes` agree."""
     agree = itertools.takewhile(lambda sizes: len(set(sizes)) == 1, zip(*shapes))

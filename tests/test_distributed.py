@@ -190,8 +190,7 @@ def test_steps_in_shard_map():
     got = traced.lower().compile()(params, X, Y)
     assert_near(got, train(OPTIMIZERS["eigh"], deep(*SMALL), number=2), 1e-9)
     # Where JAX does not know what devices share, their gradients would stay apart.
-    refused = pytest.raises(ValueError, match="`check_vma=False`, or a `pmap` .over .'b")
-    with refused:
+    with pytest.raises(ValueError, match="`check_vma=False`, or a `pmap` .over .'b"):
         on_every_device(steps, *split, check_vma=False).trace(params, X, Y)
     with pytest.raises(ValueError, match="or a `pmap`"):
         several = X.reshape(4, -1, X.shape[-1]), Y.reshape(4, -1)

@@ -843,6 +843,20 @@ def test_fallback_updates_are_applied_unchanged(standard_promotion):
     assert_same(model.table, before.table)
 
 
+def test_a_fallback_whose_state_changes_its_type(standard_promotion):
+    """As if Adam's moments of half precision were float32 after a step."""
+    half = lambda params: jtu.tree_map(lambda p: jnp.zeros(p.shape, jnp.float16), params)
+    wider = lambda g, s, _=None: (g, jtu.tree_map(lambda s, g: s + g, s, g))
+    fallback = optax.GradientTransformation(half, wider)
+    optimizer = plain_kfac(0.1, fisher=kfac.Exact(), fallback=fallback)
+    model, args = make_net(), tokens()
+    _, state, info = stepped(optimizer, softmax, model, optimizer.init(model), *args)
+    grad = eqx.filter_jit(eqx.filter_grad(lambda m: softmax(m, *args).value))(model)
+    assert not bool(info.rejected)
+    assert state.fallback.norm.weight.dtype == grad.norm.weight.dtype == float
+    assert_same(state.fallback.norm.weight, grad.norm.weight, tolerance=1e-12)
+
+
 def test_fallback_state_is_kept_on_rejection(standard_promotion):
     optimizer = plain_kfac(0.1, fisher=kfac.Exact(), fallback=ADAM)
     model = make_net()

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from .._custom_types import Layer, Weights
 from .._devices import zeros_beside, zeros_of
-from .._misc import accumulator
+from .._misc import accumulator, is_none
 from .._module import PlainModule
 from ..form import AbstractForm, Rows, Sizes
 
@@ -36,7 +36,6 @@ def is_statistics(node: PyTree) -> bool:
 
 def completed(statistics: Statistics, slots: Statistics) -> Statistics:
     """`statistics`, with zeros in those `slots` for which there is `None`."""
-    is_none = lambda node: node is None
     zeros = lambda new, slot: zeros_of(slot) if new is None else new
     return jtu.tree_map(zeros, statistics, slots, is_leaf=is_none)
 

@@ -8,7 +8,7 @@ import jax.tree_util as jtu
 import optax
 
 from .._custom_types import Model, Numeric
-from .._misc import masked, tree_where
+from .._misc import is_none, masked, tree_where
 from .._tag import partition_tagged
 from ._choices import Rules
 from ._numbers import Numbers, WeightDecay
@@ -32,7 +32,6 @@ def decayed(
     def decay(update, p):
         return update if p is None else update - scale.astype(p.dtype) * p
 
-    is_none = lambda x: x is None
     return jtu.tree_map(decay, proposal.updates, params, is_leaf=is_none)
 
 

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Inexact, PyTree, Shaped
+from jaxtyping import Array, Inexact, Shaped
 from wadler_lindig import AbstractDoc, TextDoc
 
 from .._block import AbstractBlock, check_block, Series, Statistics
@@ -21,7 +21,7 @@ from .._devices import (
     varying_axes,
     zeros_beside,
 )
-from .._misc import accumulator
+from .._misc import accumulator, is_none
 from .._module import PlainModule, replaced
 from ..form import AbstractForm, Parameters
 from ._primitive import Layout, Note, tag_p
@@ -344,17 +344,13 @@ class Tag(PlainModule):
         return Tag(self.form, self.block, swapped=self.swapped)
 
 
-def _is_none(node: PyTree) -> bool:
-    return node is None
-
-
 @ft.cache  # For every tag asks again and again.
 def _holder(form: AbstractForm, block: AbstractBlock) -> Any:
     """The structure of what is held."""
     trained = (None,) * len(form.names) if isinstance(form, Parameters) else None
     basis, raw, seen = block.empty_basis(), Raw().empty(), Sight().empty()
     empty = Held(block.empty(), None, basis, trained, raw, seen)
-    return jtu.tree_structure(empty, is_leaf=_is_none)
+    return jtu.tree_structure(empty, is_leaf=is_none)
 
 
 def is_trainable(tag: Tag, layer: Layer) -> bool:

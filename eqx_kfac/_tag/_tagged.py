@@ -115,12 +115,13 @@ class _Leaf:
 def check_tagged(model: Model) -> None:
     """Raises if there is nothing in a model that curvature could be collected from, or
     parameters that there is none of."""
-    for path, tag, layer in tagged_layers(model):
+    found = tagged_layers(model)
+    for path, tag, layer in found:
         where = f"layer `{path}`" if path else "model"
         _check_field(where, tag, layer)
         _check_parameters(where, tag, layer)
         _check_alone(where, layer)
-    if not any(is_trainable(tag, layer) for _, tag, layer in tagged_layers(model)):
+    if not any(is_trainable(tag, layer) for _, tag, layer in found):
         raise ValueError(
             "The model has no tagged layer with parameters to train, so there is no "
             "curvature to collect. Convert it with `kfac.convert(model)`, or write its "

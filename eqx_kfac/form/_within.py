@@ -4,6 +4,7 @@ import equinox as eqx
 from jaxtyping import Array, Inexact, Shaped
 
 from .._custom_types import Layer
+from .._module import replaced
 from ._base import AbstractForm, Sizes
 from ._inputs import AbstractInputs
 
@@ -54,6 +55,4 @@ class Within(AbstractForm):
         return self.replace(layer, (inner.weight,))
 
     def _inner(self, layer: Layer) -> Any:
-        inner = getattr(layer, self.name)
-        is_none = lambda x: x is None
-        return eqx.tree_at(lambda m: m.bias, inner, None, is_leaf=is_none)
+        return replaced(getattr(layer, self.name), "bias", None)

@@ -12,6 +12,7 @@ from jaxtyping import Array
 from .._block import AbstractBlock, Diagonal, Kronecker
 from .._custom_types import Layer
 from .._misc import trailing
+from .._module import replaced
 from .._tag import Tag
 from ..form import Parameters, Within
 from ._base import AbstractTagged, form_of
@@ -106,7 +107,7 @@ def _supports(layer: Layer) -> bool:
 
 def _with_fixed(layer: Layer, scale: Array, x: Any) -> Array:
     """The layer inside, its weight times a scale that does not depend on it."""
-    return eqx.tree_at(lambda m: m.weight, layer, layer.weight * scale)(x)
+    return replaced(layer, "weight", layer.weight * scale)(x)
 
 
 def _tagged(tag: Tag, y: Array, x: Any, scale: Array) -> Array:

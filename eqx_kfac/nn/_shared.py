@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._block import Kronecker
-from .._misc import names
+from .._misc import is_none, names
 from .._tag import is_tagged, Tag
 from ..form import Dense, Lookup
 
@@ -58,7 +58,6 @@ class Shared(eqx.nn.Shared):
             if owner.collecting:
                 also = Tag(user.form, owner.block, swapped=tie.swapped).with_slots(owner)
                 where = lambda m, at=tie.user: _at(m, at).tag.also
-                is_none = lambda node: node is None
                 tree = eqx.tree_at(where, tree, also, is_leaf=is_none)
         return tree
 
