@@ -98,6 +98,7 @@ from ._posterior import (
     spectral_density as spectral_density,
     SpectralDensity as SpectralDensity,
 )
+from ._raw import convert as convert, revert as revert
 from ._solver import (
     AbstractDampedSolver as AbstractDampedSolver,
     Cholesky as Cholesky,
@@ -122,7 +123,6 @@ from .nn import (
     Conv1d as Conv1d,
     Conv2d as Conv2d,
     Conv3d as Conv3d,
-    convert as convert,
     ConvTranspose as ConvTranspose,
     ConvTranspose1d as ConvTranspose1d,
     ConvTranspose2d as ConvTranspose2d,
@@ -137,7 +137,6 @@ from .nn import (
     MultiheadAttention as MultiheadAttention,
     Parameter as Parameter,
     PReLU as PReLU,
-    revert as revert,
     RMSNorm as RMSNorm,
     scan_cell as scan_cell,
     Shared as Shared,

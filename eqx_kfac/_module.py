@@ -15,16 +15,41 @@ class PlainModule(eqx.Module):
         __getattribute__ = object.__getattribute__
 
 
+def member(node: Any, name: str) -> Any:
+    """What is called `name` in a module, with dots if it is deeper: an attribute, or an
+    entry of a list, a tuple or a dictionary (`"layers.0.weight"`).
+
+    **Raises:** `AttributeError` if there is nothing of that name.
+    """
+    for part in name.split("."):
+        if isinstance(node, dict):
+            found = [value for key, value in node.items() if str(key) == part]
+        elif isinstance(node, (list, tuple)) and part.isdecimal():
+            found = node[int(part) :][:1]
+        else:
+            found = [getattr(node, part)]
+        if not found:
+            raise AttributeError(f"There is no `{name}`.")
+        node = found[0]
+    return node
+
+
 def replaced(module: Any, name: str, value: Any) -> Any:
-    """`module` with what is called `name` (with dots, if it is deeper) replaced by
-    `value`: as by `eqx.tree_at`, which takes a module apart several times."""
+    """`module` with what is called `name` (as for `member`) replaced by `value`: as by
+    `eqx.tree_at`, which takes a module apart several times."""
     first, _, rest = name.partition(".")
+    old = member(module, first)
+    value = replaced(old, rest, value) if rest else value
+    if isinstance(module, dict):
+        return {k: value if str(k) == first else v for k, v in module.items()}
+    if isinstance(module, (list, tuple)) and first.isdecimal():
+        items = list(module)
+        items[int(first)] = value
+        return type(module)(*items) if hasattr(module, "_fields") else type(module)(items)
     fields = vars(module) if isinstance(module, eqx.Module) else {}
     if first not in fields:  # Of a named tuple, or a property.
-        old = operator.attrgetter(name)(module)
         is_leaf = lambda node: node is None or node is old
-        return eqx.tree_at(operator.attrgetter(name), module, value, is_leaf=is_leaf)
+        return eqx.tree_at(operator.attrgetter(first), module, value, is_leaf=is_leaf)
     new = object.__new__(type(module))
-    value = replaced(fields[first], rest, value) if rest else value
     vars(new).update({**fields, first: value})
     return new

@@ -191,7 +191,7 @@ class Flow:
 
     def _scan(self, eqn: JaxprEqn, values: list[Value], around: Around) -> list[Value]:
         params, length = eqn.params, eqn.params["length"]
-        m, n = _scan_counts(eqn)
+        m, n = scan_counts(eqn)
         consts, carry, xs = values[:m], values[m : m + n], values[m + n :]
         xs = [self._derived("slice", x) for x in xs]
         sliced = all_sources([x for x in xs if not x.sources & self.kept])
@@ -294,7 +294,7 @@ def _is_zero(name: str, zero: list[bool]) -> bool:
     return zero[0] and name in ("div", "integer_pow", *_PLACED)
 
 
-def _scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     """The numbers of constants and of values carried, told from shapes: JAX's own
     parameters for them change, but what a scan slices or stacks has one more axis."""
     body = _open(eqn.params["jaxpr"])
@@ -317,6 +317,11 @@ def _jaxprs(value: Any) -> Iterator[Any]:
 
 def _open(jaxpr: Any) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """A jaxpr, closed or not, and its constants."""
+    return _open(jaxpr), getattr(jaxpr, "consts", ())
 
 
 def _is_program(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """What is found when a loss function is traced: which tags it uses, and how; and where
 what it returns comes from."""
 
+import functools as ft
 import math
 from collections.abc import Callable, Iterator
 from itertools import compress
@@ -25,7 +26,7 @@ from .._tag import (
     update_layers,
     with_tags,
 )
-from ._flow import Around, Expressions, Flow, Value, ZERO
+from ._flow import all_sources, Around, Expressions, Flow, Value, ZERO
 from ._run import example_weights, run
 from ._uses import part_of
 
@@ -204,12 +205,29 @@ def traced(
     )
 
 
+def bypassed(call: Callable, model: Model) -> list[TaggedLayer]:
+    """The tagged layers whose parameters reach what `call(model)` returns other than
+    through their tag."""
+    subject = Subject.of(model)
+    params, static = eqx.partition(subject.noted((), False), eqx.is_inexact_array)
+
+    def outputs(params):
+        return eqx.filter(call(eqx.combine(params, static)), eqx.is_array)
+
+    closed = jax.make_jaxpr(outputs)(params)
+    number = len(closed.jaxpr.outvars)
+    _, values = _followed(Expressions(), closed, number, params, subject.sources)
+    sources = all_sources(values)
+    return [own for n, own in enumerate(subject.layers) if sources & source_of(n)]
+
+
 def _followed(
-    expressions: Expressions, closed: Any, number: int, params: Model, sources: Model
+    expressions: Expressions, closed: Any, number: int, params: Model, sources: list[int]
 ) -> tuple[Flow, list[Value]]:
     """What flows to every result of a program, and what was seen on the way to the first
     `number` of them, the outputs of the losses."""
-    flow = Flow(expressions, _visit, DATA | STATISTIC)
+    visit = ft.partial(_visit, _covering(sources))
+    flow = Flow(expressions, visit, DATA | STATISTIC)
     inputs = list(_inputs(flow, params, sources))
     consts = [flow.constant(c, DATA * bool(c.ndim)) for c in closed.consts]
     values = flow.follow(closed.jaxpr, consts, inputs)
@@ -218,13 +236,16 @@ def _followed(
     # What only penalties see is not collected.
     wanted = [i < number for i in range(len(values))]
     part, *used = part_of(closed.jaxpr, wanted)
-    flow = Flow(expressions, _visit, DATA | STATISTIC)
+    flow = Flow(expressions, visit, DATA | STATISTIC)
     consts, inputs = map(list, map(compress, (consts, inputs), used))
     return flow, flow.follow(part, consts, inputs) + values[number:]
 
 
-def _visit(eqn: JaxprEqn, values: list[Value], around: Around) -> Any:
-    """What is known of tags, and of their statistics."""
+def _visit(
+    covering: dict[int, int], eqn: JaxprEqn, values: list[Value], around: Around
+) -> Any:
+    """What is known of tags, and of their statistics. `covering` has, for each tag, the
+    bits of all that cover any of its parameters."""
     if eqn.primitive is statistic_p:
         (value,) = values
         return [value._replace(sources=value.sources | STATISTIC)], []
@@ -253,8 +274,9 @@ def _visit(eqn: JaxprEqn, values: list[Value], around: Around) -> Any:
         sources=x.sources,
         axes=avals[0].manual_axis_type.varying,
     )
-    # Not of the layer's own parameters: unless its input depends on these, too.
-    own = source_of(note.number)
+    # Not of the layer's own parameters: unless its input depends on these, too. (If they
+    # are parts of arrays, the others' bits are those of the same arrays.)
+    own = covering[note.number]
     return [y._replace(sources=y.sources & ~own | x.sources & own)], [call]
 
 
@@ -280,6 +302,16 @@ def _sources(model: Model, numbers: Model) -> list[int]:
 
     none = jtu.tree_map(lambda _: 0, eqx.filter(model, eqx.is_inexact_array))
     return jtu.tree_leaves(update_layers(mark, none, numbers))
+
+
+def _covering(sources: list[int]) -> dict[int, int]:
+    """For every tag, the bits of all tags that cover any of the same arrays."""
+    found: dict[int, int] = {}
+    for bits in sources:
+        for number in range(bits.bit_length() // 2):
+            if bits & source_of(number):
+                found[number] = found.get(number, 0) | bits
+    return found
 
 
 def _inputs(flow: Flow, params: Model, sources: list[int]) -> Iterator[Value]:

@@ -1,7 +1,6 @@
 """Tagged layers in a model."""
 
 import contextlib
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from jaxtyping import PyTree
 
 from .._custom_types import Layer, Model, Weights
 from .._misc import names
-from .._module import replaced
+from .._module import member, replaced
 from ._tag import is_trainable, Tag
 
 
@@ -26,17 +25,26 @@ def is_tagged(node: PyTree) -> bool:
 
 def map_tags(fn: Callable, tree: Model, *rest: Model, others: Callable = lambda *_: None):
     """Maps `fn(tag, layer, *rest)` over the tags of a model-shaped tree, and `others`
-    over its other leaves. Several tags of one layer give several results, by name."""
+    over its other leaves. Several tags of one layer give several results, by name. A
+    tagged layer that has other ones within stays a module, with its own results as its
+    `tag`."""
 
     def apply(node, *nodes):
         if not is_tagged(node):
             return others(node, *nodes)
+        nested = _has_layers(node)
+        of_tags = [n.tag if nested and n is not None else n for n in nodes]
         if isinstance(node.tag, Tag):
-            return fn(node.tag, node, *nodes)
-        return {
-            name: fn(tag, node, *(None if n is None else n[name] for n in nodes))
-            for name, tag in node.tag.items()
-        }
+            own = fn(node.tag, node, *of_tags)
+        else:
+            own = {
+                name: fn(tag, node, *(None if n is None else n[name] for n in of_tags))
+                for name, tag in node.tag.items()
+            }
+        if not nested:
+            return own
+        within = map_tags(fn, *map(_untagged, (node, *nodes)), others=others)
+        return replaced(within, "tag", own)
 
     return jtu.tree_map(apply, tree, *rest, is_leaf=is_tagged)
 
@@ -48,15 +56,35 @@ def update_layers(fn: Callable, tree: Model, *rest: Model):
     def apply(node, *nodes):
         if not is_tagged(node):
             return node
+        nested = _has_layers(node)
+        of_tags = [n.tag if nested and n is not None else n for n in nodes]
         if isinstance(node.tag, Tag):
-            return fn(node.tag, node, node, *nodes)
-        new = node
-        for name, tag in node.tag.items():
-            own = (None if n is None else n[name] for n in nodes)
-            new = fn(tag, node, new, *own)
-        return new
+            new = fn(node.tag, node, node, *of_tags)
+        else:
+            new = node
+            for name, tag in node.tag.items():
+                own = (None if n is None else n[name] for n in of_tags)
+                new = fn(tag, node, new, *own)
+        if not nested:
+            return new
+        within = update_layers(fn, *map(_untagged, (new, *nodes)))
+        return replaced(within, "tag", node.tag)
 
     return jtu.tree_map(apply, tree, *rest, is_leaf=is_tagged)
+
+
+def _has_layers(layer: Layer) -> bool:
+    """Whether there are other tagged layers in a tagged one."""
+    kinds = (eqx.Module, list, tuple, dict)
+    fields = {k: v for k, v in vars(layer).items() if k != "tag" and isinstance(v, kinds)}
+    if not fields:  # As in nearly all layers.
+        return False
+    return any(map(is_tagged, jtu.tree_leaves(fields, is_leaf=is_tagged)))
+
+
+def _untagged(node: PyTree) -> Any:
+    """A tagged layer, or what is in its place in another tree, without its own tags."""
+    return None if node is None else replaced(node, "tag", None)
 
 
 class TaggedLayer(NamedTuple):
@@ -67,14 +95,17 @@ class TaggedLayer(NamedTuple):
     layer: Layer
 
 
-def tagged_layers(model: Model) -> list[TaggedLayer]:
-    """One for every tag of a model."""
+def tagged_layers(model: Model, prefix: str = "") -> list[TaggedLayer]:
+    """One for every tag of a model, whose own path is `prefix`."""
     nodes, _ = jtu.tree_flatten_with_path(model, is_leaf=is_tagged)
     found = []
     for path, node in nodes:
         if is_tagged(node):
             tags = [node.tag] if isinstance(node.tag, Tag) else node.tag.values()
-            found += [TaggedLayer(jtu.keystr(path), tag, node) for tag in tags]
+            own = prefix + jtu.keystr(path)
+            found += [TaggedLayer(own, tag, node) for tag in tags]
+            if _has_layers(node):
+                found += tagged_layers(_untagged(node), own)
     return found
 
 
@@ -120,7 +151,7 @@ def check_tagged(model: Model) -> None:
         where = f"layer `{path}`" if path else "model"
         _check_field(where, tag, layer)
         _check_parameters(where, tag, layer)
-        _check_alone(where, layer)
+        _check_once(where, layer)
     if not any(is_trainable(tag, layer) for _, tag, layer in found):
         raise ValueError(
             "The model has no tagged layer with parameters to train, so there is no "
@@ -192,23 +223,24 @@ def _check_parameters(where: str, tag: Tag, layer: Layer) -> None:
             raise
 
 
-def _check_alone(where: str, layer: Layer) -> None:
-    """Raises if there is another tagged layer in a tagged one, which nobody would see."""
-    is_inner = lambda node: node is not layer and is_tagged(node)
-    nodes, _ = jtu.tree_flatten_with_path(layer, is_leaf=is_inner)
-    inner = [jtu.keystr(path) for path, node in nodes if is_inner(node)]
-    if inner:
-        raise ValueError(
-            f"The {where} has a tag, and so has {names(inner)} within it, of which no "
-            "curvature would be collected. Give a tag to either of them: "
-            "`kfac.revert` takes off that of the inner layer; or give the outer one a "
-            "dictionary of tags, with one for the inner layer's parameters."
-        )
+def _check_once(where: str, layer: Layer) -> None:
+    """Raises if a parameter of a layer is also that of a tagged layer within it."""
+    if not _has_layers(layer):
+        return
+    tags = [layer.tag] if isinstance(layer.tag, Tag) else layer.tag.values()
+    own = {id(p) for tag in tags for p in tag.form.parameters(layer) if p is not None}
+    for path, tag, inner in tagged_layers(_untagged(layer)):
+        if any(id(p) in own for p in tag.form.parameters(inner)):
+            raise ValueError(
+                f"The {where} has a tag for a parameter of its layer {names([path])}, "
+                "which has a tag for it, too: one of them would see nothing of it. "
+                "`kfac.revert` takes off that of the inner layer."
+            )
 
 
 def _has(layer: Layer, name: str) -> bool:
     try:
-        operator.attrgetter(name)(layer)
+        member(layer, name)
     except AttributeError:
         return False
     return True
@@ -282,9 +314,13 @@ def with_tags(fn: Callable, model: Model, *rest: Model) -> Model:
     def apply(layer, *own):
         if not is_tagged(layer):
             return layer
+        nested = _has_layers(layer)
+        of_tags = [n.tag if nested and n is not None else n for n in own]
         tag = jtu.tree_map(
-            lambda tag, *own: fn(tag, layer, *own), layer.tag, *own, is_leaf=_is_tag
+            lambda tag, *own: fn(tag, layer, *own), layer.tag, *of_tags, is_leaf=_is_tag
         )
+        if nested:
+            layer = with_tags(fn, *map(_untagged, (layer, *own)))
         return replaced(layer, "tag", tag)
 
     return jtu.tree_map(apply, model, *rest, is_leaf=is_tagged)

@@ -4,6 +4,7 @@ from ._base import (
     AbstractForm as AbstractForm,
     has_bias as has_bias,
     Rows as Rows,
+    SharedNode as SharedNode,
     Sizes as Sizes,
 )
 from ._convolution import Convolution as Convolution
@@ -20,6 +21,7 @@ from ._inputs import (
 )
 from ._lookup import Lookup as Lookup
 from ._parameters import Parameters as Parameters
+from ._view import Leaf as Leaf, size_of as size_of, View as View
 from ._within import Within as Within
 
 
@@ -34,4 +36,5 @@ __all__ = [  # For layers of one's own. (The other names are for this library's.
     "Rows",
     "Sizes",
     "Vectors",
+    "View",
 ]

@@ -1,5 +1,4 @@
 import abc
-import operator
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
@@ -7,12 +6,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Shaped
 
 from .._custom_types import Layer, Weights
-from .._module import PlainModule, replaced
+from .._module import member, PlainModule, replaced
 from ._inputs import AbstractInputs
 
 
 # What stands for an array that is another layer's.
-_SharedNode = type(eqx.nn.Shared((0, 0), lambda p: p[1], lambda p: p[0]).pytree[1])
+SharedNode = type(eqx.nn.Shared((0, 0), lambda p: p[1], lambda p: p[0]).pytree[1])
 
 
 class Sizes(NamedTuple):
@@ -94,14 +93,14 @@ class AbstractForm(PlainModule):
     @abc.abstractmethod
     def names(self) -> tuple[str, ...]:
         """The names of the layer's leaves that form the canonical matrix, with
-        dots if they are deeper."""
+        dots if they are deeper (`"layer.weight"`, `"weights.0"`)."""
 
     def parameters(self, layer: Layer) -> tuple[Any, ...]:
         """The leaves called `names`. A leaf is `None` when the layer does not have it,
         when it is frozen (partitioned away), or belongs to another layer
         (`eqx.nn.Shared`)."""
-        leaves = [operator.attrgetter(name)(layer) for name in self.names]
-        return tuple(None if isinstance(p, _SharedNode) else p for p in leaves)
+        leaves = [member(layer, name) for name in self.names]
+        return tuple(None if isinstance(p, SharedNode) else p for p in leaves)
 
     def some_parameter(self, layer: Layer) -> Any:
         """The first of these leaves that is there; `None` if none is."""

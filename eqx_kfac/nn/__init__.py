@@ -10,7 +10,13 @@ from ._conv import (
     ConvTranspose2d as ConvTranspose2d,
     ConvTranspose3d as ConvTranspose3d,
 )
-from ._convert import cast as cast, convert as convert, revert as revert
+from ._convert import (
+    Blocks as Blocks,
+    cast as cast,
+    Choice as Choice,
+    convert_layers as convert_layers,
+    revert_layers as revert_layers,
+)
 from ._elementwise import (
     BatchNorm as BatchNorm,
     GroupNorm as GroupNorm,

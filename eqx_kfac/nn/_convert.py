@@ -1,3 +1,4 @@
+import functools as ft
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -10,7 +11,8 @@ from .._block import AbstractBlock, AbstractSharing, check_block, Kronecker
 from .._custom_types import Layer
 from .._misc import names
 from .._tag import is_tagged, Tag
-from ._base import AbstractTagged, with_fields_of
+from ..form import SharedNode
+from ._base import with_fields_of
 from ._composite import MLP, MultiheadAttention
 from ._conv import (
     Conv,
@@ -66,49 +68,16 @@ _closed = (eqx.nn.WeightNorm, eqx.nn.SpectralNorm)
 Blocks = AbstractBlock | Mapping[Any, AbstractBlock | None] | Callable | None
 
 
-def convert(model: _T, blocks: Blocks = None) -> _T:
-    """Tags the layers of a model, so that curvature can be collected: all of
-    `equinox.nn`'s linear, convolutional, embedding, normalisation and recurrent ones.
-
-    It finds layers anywhere in the PyTree: in `eqx.nn.MLP`, `Sequential`,
-    `MultiheadAttention`, in your own modules, in tuples, lists and dicts, and stacked by
-    `eqx.filter_vmap`. Everything else is left alone: subclasses of these layers, which
-    may compute anything, and layers that are tagged already. (For stacked `PReLU`s, the
-    slopes cannot be distinguished from those of channels: convert inside the
-    `eqx.filter_vmap` that creates them.)
-
-    **Arguments:**
-
-    - `model`: any PyTree with Equinox layers.
-    - `blocks`: how the layers' curvature is approximated. `None`: every layer's default,
-        which is [`eqx_kfac.Kronecker`][] if the layer is linear in its parameters, and
-        [`eqx_kfac.Diagonal`][] if it scales and shifts. A block: for all layers of the
-        former kind. A dictionary: blocks by layer type (`eqx.nn.Conv2d`) or by path
-        (`".layers[0]"`, for all layers there and below; the longest path counts, and any
-        path before a type). A function: `blocks(path, layer)` returns a block, or
-        `"default"`. A block of `None` leaves the layers untagged.
-
-    **Returns:**
-
-    The model with the same leaves, the same outputs and the same files
-    (`eqx.tree_serialise_leaves`).
-
-    **Raises:** `ValueError` for a type or a path in `blocks` that matches no layer.
-
-    !!! Example
-
-        ```python
-        model = kfac.convert(eqx.nn.MLP(784, 10, 256, 2, key=key))
-        model = kfac.convert(vit, blocks={".patches": kfac.Kronecker(kfac.Reduce())})
-        ```
-    """
-    choice = _Choice(blocks)
+def convert_layers(model: _T, choice: "Choice", lenient: bool = False) -> _T:
+    """The model with tags in all layers of `equinox.nn` that can have one. `lenient`:
+    where weights are shared in a way that the layers' tags cannot account for, there are
+    none, instead of an error."""
 
     def swap(path, node):
         tagged = _tagged.get(type(node))
-        if tagged is None or not tagged.supports(node):
+        if tagged is None or not tagged.supports(node) or not _has_arrays(node):
             return node
-        block = choice(jtu.keystr(path), node, tagged)
+        block = choice(jtu.keystr(path), node, tagged.default)
         if block is None:
             return node
         return with_fields_of(tagged, node, tag=tagged.tags(node, block))
@@ -117,23 +86,39 @@ def convert(model: _T, blocks: Blocks = None) -> _T:
         return type(node) in _tagged or is_tagged(node) or isinstance(node, _closed)
 
     model = jtu.tree_map_with_path(swap, model, is_leaf=is_leaf)
-    choice.check()
-    return jtu.tree_map(_with_ties, model, is_leaf=_is_shared)
+    with_ties = ft.partial(_with_ties, lenient=lenient)
+    return jtu.tree_map(with_ties, model, is_leaf=_is_shared)
+
+
+def _has_arrays(layer: Layer) -> bool:
+    """Whether the parameters of a layer are arrays, and not something that computes
+    them."""
+    fields = [getattr(layer, name, None) for name in _PARAMETERS]
+    arrays = [p for p in fields if p is not None and not isinstance(p, SharedNode)]
+    return all(hasattr(p, "shape") for p in arrays)
+
+
+_PARAMETERS = "weight", "bias", "weight_ih", "weight_hh", "bias_n", "g", "negative_slope"
 
 
 def _is_shared(node: PyTree) -> bool:
     return type(node) is eqx.nn.Shared
 
 
-def _with_ties(node: PyTree) -> Any:
+def _with_ties(node: PyTree, lenient: bool) -> Any:
     if not _is_shared(node):
         return node
-    ties = find_ties(node)
-    pytree = with_tied_blocks(node.pytree, ties)
+    try:
+        ties = find_ties(node)
+        pytree = with_tied_blocks(node.pytree, ties)
+    except ValueError:
+        if not lenient:
+            raise
+        return revert_layers(node)
     return with_fields_of(Shared, node, pytree=pytree, ties=ties)
 
 
-class _Choice:
+class Choice:
     """Which block a layer gets; and which of the choices that were given nobody got."""
 
     def __init__(self, blocks: Blocks):
@@ -141,8 +126,9 @@ class _Choice:
         self.blocks = blocks
         self.unused = set(blocks) if isinstance(blocks, Mapping) else set()
 
-    def __call__(self, path: str, layer: Layer, tagged: type[AbstractTagged]) -> Any:
-        blocks, default = self.blocks, tagged.default
+    def __call__(self, path: str, layer: Layer, default: AbstractBlock) -> Any:
+        """The block of the layer at `path`, or of one of its arrays."""
+        blocks = self.blocks
         if blocks is None:
             return default
         if isinstance(blocks, AbstractBlock):
@@ -159,6 +145,7 @@ class _Choice:
         return blocks[keys[0]] if keys else default
 
     def check(self) -> None:
+        """Raises if a choice is for nothing that is there."""
         if self.unused:
             raise ValueError(
                 f"No layer that can be tagged has {names(list(map(str, self.unused)))}, "
@@ -184,14 +171,8 @@ def _is_below(path: str, prefix: str) -> bool:
     return path.startswith(prefix) and (rest == "" or rest[0] in ".[")
 
 
-def revert(model: _T) -> _T:
-    """The inverse of [`eqx_kfac.convert`][]: every tagged layer becomes the layer of
-    `equinox.nn` that it was; so do `kfac.MLP` and the like.
-
-    **Arguments:**
-
-    - `model`: any PyTree; layers that are not tagged stay as they are.
-    """
+def revert_layers(model: _T) -> _T:
+    """The model with the layers of `equinox.nn` in the place of tagged ones."""
     for kinds in (_untagged, _composite):  # The inner ones first.
 
         def swap(node, kinds=kinds):

@@ -1,0 +1,1 @@
+from ._convert import convert as convert, revert as revert
