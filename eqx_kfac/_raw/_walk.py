@@ -548,6 +548,9 @@ def _sliced(fact: Fact) -> Fact | None:
         axes = term.axes.without([0])
         if any(f.axis <= term.stack for f in axes.factors):
             return None
+        window = list(axes.window)
+        window[term.stack] = 0, 1  # One layer of the stack.
+        axes = axes._replace(window=tuple(window))
         terms.append(term._replace(axes=axes, stack=term.stack + 1))
     return Fact(fact.data, tuple(terms))
 
