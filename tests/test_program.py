@@ -182,7 +182,8 @@ def test_layers_that_are_not_called():
     two = (mlp(), mlp())
     first = lambda m, x, y: base(m[0], x, y)
     optimizer = plain_kfac(0.1, fisher=EXACT)
-    with pytest.raises(ValueError, match=r"\[1\].layers\[0\].* never calls it"):
+    both = r"`\[1\].layers\[0\]`, `\[1\].layers\[1\]` are .* never calls them"
+    with pytest.raises(ValueError, match=both):
         traced(optimizer.step, first, two, optimizer.init(two), X, Y)
     frozen = (mlp(), None)
     traced(optimizer.step, first, frozen, optimizer.init(frozen), X, Y)

@@ -28,7 +28,7 @@ from .._tag import (
 )
 from ._flow import all_sources, Around, Expressions, Flow, Value, ZERO
 from ._run import example_weights, run
-from ._uses import part_of
+from ._uses import equations, part_of
 
 
 DATA, STATISTIC = 1, 2  # Sources. The others are layers,
@@ -73,6 +73,7 @@ class Found(NamedTuple):
     everything: dict[str, Value]  # What the objective consists of, by path.
     opaque: bool
     regularised: bool  # There is an `L2` term.
+    dead: frozenset[int]  # Tags that are called for results which nothing uses.
 
     @property
     def examples(self) -> tuple[int, ...]:
@@ -202,6 +203,7 @@ def traced(
         everything,
         flow.opaque,
         any(regularised),
+        _dead(closed.jaxpr),
     )
 
 
@@ -239,6 +241,20 @@ def _followed(
     flow = Flow(expressions, visit, DATA | STATISTIC)
     consts, inputs = map(list, map(compress, (consts, inputs), used))
     return flow, flow.follow(part, consts, inputs) + values[number:]
+
+
+def _dead(jaxpr: Any) -> frozenset[int]:
+    """The numbers of tags that are called, but not for anything that is returned."""
+    part, *_ = part_of(jaxpr, [True] * len(jaxpr.outvars))
+    return frozenset(_called(jaxpr) - _called(part))
+
+
+def _called(jaxpr: Any) -> set[int]:
+    """The numbers of the tags that a program calls."""
+    avals = lambda eqn: [atom.aval for atom in eqn.invars]
+    calls = [eqn for eqn in equations(jaxpr) if eqn.primitive is tag_p]
+    notes = [eqn.params["layout"].note(avals(eqn)) for eqn in calls]
+    return {note.number for note in notes if note is not None}
 
 
 def _visit(

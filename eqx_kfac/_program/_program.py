@@ -21,6 +21,7 @@ from .._tag import (
     Note,
     row_weights,
     Tag,
+    TaggedLayer,
     with_tags,
 )
 from ._flow import all_sources, Expressions
@@ -125,43 +126,84 @@ def _check_unnoticed(found: Found, again: Found) -> None:
 
 
 def _check_uses(found: Found, trains: bool) -> None:
-    """Raises if parameters pass by their tag."""
+    """Raises if parameters pass by their tag, naming all such layers."""
     outputs = all_sources(found.outputs)
-    for number, (path, tag, _) in enumerate(found.layers):
+    unseen, uncalled, unused, untagged = [], [], [], []
+    for number, own in enumerate(found.layers):
         calls = found.of(number)
-        untagged = outputs & source_of(number)
+        bypassing = outputs & source_of(number)
         if outputs & unseen_of(number):
-            raise ValueError(
-                f"The losses are trained through a derivative of the layer `{path}` in "
-                f"its input, of which no curvature would be collected: {_unseen(tag)}. "
-                "Stop what is not trained through (`jax.lax.stop_gradient`); or leave "
-                f"the layer untagged, `kfac.convert(model, blocks={{{path!r}: None}})`, "
-                "with a `fallback`."
-            )
-        if not calls and untagged:
-            raise ValueError(
-                f"The layer `{path}` is trained, but the loss function never calls it: "
-                f"its parameters {names(tag.form.names)} are used in another way, of "
-                "which no curvature is collected. Call the layer, or leave it untagged, "
-                f"`kfac.convert(model, blocks={{{path!r}: None}})`, with a `fallback`."
-            )
-        if not calls and trains and not found.opaque:
-            raise ValueError(
-                f"The layer `{path}` is trained, but the loss function never calls it. "
-                "Freeze it (`eqx.partition` it out of the model that is trained), or "
-                "remove it."
-            )
-        by = [call for call in calls if not call.at_zero]
-        if by and untagged:
-            raise ValueError(
-                f"Parameters of the layer `{path}` reach the losses by another way than "
-                "through the layer's tag, and no curvature would be collected of that: "
-                f"{names(tag.form.names)} are used outside of the layer, or a "
-                "derivative of the layer in its parameters is. Call the layer instead; "
-                "tie weights with `eqx.nn.Shared`; take gradients within the loss with "
-                "respect to `kfac.revert(model)`; or leave the layer untagged, "
-                f"`kfac.convert(model, blocks={{{path!r}: None}})`, with a `fallback`."
-            )
+            unseen.append(own)
+        elif not calls and bypassing:
+            uncalled.append(own)
+        elif not calls and trains and not found.opaque and number not in found.dead:
+            unused.append(own)
+        elif bypassing and not all(call.at_zero for call in calls):
+            untagged.append(own)
+    if unseen:
+        raise ValueError(_through_derivatives(unseen))
+    kinds = (uncalled, _UNCALLED), (untagged, _UNTAGGED), (unused, _UNUSED)
+    messages = [_about(layers, text) for layers, text in kinds if layers]
+    if messages:
+        raise ValueError(" ".join(messages))
+
+
+_UNCALLED = (
+    "The {layers} {are} trained, but the loss function never calls {them}: {parameters} "
+    "are used in another way, of which no curvature is collected. Have tags follow the "
+    "arrays, whatever is done with them: `kfac.convert(kfac.revert(model), "
+    "example=x[0])`, with what one call of the model gets; or call the layer; or leave "
+    "it untagged, `kfac.convert(model, blocks={blocks})`, with a `fallback`."
+)
+_UNTAGGED = (
+    "Parameters of the {layers} reach the losses by another way than through the layer's "
+    "tag, and no curvature would be collected of that: {parameters} are used outside of "
+    "the layer, or a derivative of the layer in its parameters is. Call the layer "
+    "instead; tie weights with `eqx.nn.Shared`; take gradients within the loss with "
+    "respect to `kfac.revert(model)`; have tags follow the arrays, whatever is done with "
+    "them: `kfac.convert(kfac.revert(model), example=x[0])`, with what one call of the "
+    "model gets; or leave the layer untagged, `kfac.convert(model, blocks={blocks})`, "
+    "with a `fallback`."
+)
+_UNUSED = (
+    "The {layers} {are} trained, but the loss function never calls {them}. Freeze what is "
+    "not used (`eqx.partition` it out of the model that is trained), or remove it."
+)
+
+
+def _about(layers: list[TaggedLayer], text: str) -> str:
+    """What is to be said of some layers."""
+    paths = [path for path, _, _ in layers]
+    one = len(paths) == 1
+    parameters = [n for _, tag, _ in layers for n in tag.form.names]
+    words = dict(
+        layers=("layer " if one else "layers ") + names(paths),
+        are="is" if one else "are",
+        them="it" if one else "them",
+        parameters=("its" if one else "their")
+        + " parameters "
+        + names(_once(parameters)),
+        blocks="{" + ", ".join(f"{path!r}: None" for path in paths[:8]) + "}",
+    )
+    return text.format(**words)
+
+
+def _once(words: list[str]) -> list[str]:
+    return list(dict.fromkeys(words))
+
+
+def _through_derivatives(layers: list[TaggedLayer]) -> str:
+    """What is to be said of layers whose derivatives are trained through."""
+    paths = names([path for path, _, _ in layers])
+    blocks = "{" + ", ".join(f"{path!r}: None" for path, _, _ in layers[:8]) + "}"
+    which = "layer" if len(layers) == 1 else "layers"
+    whose = "its" if len(layers) == 1 else "their"
+    return (
+        f"The losses are trained through a derivative of the {which} {paths} in {whose} "
+        f"input, of which no curvature would be collected: {_unseen(layers[0].tag)}. "
+        "Stop what is not trained through (`jax.lax.stop_gradient`); or leave the "
+        f"{which} untagged, `kfac.convert(model, blocks={blocks})`, with a `fallback`."
+    )
 
 
 def _unseen(tag: Tag) -> str:

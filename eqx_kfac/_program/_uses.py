@@ -33,7 +33,7 @@ def uses(fn: Callable, *args: Any) -> list[Uses]:
         own, _, known = _needed(jaxpr, consts, wanted)
         devices = contains(own, "shard_map")
         without_data.append(known and not devices)
-        kinds = [e.params["use"] for e in _equations(own) if e.primitive is use_p]
+        kinds = [e.params["use"] for e in equations(own) if e.primitive is use_p]
         found.append(Uses(None, frozenset(kinds), devices))
     own, own_consts, _ = _needed(jaxpr, consts, without_data)
     with jax.ensure_compile_time_eval():
@@ -83,14 +83,14 @@ def _silent(value):
 
 
 def contains(jaxpr: Any, name: str) -> bool:
-    return any(eqn.primitive.name == name for eqn in _equations(jaxpr))
+    return any(eqn.primitive.name == name for eqn in equations(jaxpr))
 
 
-def _equations(value: Any) -> Iterator[Any]:
+def equations(value: Any) -> Iterator[Any]:
     """Those of a jaxpr, and of all inside them."""
     if isinstance(value, (tuple, list)):
         for item in value:
-            yield from _equations(item)
+            yield from equations(item)
     for eqn in getattr(getattr(value, "jaxpr", value), "eqns", ()):
         yield eqn
-        yield from _equations(list(eqn.params.values()))
+        yield from equations(list(eqn.params.values()))

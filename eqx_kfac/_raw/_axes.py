@@ -118,7 +118,9 @@ class Axes(NamedTuple):
             if size * stride != last - first:  # Every so many entries.
                 return None
             window[original] = first + start * stride, first + stop * stride
-            axes[i] = () if stop - start == 1 else (Factor(original, stride, stop - start),)
+            axes[i] = (
+                () if stop - start == 1 else (Factor(original, stride, stop - start),)
+            )
         shape = tuple(b - a for a, b in zip(starts, stops, strict=True))
         return self._replace(axes=tuple(axes), window=tuple(window), shape=shape)
 

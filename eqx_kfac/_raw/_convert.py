@@ -181,18 +181,18 @@ class _Call:
             )
         self.method = method
         self.args = example if isinstance(example, tuple) else (example,)
-        self.axes = _axis_names(model)
+        self.axes: list[str] = []
 
     def look(self, fn: Callable) -> Any:
         """What `fn(args)` returns, which is no array; traced, not evaluated."""
         while True:
             try:
                 return self._within_axes(fn)
-            except NameError as error:
-                found = re.search(r"unbound axis name:?\s*'?\"?(\w+)", str(error))
-                if found is None or found.group(1) in self.axes:
+            except (NameError, LayerError) as error:  # Layers say it in their own words.
+                axis = _unbound_axis(error)
+                if axis is None or axis in self.axes:
                     raise
-                self.axes.append(found.group(1))
+                self.axes.append(axis)
 
     def _within_axes(self, fn: Callable) -> Any:
         found = []
@@ -219,14 +219,11 @@ def _as_array(x: Any) -> Any:
     return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
 
 
-def _axis_names(model: Model) -> list[str]:
-    """The names of axes that layers (of batch normalisation) take means over."""
-    found = {}
-    for _, module in _modules(model):
-        axis = getattr(module, "axis_name", None)
-        axes = axis if isinstance(axis, (tuple, list)) else (axis,)
-        found |= {a: None for a in axes if isinstance(a, str)}
-    return list(found)
+def _unbound_axis(error: BaseException) -> str | None:
+    """The name of an axis that a program takes means over, as JAX misses it."""
+    cause = error if isinstance(error, NameError) else error.__cause__
+    found = re.search(r"unbound axis name:?\s*['\"]?(\w+)", str(cause))
+    return None if found is None else found.group(1)
 
 
 def _called_only(model: Model, call: _Call) -> Model:
@@ -360,7 +357,9 @@ def _own_arrays(module: Any) -> Iterator[tuple[str, Any]]:
 def _key(key: Any) -> str:
     """An entry of a path, as in the name of an array; empty if it cannot be one."""
     match key:
-        case jtu.SequenceKey(idx=name) | jtu.DictKey(key=name) | jtu.GetAttrKey(name=name):
+        case (
+            jtu.SequenceKey(idx=name) | jtu.DictKey(key=name) | jtu.GetAttrKey(name=name)
+        ):
             return str(name)
     return ""
 

@@ -71,7 +71,9 @@ class Site(NamedTuple):
     x: Array  # Arranged for the form.
     outputs: Arrangement
     channels: frozenset  # Which axes of `outputs.shape` belong to the array.
-    mapped: bool = False  # Whether the first axis of `x` is one that the form is mapped over.
+    mapped: bool = (
+        False  # Whether the first axis of `x` is one that the form is mapped over.
+    )
 
 
 def contraction(eqn: JaxprEqn, side: int, axes: Axes, x: Array) -> tuple | None:
@@ -216,7 +218,11 @@ def convolution(eqn: JaxprEqn, axes: Axes, x: Array) -> tuple | None:
     flipped = tuple(
         i for i, axis in enumerate(parts) if axis and axis[0].axis in axes.flips
     )
-    if p["batch_group_count"] != 1 or axes.copied or not {*flipped} <= {*range(2, x.ndim)}:
+    if (
+        p["batch_group_count"] != 1
+        or axes.copied
+        or not {*flipped} <= {*range(2, x.ndim)}
+    ):
         return None
     if any(len(axis or ()) > 1 for axis in parts) and flipped:
         return None

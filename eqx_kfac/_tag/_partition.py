@@ -33,8 +33,9 @@ def check_covered(model: Model, fallback: object) -> None:
         paths = [jtu.keystr(path) for path, _ in leaves]
         raise ValueError(
             f"No tagged layer covers the parameters {names(paths)}. Either convert their "
-            "layers (`kfac.convert(model)`, or write them with `kfac.Linear` and the "
-            "like; a raw array as a `kfac.Parameter`), or freeze them (`eqx.partition` "
-            "them out of the model that is trained), or pass `fallback=` with any optax "
-            "transformation for them, such as `fallback=optax.adam(1e-3)`."
+            "layers (`kfac.convert(model, example=x[0])`, with what one call of the model "
+            "gets; or write them with `kfac.Linear` and the like; a raw array as a "
+            "`kfac.Parameter`), or freeze them (`eqx.partition` them out of the model "
+            "that is trained), or pass `fallback=` with any optax transformation for "
+            "them, such as `fallback=optax.adam(1e-3)`."
         )

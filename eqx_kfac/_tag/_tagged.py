@@ -156,7 +156,9 @@ def check_tagged(model: Model) -> None:
         raise ValueError(
             "The model has no tagged layer with parameters to train, so there is no "
             "curvature to collect. Convert it with `kfac.convert(model)`, or write its "
-            "layers with `kfac.Linear`."
+            "layers with `kfac.Linear`. If its layers are not those of `equinox.nn`, "
+            "give an example of what one call of the model gets, without the batch's "
+            "axis: `kfac.convert(model, example=x[0])`."
         )
 
 
