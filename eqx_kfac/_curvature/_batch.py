@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._custom_types import Key, Kwargs, Model
+from .._custom_types import Key, Kwargs, Model, Weights
 from .._devices import zeros_of
 from .._fisher import AbstractFisher
 from .._module import PlainModule
@@ -54,25 +54,28 @@ class Batch(PlainModule):
         curvature: Model | None = None,
         row_slots: RowSlots | None = None,
         program: Program | None = None,
+        collects: bool = True,
     ) -> "LinearisedBatch":
         """Everything a step asks for, at `model`. `curvature` is that so far: blocks like
         [`eqx_kfac.EKFAC`][] take their statistics in its bases. `row_slots` is where the
         rows of the gradient are to go (not of micro-batches); `program`, what is known of
-        the loss function already."""
+        the loss function already. `collects`: tags are ready to collect statistics, for
+        which some of them copy parameters; if not, whoever asks for curvature pays for
+        another forward pass."""
         program = self.look(model) if program is None else program
         if self.micro_batches > 1:
-            share = self._share(model)
-            return LinearisedBatch(self, model, curvature, share, None, None, program)
-
-        def fill(model, weights=None):
-            filled = fill_tags(model, weights, curvature)
-            return filled if row_slots is None else fill_raw(filled, row_slots.slots)
-
-        linearised = linearise(
-            *(self.loss_fn, model, self.args, self.kwargs), fill=fill, program=program
-        )
-        share = linearised.share
-        return LinearisedBatch(self, model, curvature, share, linearised, row_slots, None)
+            share, row_slots, linearised = self._share(model), None, None
+        else:
+            fill = ft.partial(_filled, curvature, row_slots, collects)
+            linearised = linearise(
+                *(self.loss_fn, model, self.args, self.kwargs),
+                fill=fill,
+                program=program,
+                collects=collects,
+            )
+            share = linearised.share
+        found = share, linearised, row_slots, program, collects
+        return LinearisedBatch(self, model, curvature, *found)
 
     def look(self, model: Model, uses: bool = True, trains: bool = False) -> Program:
         """What the loss function does with the tags of the model."""
@@ -171,7 +174,8 @@ class LinearisedBatch(PlainModule):
     share: Share
     linearisation: Linearisation | None  # Of the whole, unless it is too big for that.
     row_slots: RowSlots | None
-    program: Program | None = eqx.field(static=True)  # Of a part.
+    program: Program = eqx.field(static=True)
+    collects: bool = eqx.field(static=True)
 
     def first(self, examples: int | None) -> "LinearisedBatch":
         """The first `examples` of the batch, at the same model."""
@@ -197,6 +201,8 @@ class LinearisedBatch(PlainModule):
         many examples as the Fisher wants. Where bases are needed and there are none, they
         are found first."""
         part = self.first(fisher.examples)
+        if not part.collects:
+            part = part.batch.linearise(part.model, part.bases, program=part.program)
         if part.bases is None and has_bases(part.model):
             bases = refresh(part._curvature(fisher, key), part.model)
             part = part.batch.linearise(part.model, bases)
@@ -247,16 +253,28 @@ class LinearisedBatch(PlainModule):
 
         def piece(index, args):
             batch = self.batch
-            fill = ft.partial(fill_tags, curvature=self.bases)
             linearised = linearise(
                 *(batch.loss_fn, self.model, args, batch.kwargs),
                 share=self.share,
-                fill=fill,
+                fill=ft.partial(_filled, self.bases, None, self.collects),
                 program=self.program,
+                collects=self.collects,
             )
             return fn(index, linearised)
 
         return self.batch.total(piece)
+
+
+def _filled(
+    curvature: Model | None,
+    row_slots: RowSlots | None,
+    collects: bool,
+    model: Model,
+    weights: Weights = None,
+) -> Model:
+    """The model, with tags that are ready for what is wanted of them."""
+    filled = fill_tags(model, weights, curvature) if collects else model
+    return filled if row_slots is None else fill_raw(filled, row_slots.slots)
 
 
 def _has_examples(x: Any) -> bool:

@@ -223,9 +223,11 @@ def linearise(
     share: Share | None = None,
     fill: Callable = fill_tags,
     program: Program | None = None,
+    collects: bool = True,
 ) -> Linearisation:
     """Runs `loss_fn` once, at a model whose tags are ready to collect: `fill(model,
-    weights)`. `program` is what is known of the loss function already."""
+    weights)`. `program` is what is known of the loss function already. If nothing
+    `collects`, only the loss, its gradient and products with directions are asked for."""
     program = look(loss_fn, model, args, kwargs) if program is None else program
     filled = prepared(fill(model), program)
     objective, pushforward, pullback, aux = filter_linearize(
@@ -238,7 +240,7 @@ def linearise(
     share = whole(objective, model) if share is None else share
     weights = example_weights(objective.losses)
     curved, collect = objective, pullback
-    if weights is not None or len(objective.curved) < len(objective.terms):
+    if collects and (weights is not None or len(objective.curved) < len(objective.terms)):
         # The moments of a layer's inputs have to know the weights, which only the loss
         # knew, and nothing of what only penalties see. What the two runs share, XLA
         # computes once.

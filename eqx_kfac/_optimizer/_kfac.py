@@ -257,13 +257,17 @@ class KFAC(eqx.Module):
         batch = Batch(loss_fn, args, kwargs, micro_batches)
         program = batch.look(model, trains=True)
         slots = batch.row_slots(model, program) if self._by_rows else None
-        linearised = batch.linearise(model, state.curvature, slots, program)
+        due = self._due(state, "curvature_period")
+        # A forward pass that also serves statistics has tags in it, some of which copy
+        # parameters for each example: if most steps collect none, they have their own.
+        collects = due.period == 1
+        linearised = batch.linearise(model, state.curvature, slots, program, collects)
         value, aux, grads, rows = linearised.value_and_grads()
         begun = start(value, grads, state, self._rules)
         averaged = collect(
             Average(state.curvature, state.weight, begun.fine),
             *(linearised, self.fisher, state.ema, self._burn_in, key),
-            due=self._due(state, "curvature_period"),
+            due=due,
         )
         updates, state, info = self._updates(
             model, state, averaged, begun, rows, linearised
