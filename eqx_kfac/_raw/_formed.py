@@ -7,6 +7,7 @@ import equinox as eqx
 
 from .._tag import Tag
 from ..form import AbstractForm, Parameters
+from ._watched import subclass
 
 
 class Formed:
@@ -32,7 +33,7 @@ def formed_class(cls: type) -> type:
         "__reduce__": lambda self: (_rebuilt, (cls, dict(vars(self)))),
         "tag": eqx.field(default=None),
     }
-    new: Any = type(cls)(cls.__name__, (cls, Formed), namespace)
+    new: Any = subclass(cls, Formed, namespace)
     return new
 
 

@@ -57,8 +57,15 @@ def watched_class(cls: type) -> type:
         "__reduce__": lambda self: (_rebuilt, (cls, dict(vars(self)))),
         "tag": eqx.field(default=None),
     }
-    new = type(cls)(cls.__name__, (cls, Watched), namespace)
+    new = subclass(cls, Watched, namespace)
     return new
+
+
+def subclass(cls: type, marker: type, namespace: dict[str, Any]) -> type:
+    """A subclass of a module's class, of the same name. (Some packages' classes refuse to
+    be inherited from, which is for those who read them, and not for what they do.)"""
+    kind: Any = type(eqx.Module)
+    return kind.__new__(type(cls), cls.__name__, (cls, marker), namespace)
 
 
 def _methods(cls: type) -> list[str]:

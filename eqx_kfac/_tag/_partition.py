@@ -1,6 +1,7 @@
 """The parameters of a model that tags cover, and the others."""
 
 import equinox as eqx
+import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._custom_types import Model
@@ -29,13 +30,22 @@ def check_covered(model: Model, fallback: object) -> None:
     check_tagged(model)
     _, rest = partition_tagged(model)
     leaves, _ = jtu.tree_flatten_with_path(rest)
-    if leaves and fallback is None:
-        paths = [jtu.keystr(path) for path, _ in leaves]
+    if not leaves or fallback is not None:
+        return
+    is_complex = [jnp.iscomplexobj(leaf) for _, leaf in leaves]
+    paths = [jtu.keystr(path) for path, _ in leaves]
+    numbers = [path for path, c in zip(paths, is_complex, strict=True) if c]
+    if numbers:
         raise ValueError(
-            f"No tagged layer covers the parameters {names(paths)}. Either convert their "
-            "layers (`kfac.convert(model, example=x[0])`, with what one call of the model "
-            "gets; or write them with `kfac.Linear` and the like; a raw array as a "
-            "`kfac.Parameter`), or freeze them (`eqx.partition` them out of the model "
-            "that is trained), or pass `fallback=` with any optax transformation for "
-            "them, such as `fallback=optax.adam(1e-3)`."
+            f"The parameters {names(numbers)} are complex numbers, of which no curvature "
+            "is collected. Keep their real and imaginary parts in two arrays, or freeze "
+            "them (`eqx.partition` them out of the model that is trained)."
         )
+    raise ValueError(
+        f"No tagged layer covers the parameters {names(paths)}. Either convert the model "
+        "with what one call of it gets (`kfac.convert(model, example=x[0])`), or write "
+        "their layers with `kfac.Linear` and the like (a raw array as a "
+        "`kfac.Parameter`), or freeze them (`eqx.partition` them out of the model that is "
+        "trained), or pass `fallback=` with any optax transformation for them, such as "
+        "`fallback=optax.adam(1e-3)`."
+    )
