@@ -133,7 +133,7 @@ MUTANTS = [
     M("_tag/_primitive.py", "        return _unseen(y_dot, layout.note(primals))", "        return y_dot", "derivatives"),
     M("_tag/_primitive.py", "stack=stack + stacked,", "stack=stack,", "tag transformations"),
     M("_tag/_primitive.py", "if not isinstance(layout.block, Raw):", "if False:", "tag"),
-    M("_tag/_tagged.py", "return fn(node.tag, node, node, *nodes)", "return node", "tag layers"),
+    M("_tag/_tagged.py", "new = fn(node.tag, node, node, *of_tags)", "new = node", "tag layers"),
     # What is linearised.
     M("_curvature/_linearise.py", "ratio = 1.0 if len(terms) == 1 else total / count.astype(total.dtype)", "ratio = 1.0", "several_losses"),
     M("_curvature/_linearise.py", "key = jax.random.fold_in(key, jax.lax.axis_index(axis))", "pass", "sharding"),
@@ -211,7 +211,7 @@ MUTANTS = [
     M("_tag/_primitive.py", " or not any(map(ad.is_undefined_primal, slots))", "", "tag"),
     M("_tag/_tag.py", "empty.held._replace(raw=self.held.raw)", "empty.held", "through_rows"),
     M("_block/_base.py", "zeros_of(slot) if new is None else new", "new", "derivatives layers"),
-    M("_tag/_tagged.py", "        _check_alone(where, layer)\n", "        pass\n", "errors"),
+    M("_tag/_tagged.py", "        _check_once(where, layer)\n", "        pass\n", "errors"),
     M("_tag/_tagged.py", "        _check_field(where, tag, layer)\n", "        pass\n", "errors"),
     M("_tag/_tagged.py", "if p is not None and id(p) not in leaves:", "if False:", "errors"),
     M("_program/_program.py", "    check_tracked()\n", "    pass\n", "distributed"),

@@ -166,8 +166,8 @@ _UNTAGGED = (
     "with a `fallback`."
 )
 _UNUSED = (
-    "The {layers} {are} trained, but the loss function never calls {them}. Freeze what is "
-    "not used (`eqx.partition` it out of the model that is trained), or remove it."
+    "The {layers} {are} trained, but the loss function never calls {them}. Freeze what "
+    "is not used (`eqx.partition` it out of the model that is trained), or remove it."
 )
 
 

@@ -23,8 +23,8 @@ class Axes(NamedTuple):
     """The axes of an array, in terms of those of the original one.
 
     `None` in the place of an axis is one along which copies have been made. `window` is
-    `(start, stop)` along every original axis. `flips` are the original axes that have been
-    reversed, and `shape` are the lengths of all axes as they are now.
+    `(start, stop)` along every original axis. `flips` are the original axes that have
+    been reversed, and `shape` are the lengths of all axes as they are now.
     """
 
     axes: tuple[Axis | None, ...]
@@ -64,7 +64,7 @@ class Axes(NamedTuple):
         return self.transpose(kept)
 
     def broadcast(self, shape: Sequence[int], places: Sequence[int]) -> "Axes":
-        """With new axes; the old ones are at `places`, and those of length one may grow."""
+        """With new axes; the old ones are at `places`. Those of length one may grow."""
         axes: list[Axis | None] = [() if n == 1 else None for n in shape]
         for axis, length, place in zip(self.axes, self.shape, places, strict=True):
             axes[place] = axis if length == shape[place] else None

@@ -69,9 +69,9 @@ def convert(
         path before a type). A function: `blocks(path, layer)` returns a block, or
         `"default"`. A block of `None` leaves the layers untagged. An array has the path
         `".attention.query"`, and the module that holds it as its layer.
-    - `example`: what one call gets: an array, or a tuple of the positional arguments (keys
-        and states among them), as inside the `vmap` over the batch: without its axis.
-        Only shapes and types matter; `jax.ShapeDtypeStruct`s will do.
+    - `example`: what one call gets: an array, or a tuple of the positional arguments
+        (keys and states among them), as inside the `vmap` over the batch: without its
+        axis. Only shapes and types matter; `jax.ShapeDtypeStruct`s will do.
     - `method`: what is called: the name of a method, or a function of the model and
         the arguments in `example`.
     - `layers`: the forms of layers of other classes, by class. Such a layer maps its
@@ -98,20 +98,16 @@ def convert(
     choice = Choice(blocks)
     if rest is not None:
         check_block("rest", rest)
-    by_uses = example is not None
-    model = _formed_layers(_reopened(model), dict(layers or {}), choice)
+    by_uses, notes = example is not None, Notes()
+    model = _formed_layers(map_watched(plain, model), dict(layers or {}), choice)
     model = convert_layers(model, choice, lenient=by_uses)
     if by_uses:
         call = _Call(model, example, method)
         model = _called_only(model, call)
-        notes = Notes()
-        arrays = _raw_arrays(model)
-        call.look(lambda args: _noted(model, arrays, args, method, notes))
-    elif rest is not None:
-        arrays, notes = _raw_arrays(model), Notes()
+        call.look(lambda args: _noted(model, args, method, notes))
     if by_uses or rest is not None:
         of_rest = Diagonal() if rest is None else rest
-        model = _with_tags(model, arrays, notes, choice, of_rest)
+        model = _with_tags(model, notes, choice, of_rest)
         _check_anything(model)
     choice.check()
     return model
@@ -126,11 +122,6 @@ def revert(model: _T) -> _T:
     - `model`: any PyTree; layers that are not tagged stay as they are.
     """
     return revert_layers(_unformed_layers(map_watched(plain, model)))
-
-
-def _reopened(model: Model) -> Model:
-    """A model without the tags that an earlier conversion has put at its arrays."""
-    return map_watched(plain, model)
 
 
 def _formed_layers(
@@ -174,8 +165,8 @@ class _Call:
     def __init__(self, model: Model, example: Any, method: str | Callable):
         if isinstance(method, str) and not callable(getattr(model, method, None)):
             raise TypeError(
-                f"The model, a {type(model).__name__}, has no method `{method}`. Say what "
-                "is called with the example: `kfac.convert(model, example=x, method="
+                f"The model, a {type(model).__name__}, has no method `{method}`. Say "
+                "what is called with the example: `kfac.convert(model, example=x, method="
                 '"log_prob")`, or a function of the model and the example, `method='
                 "lambda model, x: ...`."
             )
@@ -258,11 +249,10 @@ def _without_tags(model: Model, wrong: set[int], layers: list[Layer]) -> Model:
     return jtu.tree_map(swap, model, is_leaf=is_tagged)
 
 
-def _noted(
-    model: Model, arrays: list[RawArray], args: tuple, method: Any, notes: Notes
-) -> None:
+def _noted(model: Model, args: tuple, method: Any, notes: Notes) -> None:
     """Notes what a call does with the arrays."""
-    numbers = {(array.module, array.name): i for i, array in enumerate(arrays)}
+    arrays = enumerate(_raw_arrays(model))
+    numbers = {(array.module, array.name): i for i, array in arrays}
 
     def mark(module, path):
         for name, array in _own_arrays(module):
@@ -279,13 +269,7 @@ def _noted(
 #
 
 
-def _with_tags(
-    model: Model,
-    arrays: list[RawArray],
-    notes: Notes,
-    choice: Choice,
-    rest: AbstractBlock,
-) -> Model:
+def _with_tags(model: Model, notes: Notes, choice: Choice, rest: AbstractBlock) -> Model:
     """The model, whose arrays have tags."""
     modules = dict(_modules(model))
 
@@ -296,7 +280,7 @@ def _with_tags(
             default = Kronecker(diagonal_input=wide_in, diagonal_output=wide_out)
         return choice(array.path, modules[array.module], default)
 
-    plan = tags_for(arrays, notes, choose)
+    plan = tags_for(_raw_arrays(model), notes, choose)
 
     def with_own(module, path):
         own = plan.get(path, {})
@@ -309,8 +293,8 @@ def _with_tags(
 
 
 def _rebuilt(fn: Callable, node: PyTree, path: str = "") -> Any:
-    """A tree with `fn(module, path)` in the place of every module that is no tagged layer,
-    the inner ones first."""
+    """A tree with `fn(module, path)` in the place of every module that is no tagged
+    layer, the inner ones first."""
     if is_tagged(node) or isinstance(node, eqx.nn.StateIndex):
         return node
     if not isinstance(node, eqx.Module):

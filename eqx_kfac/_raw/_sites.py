@@ -77,9 +77,9 @@ class Site(NamedTuple):
 
 
 def contraction(eqn: JaxprEqn, side: int, axes: Axes, x: Array) -> tuple | None:
-    """A `dot_general` of which operand `side` is an array with these `axes`, the other one
-    is `x`: the use, the arranged `x`, how the result is arranged, and which of its axes
-    belong to the array. `None` if no form fits."""
+    """A `dot_general` of which operand `side` is an array with these `axes`, and the
+    other one is `x`: the use, the arranged `x`, how the result is arranged, and which of
+    its axes belong to the array. `None` if no form fits."""
     contracting, batch = eqn.params["dimension_numbers"]
     own, other = contracting[side], contracting[1 - side]
     own_batch, other_batch = batch[side], batch[1 - side]

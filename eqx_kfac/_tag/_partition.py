@@ -45,7 +45,7 @@ def check_covered(model: Model, fallback: object) -> None:
         f"No tagged layer covers the parameters {names(paths)}. Either convert the model "
         "with what one call of it gets (`kfac.convert(model, example=x[0])`), or write "
         "their layers with `kfac.Linear` and the like (a raw array as a "
-        "`kfac.Parameter`), or freeze them (`eqx.partition` them out of the model that is "
-        "trained), or pass `fallback=` with any optax transformation for them, such as "
-        "`fallback=optax.adam(1e-3)`."
+        "`kfac.Parameter`), or freeze them (`eqx.partition` them out of the model that "
+        "is trained), or pass `fallback=` with any optax transformation for them, such "
+        "as `fallback=optax.adam(1e-3)`."
     )

@@ -148,5 +148,5 @@ class View(AbstractForm):
 
 
 def size_of(leaf: Leaf) -> int:
-    """How many numbers there are in the window."""
+    """How many numbers there are in the window of `leaf`."""
     return math.prod(stop - start for start, stop in leaf.window)

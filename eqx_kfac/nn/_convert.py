@@ -69,9 +69,9 @@ Blocks = AbstractBlock | Mapping[Any, AbstractBlock | None] | Callable | None
 
 
 def convert_layers(model: _T, choice: "Choice", lenient: bool = False) -> _T:
-    """The model with tags in all layers of `equinox.nn` that can have one. `lenient`:
-    where weights are shared in a way that the layers' tags cannot account for, there are
-    none, instead of an error."""
+    """The `model` with tags in all layers of `equinox.nn` that can have one, with blocks
+    by `choice`. `lenient`: where weights are shared in a way that the layers' tags cannot
+    account for, there are none, instead of an error."""
 
     def swap(path, node):
         tagged = _tagged.get(type(node))
@@ -119,7 +119,8 @@ def _with_ties(node: PyTree, lenient: bool) -> Any:
 
 
 class Choice:
-    """Which block a layer gets; and which of the choices that were given nobody got."""
+    """Which block a layer gets, given `blocks`; and which of the choices that were given
+    nobody got."""
 
     def __init__(self, blocks: Blocks):
         _check_blocks(blocks)
@@ -172,7 +173,7 @@ def _is_below(path: str, prefix: str) -> bool:
 
 
 def revert_layers(model: _T) -> _T:
-    """The model with the layers of `equinox.nn` in the place of tagged ones."""
+    """The `model` with the layers of `equinox.nn` in the place of tagged ones."""
     for kinds in (_untagged, _composite):  # The inner ones first.
 
         def swap(node, kinds=kinds):
