@@ -32,6 +32,7 @@ class AbstractLayerDamping(AbstractRule):
         curvature: Model,
         model: Model,
         value: Float[Array, ""],
+        grads: Model,
     ) -> Model:
         """The damping of every layer with factors (and of each layer of a stack),
         whenever they are factorised: a tree shaped like the model, with a number for
@@ -112,27 +113,35 @@ class LayerDamping(AbstractLayerDamping):
         curvature: Model,
         model: Model,
         value: Float[Array, ""],
+        grads: Model,
     ) -> Model:
         r"""$\lambda_l$ for every layer with factors (and for each of a stack), given
         $\lambda$ and the loss."""
 
-        def measured(tag, layer, factors):
+        def measured(tag, layer, factors, gradient):
             if factors is None:
                 return None
 
             number = -1 if has_bias(tag.form, layer) else None  # Of columns.
 
-            def of_one(factors, matrix):
+            def of_one(factors, matrix, gradient):
                 operator = _of_one_step(tag.block.operator(unpacked(factors)))
                 weights = lx.diagonal(operator).reshape(matrix.shape)[:, :number]
                 norm = jnp.linalg.norm(matrix[:, :number])
-                traces = trace(operator), jnp.sum(weights)
-                return _Measures(*traces, squared_norm(operator), norm)
+                whole, part = jnp.sum(gradient**2), jnp.sum(gradient[:, :number] ** 2)
+                return _Measures(
+                    jnp.maximum(trace(operator), whole),
+                    jnp.maximum(jnp.sum(weights), part),
+                    jnp.maximum(squared_norm(operator), whole**2),
+                    norm,
+                )
 
-            matrix = tag.to_matrix(layer).astype(factors.l2.dtype)
-            return over_stack(of_one, factors.l2.ndim)(factors, matrix)
+            matrices = [
+                tag.to_matrix(node).astype(factors.l2.dtype) for node in (layer, gradient)
+            ]
+            return over_stack(of_one, factors.l2.ndim)(factors, *matrices)
 
-        found, treedef = flatten_tags(measured, model, curvature)
+        found, treedef = flatten_tags(measured, model, curvature, grads)
         measures = [of_layer for _, of_layer in found]
         each = [m for m in measures if m is not None]
         traces = sum(jnp.sum(m.trace) for m in each)
@@ -162,7 +171,7 @@ def init_layer_damping(
     if rule is None:
         return None
     number = jnp.zeros((), float)
-    return zeros_as_from(rule, number, curvature, model, number)
+    return zeros_as_from(rule, number, curvature, model, number, model)
 
 
 def _of_one_step(operator: Any) -> Any:

@@ -96,7 +96,7 @@ class Trial(PlainModule):
             return None
         if due.turns > 1:  # Some are factorised at every step.
             due = due._replace(period=1)
-        arguments = state.damping, self.curvature, self.model, self.value
+        arguments = state.damping, self.curvature, self.model, self.value, self.grads
         return due.when(ft.partial(rule, *arguments), state.layer_damping, self.finite)
 
     def strength(self, damping: Any) -> Any:
