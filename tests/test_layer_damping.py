@@ -76,7 +76,8 @@ def curvature_of(model):
 @eqx.filter_jit
 def applied(rule, damping, curvature, model, value=ONE):
     """One program for all rules of which only arrays differ."""
-    return rule(jnp.asarray(damping), curvature, model, value)
+    grads = jtu.tree_map(jnp.zeros_like, eqx.filter(model, eqx.is_array))
+    return rule(jnp.asarray(damping), curvature, model, value, grads)
 
 
 def as_arrays(rule):
@@ -301,7 +302,7 @@ def test_a_chain_of_time_steps():
     plain = kfac.KroneckerFactors(jnp.asarray(a), jnp.asarray(g), chain.l2)
     alone = applied(rule, most, plain, layer)
     assert applied(rule, most, chain, series) == alone != most
-    jaxpr = jax.make_jaxpr(rule)(most, chain, series, ONE)
+    jaxpr = jax.make_jaxpr(rule)(most, chain, series, ONE, series)
     assert max(v.aval.size for e in jaxpr.eqns for v in e.outvars) <= 31**2
 
 

@@ -143,7 +143,14 @@ def _check_state(state: Any, expected: Any) -> None:
     """Raises unless a state has the structure and the shapes of the `expected` one, and
     what it keeps of the layers its types."""
     _check_same_shapes(state, expected)
-    for name in ("curvature", "inverse", "velocity", "layer_damping", "iterates", "rollback"):
+    for name in (
+        "curvature",
+        "inverse",
+        "velocity",
+        "layer_damping",
+        "iterates",
+        "rollback",
+    ):
         _check_same_types(name, getattr(state, name, None), getattr(expected, name, None))
 
 

@@ -36,15 +36,17 @@ class AbstractLayerDamping(AbstractRule):
     ) -> Model:
         """The damping of every layer with factors (and of each layer of a stack),
         whenever they are factorised: a tree shaped like the model, with a number for
-        every layer. `value` is the loss of the batch."""
+        every layer. `value` and `grads` are the loss of the batch and its gradient."""
 
 
 class LayerDamping(AbstractLayerDamping):
     r"""Damping that is chosen for every layer whenever its curvature is factorised:
 
     $$\lambda_l = \min\Bigl(\lambda \min(1, |h|)^p, \; r \,
-    \frac{\sum_k \operatorname{tr} \hat F_k^2}{\sum_k \operatorname{tr} \hat F_k}, \;
-    \kappa \, \frac{\sqrt{\operatorname{tr} \hat F_l}}{\lVert \theta_l \rVert}\Bigr)$$
+    \frac{\sum_k s_k}{\sum_k t_k}, \;
+    \kappa \, \frac{\sqrt{t_l}}{\lVert \theta_l \rVert}\Bigr), \qquad
+    t_l = \max(\operatorname{tr} \hat F_l, \lVert \nabla_l h \rVert^2), \quad
+    s_l = \max(\operatorname{tr} \hat F_l^2, \lVert \nabla_l h \rVert^4)$$
 
     with $h$ the loss of the batch (in nats). The first term lets a regression converge:
     its Fisher does not depend on the loss, and what is left to be learnt in the end lies
@@ -55,12 +57,15 @@ class LayerDamping(AbstractLayerDamping):
     $\sqrt{\operatorname{tr} \hat F_l / N}$ is noise, and noise then moves a layer by at
     most $\alpha / (\kappa \sqrt N)$ of its norm. If a signal has faded in the depth of a
     network, or because its data are of a small scale, a fixed damping would hold the
-    layer back. A layer without any curvature so far, or whose parameters are zero, has
-    $\lambda$; none has less than $10^{-4} \lambda$. Pass it to [`eqx_kfac.KFAC`][] as
-    `damping`.
+    layer back. Curvature does not count as less than the square of the gradient. It is,
+    if a network is sure of what is wrong, or behind weights that begin at zero; not
+    only noise would then move a layer by many times its norm, before there is any
+    curvature to hold it. A layer without any curvature so far, or whose parameters are
+    zero, has $\lambda$; none has less than $10^{-4} \lambda$. Pass it to
+    [`eqx_kfac.KFAC`][] as `damping`.
 
-    In the third term, $\hat F_l$ and $\theta_l$ are those of the weights alone, if a
-    layer has any, because a bias does not tell how large the data are. For an
+    In the third term, $\hat F_l$, $\nabla_l h$ and $\theta_l$ are those of the weights
+    alone, if a layer has any, because a bias does not tell how large the data are. For an
     [`eqx_kfac.Series`][], $\hat F_l$ is the curvature of one time step.
 
     !!! Example
@@ -116,7 +121,7 @@ class LayerDamping(AbstractLayerDamping):
         grads: Model,
     ) -> Model:
         r"""$\lambda_l$ for every layer with factors (and for each of a stack), given
-        $\lambda$ and the loss."""
+        $\lambda$, the loss, and its gradient."""
 
         def measured(tag, layer, factors, gradient):
             if factors is None:
@@ -183,11 +188,12 @@ def _of_one_step(operator: Any) -> Any:
 
 
 class _Measures(NamedTuple):
-    """Of the curvature of a layer, and of its weights."""
+    r"""Of the curvature of a layer, and of its weights; at least what it would be of the
+    gradient alone, $\nabla \nabla^\top$."""
 
     trace: Array
     weights: Array  # Their part of it.
-    squares: Array  # The sum of the squares of all entries of the curvature.
+    squares: Array  # The sum of the squares of all entries.
     norm: Array
 
 

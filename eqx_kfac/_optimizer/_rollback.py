@@ -14,7 +14,7 @@ from .._misc import by_path, is_none, tree_where
 
 class Rollback(eqx.Module):
     r"""The last good parameters, and what the loss has been. A loss that is above
-    $10 \max(L, 0.1)$ nats has diverged: $L$ is what about nine of ten losses were below,
+    $10 \max(L, 0.3)$ nats has diverged: $L$ is what about nine of ten losses were below,
 
     $$L \leftarrow \min(\max(|h|, 0.99 L), 1.1 L).$$
 
@@ -112,6 +112,6 @@ def init_rollback(model: Model) -> Rollback:
 
 
 _MANY = 10.0  # Times as large is no noise,
-_LEAST = 0.1  # unless it is noise of losses that are nearly zero, in nats.
+_LEAST = 0.3  # unless it is noise of losses that are nearly zero, in nats.
 _PATIENCE = 4  # Losses in a row.
 _MORE, _MOST = 10.0, 1e6  # Damping.
