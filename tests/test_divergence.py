@@ -218,13 +218,13 @@ def sorted_arrays(tree):
 def test_more_damping_is_a_shorter_step():
     model, state = begun()
     norms = []
-    for caution in (1.0, 10.0):
-        where = lambda s: (s.rollback.caution, s.refactorise)
-        new = jnp.asarray(caution, float), jnp.asarray(True)
+    still = jtu.tree_map(jnp.zeros_like, state.velocity)
+    for caution in (1.0, 100.0):
+        where = lambda s: (s.rollback.caution, s.refactorise, s.velocity)
+        new = jnp.asarray(caution, float), jnp.asarray(True), still
         _, _, info = step(model, eqx.tree_at(where, state, new))
         norms.append(info.update_norm)
-    still = eqx.tree_at(lambda s: s.velocity, state, replace_fn=lambda v: v)
-    assert still is not state and norms[1] < 0.95 * norms[0]
+    assert norms[1] < 0.1 * norms[0]
 
 
 def test_other_data_are_accepted():

@@ -8,10 +8,10 @@ import lineax as lx
 from jaxtyping import Array, Float
 
 from .._checks import check_number
-from .._custom_types import Model, Scalar
+from .._custom_types import Layer, Model, Scalar
 from .._devices import over_stack, zeros_as_from
 from .._operator import KroneckerOperator, SeriesOperator, squared_norm, trace, unpacked
-from .._tag import flatten_tags
+from .._tag import flatten_tags, Tag
 from ..form import has_bias
 from ._numbers import AbstractRule
 
@@ -123,30 +123,7 @@ class LayerDamping(AbstractLayerDamping):
         r"""$\lambda_l$ for every layer with factors (and for each of a stack), given
         $\lambda$, the loss, and its gradient."""
 
-        def measured(tag, layer, factors, gradient):
-            if factors is None:
-                return None
-
-            number = -1 if has_bias(tag.form, layer) else None  # Of columns.
-
-            def of_one(factors, matrix, gradient):
-                operator = _of_one_step(tag.block.operator(unpacked(factors)))
-                weights = lx.diagonal(operator).reshape(matrix.shape)[:, :number]
-                norm = jnp.linalg.norm(matrix[:, :number])
-                whole, part = jnp.sum(gradient**2), jnp.sum(gradient[:, :number] ** 2)
-                return _Measures(
-                    jnp.maximum(trace(operator), whole),
-                    jnp.maximum(jnp.sum(weights), part),
-                    jnp.maximum(squared_norm(operator), whole**2),
-                    norm,
-                )
-
-            matrices = [
-                tag.to_matrix(node).astype(factors.l2.dtype) for node in (layer, gradient)
-            ]
-            return over_stack(of_one, factors.l2.ndim)(factors, *matrices)
-
-        found, treedef = flatten_tags(measured, model, curvature, grads)
+        found, treedef = flatten_tags(_measured, model, curvature, grads)
         measures = [of_layer for _, of_layer in found]
         each = [m for m in measures if m is not None]
         traces = sum(jnp.sum(m.trace) for m in each)
@@ -177,6 +154,31 @@ def init_layer_damping(
         return None
     number = jnp.zeros((), float)
     return zeros_as_from(rule, number, curvature, model, number, model)
+
+
+def _measured(tag: Tag, layer: Layer, factors: Any, gradient: Layer) -> Any:
+    """What the damping of a layer (of each, in a stack) is made of; `None` if it has no
+    factors."""
+    if factors is None:
+        return None
+
+    number = -1 if has_bias(tag.form, layer) else None  # Of columns.
+
+    def of_one(factors, matrix, gradient):
+        operator = _of_one_step(tag.block.operator(unpacked(factors)))
+        weights = lx.diagonal(operator).reshape(matrix.shape)[:, :number]
+        norm = jnp.linalg.norm(matrix[:, :number])
+        whole, part = jnp.sum(gradient**2), jnp.sum(gradient[:, :number] ** 2)
+        return _Measures(
+            trace=jnp.maximum(trace(operator), whole),
+            weights=jnp.maximum(jnp.sum(weights), part),
+            squares=jnp.maximum(squared_norm(operator), whole**2),
+            norm=norm,
+        )
+
+    dtype = factors.l2.dtype
+    matrices = [tag.to_matrix(node).astype(dtype) for node in (layer, gradient)]
+    return over_stack(of_one, factors.l2.ndim)(factors, *matrices)
 
 
 def _of_one_step(operator: Any) -> Any:
