@@ -61,6 +61,8 @@ def after(
         iterates=iterates,
     )
     kept = {name: getattr(state, name) for name in taken}
+    # Where the parameters go back, curvature was that of where they should not be.
+    weight = jnp.where(back, 0, state.weight)
     # Of what led uphill, not the same again: it would for ever.
     uphill = info.faults.update | info.faults.increase | back
     moving = state.velocity, state.extent
@@ -80,6 +82,7 @@ def after(
         step=state.step + 1,
         numbers=numbers._replace(**chosen),
         rollback=rollback,
+        weight=weight,
         refactorise=info.rejected & (rules.damping is not None),
         rejected=state.rejected + info.rejected.astype(jnp.int32),
         faults=count(state.faults, info.faults),

@@ -375,8 +375,6 @@ class KFAC(eqx.Module):
         damping = trial.calibrated(factorising.anew)
         each = trial.layer_damping(due)
         strength = trial.strength(damping if each is None else each)
-        if self._rules.damping is None:
-            strength = state.rollback.damped(strength)
         strength = for_each(strength, begun.grads, curvature)
         inverse, factorised = factorising(state.inverse, curvature, strength)
         others, fallback = update_fallback(
@@ -387,14 +385,11 @@ class KFAC(eqx.Module):
         updates = decayed(proposal, model, state.numbers, self.weight_decay)
         nothing = jtu.tree_map(jnp.zeros_like, updates)
         updates = tree_where(info.rejected, nothing, updates)
-        what = model, state, proposal, updates, fallback, info
-        state = after(*what, self._rules, begun.watched)
-        # Where the parameters go back, curvature was that of where they should not be.
-        back = state.rollback.back & begun.watched
         state = state._replace(
             curvature=split_still(curvature),
             inverse=split_still(inverse),
             layer_damping=each,
-            weight=jnp.where(back, 0, averaged.weight),
+            weight=averaged.weight,
         )
-        return updates, state, info
+        what = model, state, proposal, updates, fallback, info, self._rules
+        return updates, after(*what, begun.watched), info

@@ -105,6 +105,8 @@ class Trial(PlainModule):
     def strength(self, damping: Any) -> Any:
         """What the preconditioner is damped with: a number, or one for every layer."""
         rule = self.rules.step
+        if self.rules.damping is None:
+            damping = self.state.rollback.damped(damping)
         if rule is None:
             return damping
         ratio = jnp.asarray(rule.damping_ratio, float)
