@@ -84,6 +84,7 @@ from ._optimizer import (
     packed as packed,
     Quadratic as Quadratic,
     QuadraticModel as QuadraticModel,
+    Rollback as Rollback,
     scale_by_kfac as scale_by_kfac,
     TrustRegion as TrustRegion,
     WeightDecay as WeightDecay,

@@ -91,6 +91,13 @@ def parameters_of(tree: PyTree) -> PyTree:
     return jtu.tree_map(parameters, tree, is_leaf=is_state)
 
 
+def by_path(model: PyTree) -> dict[str, Inexact[Array, "..."]]:
+    """The inexact arrays of a model. It is a dictionary by their paths, because Python
+    takes a tree shaped like the model apart node by node at every step."""
+    leaves, _ = jtu.tree_flatten_with_path(model)
+    return {jtu.keystr(p): leaf for p, leaf in leaves if eqx.is_inexact_array(leaf)}
+
+
 def masked(tree: PyTree, mask: Any) -> PyTree:
     """The parameters of `tree` that `mask` wants: a function of a leaf, a tree of
     booleans, or `None` for all."""

@@ -74,9 +74,11 @@ def curvature_of(model):
 
 
 @eqx.filter_jit
-def applied(rule, damping, curvature, model, value=ONE):
+def applied(rule, damping, curvature, model, value=ONE, grads=None):
     """One program for all rules of which only arrays differ."""
-    return rule(jnp.asarray(damping), curvature, model, value)
+    if grads is None:
+        grads = jtu.tree_map(jnp.zeros_like, eqx.filter(model, eqx.is_array))
+    return rule(jnp.asarray(damping), curvature, model, value, grads)
 
 
 def as_arrays(rule):
@@ -147,6 +149,45 @@ def test_the_formula(block, rule):
     # Of the first and last rule, the same everywhere, of the other, nowhere.
     assert len(np.unique(flat.round(12))) == (1 if rule is not RULES[1] else flat.size)
     assert np.all(flat == MOST) == (rule is RULES[2])
+
+
+@pytest.mark.parametrize("rule", RULES[:2], ids=["share", "change"])
+def test_curvature_is_no_less_than_the_square_of_the_gradient(rule):
+    """Where a gradient is larger than curvature explains, it counts, layer by layer."""
+    model, curvature = of_block(kfac.Kronecker())
+    layers = dense(model, curvature)
+    gradients = [30 * np.cos(np.arange(p.size)).reshape(p.shape) for _, p, _ in layers]
+    gradients[0] = 1e-3 * gradients[0]
+    seen = []
+    for (matrix, p, weights), g in zip(layers, gradients, strict=True):
+        diagonal = np.diagonal(matrix, axis1=-2, axis2=-1)
+        trace = np.maximum(diagonal.sum(-1), (g**2).sum(-1))
+        square = np.maximum((matrix**2).sum((-2, -1)), (g**2).sum(-1) ** 2)
+        own = (diagonal[..., weights].sum(-1), (g[..., weights] ** 2).sum(-1))
+        norm = np.linalg.norm(p[..., weights], axis=-1)
+        seen.append((trace, square, np.sqrt(np.maximum(*own)) / norm))
+    traces, squares = (sum(s[i].sum() for s in seen) for i in (0, 1))
+    share = rule.share * squares / traces
+    want = [np.minimum(20.0, np.minimum(share, rule.change * s[2])) for s in seen]
+    params = eqx.filter(model, eqx.is_array)
+    as_layers = lambda m: [m.first, m.stacked, m.last]
+    new = [with_matrix(*pair) for pair in zip(as_layers(params), gradients, strict=True)]
+    grads = eqx.tree_at(as_layers, params, new)
+    got = applied(as_arrays(rule), 20.0, curvature, model, ONE, grads)
+    for g, w in zip(jtu.tree_leaves(got), want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-10)
+    without = applied(as_arrays(rule), 20.0, curvature, model)
+    assert not np.allclose(got.last, without.last, rtol=0.1)
+    assert np.allclose(got.first, without.first) == (rule is RULES[1])
+
+
+def with_matrix(layer, vector):
+    """A layer with other parameters."""
+    matrix = vector.reshape(*canonical(layer).shape)
+    if layer.bias is None:
+        return eqx.tree_at(lambda m: m.weight, layer, jnp.asarray(matrix))
+    both = jnp.asarray(matrix[..., :-1]), jnp.asarray(matrix[..., -1])
+    return eqx.tree_at(lambda m: (m.weight, m.bias), layer, both)
 
 
 def penalised(model, x, y, l2):
@@ -301,7 +342,7 @@ def test_a_chain_of_time_steps():
     plain = kfac.KroneckerFactors(jnp.asarray(a), jnp.asarray(g), chain.l2)
     alone = applied(rule, most, plain, layer)
     assert applied(rule, most, chain, series) == alone != most
-    jaxpr = jax.make_jaxpr(rule)(most, chain, series, ONE)
+    jaxpr = jax.make_jaxpr(rule)(most, chain, series, ONE, series)
     assert max(v.aval.size for e in jaxpr.eqns for v in e.outvars) <= 31**2
 
 

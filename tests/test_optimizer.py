@@ -343,7 +343,7 @@ plain = dict(
 )
 variants = [
     (dict(), 0.0),
-    (dict(curvature_period=2, inverse_period=3, burn_in=3), 0.0),
+    (dict(curvature_period=2, inverse_period=3, burn_in=3, learning_rate=0.05), 0.0),
     (dict(norm_constraint=1e-2, ema=0.5, inverse_period=2), 0.1),
 ]
 
@@ -645,7 +645,7 @@ def assert_nothing_changed(before, after):
     """All arrays, bit for bit, but for the counters."""
     (model, state), (new_model, new_state) = before, after
     assert_same(new_model, model)
-    counters = lambda s: (s.step, s.rejected, s.faults)
+    counters = lambda s: (s.step, s.rejected, s.faults, s.rollback.bad)
     assert_same(eqx.tree_at(counters, new_state, counters(state)), state)
 
 

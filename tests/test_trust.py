@@ -250,7 +250,7 @@ def test_the_velocity_of_a_step_uphill_is_forgotten():
 
 
 def test_a_window_averages_the_last_part():
-    optimizer = plain_kfac(0.5, averaging=kfac.Window(0.5), fisher=EXACT)
+    optimizer = plain_kfac(0.1, averaging=kfac.Window(0.5), fisher=EXACT)
     model = make_model()
     state = optimizer.init(model)
     mean, weight = None, 0.0

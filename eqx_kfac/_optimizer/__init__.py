@@ -20,6 +20,7 @@ from ._quadratic import (
     Quadratic as Quadratic,
     QuadraticModel as QuadraticModel,
 )
+from ._rollback import Rollback as Rollback
 from ._schedule import InTurn as InTurn
 from ._state import (
     averaged as averaged,

@@ -43,8 +43,14 @@ def after(
     fallback: optax.OptState | None,
     info: Info,
     rules: Rules,
+    watched: bool,
 ) -> KFACState:
     """The state after a step; if that is rejected, it remembers why."""
+    rollback, back = state.rollback, jnp.zeros_like(info.rejected)
+    if watched:
+        bad = info.faults.loss | info.faults.gradient | info.faults.divergence
+        rollback = rollback.after(model, info.loss, bad, info.rejected)
+        back = rollback.back
     iterates, numbers = state.iterates, state.numbers
     if iterates is not None and numbers.averaging is not None:
         iterates = iterates.add(eqx.apply_updates(model, updates), numbers.averaging)
@@ -55,11 +61,16 @@ def after(
         iterates=iterates,
     )
     kept = {name: getattr(state, name) for name in taken}
+    # Where the parameters go back, curvature was that of where they should not be.
+    weight = jnp.where(back, 0, state.weight)
     # Of what led uphill, not the same again: it would for ever.
-    uphill = info.faults.update | info.faults.increase
+    uphill = info.faults.update | info.faults.increase | back
     moving = state.velocity, state.extent
     stopped = jtu.tree_map(jnp.zeros_like, moving)
     kept["velocity"], kept["extent"] = tree_where(uphill, stopped, moving)
+    if state.iterates is not None:
+        again = state.iterates.at(rollback.params)
+        kept["iterates"] = tree_where(back, again, state.iterates)
     rate, momentum = tree_where(
         info.rejected,
         (numbers.learning_rate, numbers.momentum),
@@ -70,6 +81,8 @@ def after(
     return state._replace(
         step=state.step + 1,
         numbers=numbers._replace(**chosen),
+        rollback=rollback,
+        weight=weight,
         refactorise=info.rejected & (rules.damping is not None),
         rejected=state.rejected + info.rejected.astype(jnp.int32),
         faults=count(state.faults, info.faults),

@@ -15,10 +15,11 @@ from .._curvature import has_bases, init_curvature, refreshed
 from .._custom_types import Model
 from .._devices import meshes_of, zeros_as_from
 from .._inverse import factorise, refactorise
+from .._misc import difference
 from .._operator import is_packed, pack, Packed, Split, unpacked
 from .._solver import AbstractDampedSolver
 from ._schedule import Due
-from ._state import check_state, KFACState, ScaleByKFACState
+from ._state import KFACState, ScaleByKFACState
 from ._turns import Turns, when_in_turn
 
 
@@ -135,7 +136,48 @@ def check_belongs(state: Any, init: Callable, model: Model) -> None:
     is_any = any(map(is_packed, jtu.tree_leaves(state, is_leaf=is_packed)))
     whole = eqx.filter_eval_shape(unpacked, state) if is_any else state
     expected = eqx.filter_eval_shape(lambda model: unpacked(init(model)), model)
-    check_state(whole, expected)
+    _check_state(whole, expected)
+
+
+def _check_state(state: Any, expected: Any) -> None:
+    """Raises unless a state has the structure and the shapes of the `expected` one, and
+    what it keeps of the layers its types."""
+    _check_same_shapes(state, expected)
+    for name in (
+        "curvature",
+        "inverse",
+        "velocity",
+        "layer_damping",
+        "iterates",
+        "rollback",
+    ):
+        _check_same_types(name, getattr(state, name, None), getattr(expected, name, None))
+
+
+def _check_same_shapes(state: Any, expected: Any) -> None:
+    """Raises unless an optimizer's state has the structure and the shapes that belong to
+    its model."""
+    wrong = difference(state, expected)
+    if wrong is not None:
+        path, have, want = wrong
+        raise ValueError(
+            f"The state does not belong to this optimizer and model: its `{path}` is "
+            f"{have}, but should be {want}. Make it with `optimizer.init(model)`, with "
+            "the same optimizer and the same trained parameters that `step` (or "
+            "`update`) gets."
+        )
+
+
+def _check_same_types(name: str, part: Any, expected: Any) -> None:
+    leaves, _ = jtu.tree_flatten_with_path(part)
+    for (path, have), want in zip(leaves, jtu.tree_leaves(expected), strict=True):
+        if jnp.result_type(have) != want.dtype:
+            raise ValueError(
+                f"The state's `.{name}{jtu.keystr(path)}` is of type "
+                f"{jnp.result_type(have)}, but should be of type {want.dtype}: a state "
+                "must not be cast. For less precision, cast the parameters within the "
+                "loss function: `kfac.cast(model, jnp.bfloat16)`."
+            )
 
 
 def _packed(node: PyTree) -> Any:

@@ -36,6 +36,7 @@ from ._guard import AbstractGuard
 from ._layer_damping import AbstractLayerDamping, init_layer_damping
 from ._numbers import current, initial, MovingAverage, Numbers, WeightDecay
 from ._quadratic import AbstractStepRule
+from ._rollback import init_rollback
 from ._schedule import Due, early, InTurn
 from ._state import Info, init_faults, init_iterates, KFACState
 from ._trial import Start, start, Trial
@@ -197,6 +198,7 @@ class KFAC(eqx.Module):
             layer_damping=init_layer_damping(self._rules.layer_damping, curvature, model),
             fallback=init_fallback(model, self.fallback),
             iterates=None if self.averaging is None else init_iterates(model),
+            rollback=init_rollback(model),
         )
         state = beside(state, model)
         # Within `shard_map`, every device may have a model of its own.
@@ -273,7 +275,7 @@ class KFAC(eqx.Module):
             model, state, averaged, begun, rows, linearised
         )
         info = dataclasses.replace(info, aux=aux)
-        return eqx.apply_updates(model, updates), state, info
+        return state.rollback.chosen(eqx.apply_updates(model, updates)), state, info
 
     def update(
         self,
@@ -307,14 +309,16 @@ class KFAC(eqx.Module):
         check_given(vars(self), model=model, value=value)
         grads = eqx.filter(grads, eqx.is_inexact_array)
         state = self._prepare(state, grads if model is None else model)
+        watched = value is not None and model is not None
         value = jnp.zeros(()) if value is None else jnp.asarray(value)
-        begun = start(value, grads, state, self._rules)
+        begun = start(value, grads, state, self._rules, watched)
         old = state.curvature, state.weight
         averaged = Average(*old, begun.fine & (state.weight > 0))
         if curvature is not None:
             new = include(*old, grads, curvature, state.ema, begun.fine)
             averaged = Average(*new)
-        return self._updates(model, state, averaged, begun, None, None)[:2]
+        updates, state, _ = self._updates(model, state, averaged, begun, None, None)
+        return (state.rollback.led(updates, model) if watched else updates), state
 
     @property
     def _rules(self) -> Rules:
@@ -385,11 +389,11 @@ class KFAC(eqx.Module):
         updates = decayed(proposal, model, state.numbers, self.weight_decay)
         nothing = jtu.tree_map(jnp.zeros_like, updates)
         updates = tree_where(info.rejected, nothing, updates)
-        state = after(model, state, proposal, updates, fallback, info, self._rules)
         state = state._replace(
             curvature=split_still(curvature),
             inverse=split_still(inverse),
             layer_damping=each,
             weight=averaged.weight,
         )
-        return updates, state, info
+        what = model, state, proposal, updates, fallback, info, self._rules
+        return updates, after(*what, begun.watched), info

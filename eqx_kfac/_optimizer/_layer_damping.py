@@ -8,10 +8,10 @@ import lineax as lx
 from jaxtyping import Array, Float
 
 from .._checks import check_number
-from .._custom_types import Model, Scalar
+from .._custom_types import Layer, Model, Scalar
 from .._devices import over_stack, zeros_as_from
 from .._operator import KroneckerOperator, SeriesOperator, squared_norm, trace, unpacked
-from .._tag import flatten_tags
+from .._tag import flatten_tags, Tag
 from ..form import has_bias
 from ._numbers import AbstractRule
 
@@ -32,18 +32,21 @@ class AbstractLayerDamping(AbstractRule):
         curvature: Model,
         model: Model,
         value: Float[Array, ""],
+        grads: Model,
     ) -> Model:
         """The damping of every layer with factors (and of each layer of a stack),
         whenever they are factorised: a tree shaped like the model, with a number for
-        every layer. `value` is the loss of the batch."""
+        every layer. `value` and `grads` are the loss of the batch and its gradient."""
 
 
 class LayerDamping(AbstractLayerDamping):
     r"""Damping that is chosen for every layer whenever its curvature is factorised:
 
     $$\lambda_l = \min\Bigl(\lambda \min(1, |h|)^p, \; r \,
-    \frac{\sum_k \operatorname{tr} \hat F_k^2}{\sum_k \operatorname{tr} \hat F_k}, \;
-    \kappa \, \frac{\sqrt{\operatorname{tr} \hat F_l}}{\lVert \theta_l \rVert}\Bigr)$$
+    \frac{\sum_k s_k}{\sum_k t_k}, \;
+    \kappa \, \frac{\sqrt{t_l}}{\lVert \theta_l \rVert}\Bigr), \qquad
+    t_l = \max(\operatorname{tr} \hat F_l, \lVert \nabla_l h \rVert^2), \quad
+    s_l = \max(\operatorname{tr} \hat F_l^2, \lVert \nabla_l h \rVert^4)$$
 
     with $h$ the loss of the batch (in nats). The first term lets a regression converge:
     its Fisher does not depend on the loss, and what is left to be learnt in the end lies
@@ -54,12 +57,15 @@ class LayerDamping(AbstractLayerDamping):
     $\sqrt{\operatorname{tr} \hat F_l / N}$ is noise, and noise then moves a layer by at
     most $\alpha / (\kappa \sqrt N)$ of its norm. If a signal has faded in the depth of a
     network, or because its data are of a small scale, a fixed damping would hold the
-    layer back. A layer without any curvature so far, or whose parameters are zero, has
-    $\lambda$; none has less than $10^{-4} \lambda$. Pass it to [`eqx_kfac.KFAC`][] as
-    `damping`.
+    layer back. Curvature does not count as less than the square of the gradient. It is,
+    if a network is sure of what is wrong, or behind weights that begin at zero; not
+    only noise would then move a layer by many times its norm, before there is any
+    curvature to hold it. A layer without any curvature so far, or whose parameters are
+    zero, has $\lambda$; none has less than $10^{-4} \lambda$. Pass it to
+    [`eqx_kfac.KFAC`][] as `damping`.
 
-    In the third term, $\hat F_l$ and $\theta_l$ are those of the weights alone, if a
-    layer has any, because a bias does not tell how large the data are. For an
+    In the third term, $\hat F_l$, $\nabla_l h$ and $\theta_l$ are those of the weights
+    alone, if a layer has any, because a bias does not tell how large the data are. For an
     [`eqx_kfac.Series`][], $\hat F_l$ is the curvature of one time step.
 
     !!! Example
@@ -112,27 +118,12 @@ class LayerDamping(AbstractLayerDamping):
         curvature: Model,
         model: Model,
         value: Float[Array, ""],
+        grads: Model,
     ) -> Model:
         r"""$\lambda_l$ for every layer with factors (and for each of a stack), given
-        $\lambda$ and the loss."""
+        $\lambda$, the loss, and its gradient."""
 
-        def measured(tag, layer, factors):
-            if factors is None:
-                return None
-
-            number = -1 if has_bias(tag.form, layer) else None  # Of columns.
-
-            def of_one(factors, matrix):
-                operator = _of_one_step(tag.block.operator(unpacked(factors)))
-                weights = lx.diagonal(operator).reshape(matrix.shape)[:, :number]
-                norm = jnp.linalg.norm(matrix[:, :number])
-                traces = trace(operator), jnp.sum(weights)
-                return _Measures(*traces, squared_norm(operator), norm)
-
-            matrix = tag.to_matrix(layer).astype(factors.l2.dtype)
-            return over_stack(of_one, factors.l2.ndim)(factors, matrix)
-
-        found, treedef = flatten_tags(measured, model, curvature)
+        found, treedef = flatten_tags(_measured, model, curvature, grads)
         measures = [of_layer for _, of_layer in found]
         each = [m for m in measures if m is not None]
         traces = sum(jnp.sum(m.trace) for m in each)
@@ -162,7 +153,32 @@ def init_layer_damping(
     if rule is None:
         return None
     number = jnp.zeros((), float)
-    return zeros_as_from(rule, number, curvature, model, number)
+    return zeros_as_from(rule, number, curvature, model, number, model)
+
+
+def _measured(tag: Tag, layer: Layer, factors: Any, gradient: Layer) -> Any:
+    """What the damping of a layer (of each, in a stack) is made of; `None` if it has no
+    factors."""
+    if factors is None:
+        return None
+
+    number = -1 if has_bias(tag.form, layer) else None  # Of columns.
+
+    def of_one(factors, matrix, gradient):
+        operator = _of_one_step(tag.block.operator(unpacked(factors)))
+        weights = lx.diagonal(operator).reshape(matrix.shape)[:, :number]
+        norm = jnp.linalg.norm(matrix[:, :number])
+        whole, part = jnp.sum(gradient**2), jnp.sum(gradient[:, :number] ** 2)
+        return _Measures(
+            trace=jnp.maximum(trace(operator), whole),
+            weights=jnp.maximum(jnp.sum(weights), part),
+            squares=jnp.maximum(squared_norm(operator), whole**2),
+            norm=norm,
+        )
+
+    dtype = factors.l2.dtype
+    matrices = [tag.to_matrix(node).astype(dtype) for node in (layer, gradient)]
+    return over_stack(of_one, factors.l2.ndim)(factors, *matrices)
 
 
 def _of_one_step(operator: Any) -> Any:
@@ -174,11 +190,12 @@ def _of_one_step(operator: Any) -> Any:
 
 
 class _Measures(NamedTuple):
-    """Of the curvature of a layer, and of its weights."""
+    r"""Of the curvature of a layer, and of its weights; at least what it would be of the
+    gradient alone, $\nabla \nabla^\top$."""
 
     trace: Array
     weights: Array  # Their part of it.
-    squares: Array  # The sum of the squares of all entries of the curvature.
+    squares: Array  # The sum of the squares of all entries.
     norm: Array
 
 

@@ -22,6 +22,7 @@ from ._fallback import init_fallback, update_fallback
 from ._kfac import Auto, KFAC
 from ._layer_damping import AbstractLayerDamping
 from ._numbers import AbstractRule, in_range, initial, Numbers, WeightDecay
+from ._rollback import init_rollback
 from ._schedule import Due, InTurn
 from ._state import ScaleByKFACState
 from ._trust import AbstractTrustRegion
@@ -211,7 +212,11 @@ class _KFAC:
         if _is_placeholder(params):
             trees = _in_place_of(params, optimizer.fallback)
             state = optimizer._init_with(
-                velocity=params, layer_damping=None, iterates=None, **trees
+                velocity=params,
+                layer_damping=None,
+                iterates=None,
+                rollback=init_rollback(None),
+                **trees,
             )
         else:
             state = optimizer.init(params)

@@ -13,8 +13,9 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from .._custom_types import Model
 from .._devices import zeros_split_as
-from .._misc import accumulator, difference, names
+from .._misc import accumulator, by_path, names
 from ._numbers import Numbers
+from ._rollback import Rollback
 
 
 _Model = TypeVar("_Model")
@@ -22,7 +23,7 @@ _Model = TypeVar("_Model")
 
 _FAULTS = (  # In this order. All but the last one reject a step.
     *("hyperparameters", "loss", "gradient", "curvature", "unseen", "update"),
-    *("increase", "factorisation"),
+    *("increase", "divergence", "factorisation"),
 )
 
 
@@ -38,12 +39,12 @@ class Faults(eqx.Module):
 
     **Fields:**
 
-    - `each`: all of them in one array, `[..., 8]`, in the order of `as_dict`: booleans
+    - `each`: all of them in one array, `[..., 9]`, in the order of `as_dict`: booleans
         in `Info`, integers in the state. (Every array that enters or leaves `jit` takes
         time.)
     """
 
-    each: Shaped[Array, "... 8"]
+    each: Shaped[Array, "... 9"]
 
     hyperparameters = _fault(
         "hyperparameters", "A number in the state was out of its range."
@@ -64,6 +65,11 @@ class Faults(eqx.Module):
     update = _fault("update", "The update was not finite.")
     increase = _fault(
         "increase", "The loss after the step was not finite, or rose by too much."
+    )
+    divergence = _fault(
+        "divergence",
+        """The loss before the step was many times what it had been; or the parameters
+        went back to where it was good: see `kfac.Rollback`.""",
     )
     factorisation = _fault(
         "factorisation", "It could not be inverted: the previous inverse is still used."
@@ -103,8 +109,7 @@ def shown(value: Any) -> str:
 
 
 class Iterates(eqx.Module):
-    """A moving average of the parameters. It is a dictionary by their paths in the model,
-    because Python takes a tree shaped like the model apart node by node at every step.
+    """A moving average of the parameters.
 
     **Fields:**
 
@@ -124,7 +129,12 @@ class Iterates(eqx.Module):
         def blend(mean, p):
             return mean + (p.astype(mean.dtype) - mean) / weight.astype(mean.dtype)
 
-        return Iterates(jtu.tree_map(blend, self.mean, _by_path(model)), weight)
+        return Iterates(jtu.tree_map(blend, self.mean, by_path(model)), weight)
+
+    def at(self, params: dict[str, Array]) -> "Iterates":
+        """The average of nothing but `params`."""
+        mean = jtu.tree_map(lambda m, p: p.astype(m.dtype), self.mean, params)
+        return Iterates(mean, jnp.ones_like(self.weight))
 
 
 def _number(name: str) -> Any:
@@ -153,6 +163,7 @@ class KFACState(NamedTuple):
         there is one.
     - `fallback`: the state of the optax optimizer for parameters that no tag covers.
     - `iterates`: the average of the parameters, if there is one.
+    - `rollback`: the last good parameters, for a loss that diverges.
     - `numbers`: the hyper-parameters, each as last chosen if a rule or a schedule
         chooses it (the damping: that of the next step). Each is also a property:
         `state.learning_rate`, `state.damping`.
@@ -171,6 +182,7 @@ class KFACState(NamedTuple):
     layer_damping: Model | None
     fallback: Any
     iterates: Iterates | None
+    rollback: Rollback
     numbers: Numbers
     refactorise: Bool[Array, ""]
     rejected: Int[Array, ""]
@@ -293,13 +305,7 @@ def init_iterates(model: Model) -> Iterates:
     def zeros(p):
         return zeros_split_as(p, accumulator(p.dtype))
 
-    return Iterates(jtu.tree_map(zeros, _by_path(model)), jnp.zeros((), float))
-
-
-def _by_path(model: Model) -> dict[str, Array]:
-    """The inexact arrays of a model."""
-    leaves, _ = jtu.tree_flatten_with_path(model)
-    return {jtu.keystr(p): leaf for p, leaf in leaves if eqx.is_inexact_array(leaf)}
+    return Iterates(jtu.tree_map(zeros, by_path(model)), jnp.zeros((), float))
 
 
 def averaged(model: _Model, state: KFACState) -> _Model:
@@ -340,7 +346,7 @@ def averaged(model: _Model, state: KFACState) -> _Model:
             "This optimizer does not average its iterates. Construct it with "
             "`kfac.KFAC(..., averaging=0.99)` (or 1 for the mean of all)."
         )
-    missing = sorted(set(iterates.mean) - set(_by_path(model)))
+    missing = sorted(set(iterates.mean) - set(by_path(model)))
     if missing:
         raise ValueError(
             f"The state has averages of {names(missing)}, which the model does not have. "
@@ -364,37 +370,3 @@ def init_faults() -> Faults:
 def count(faults: Faults, new: Faults) -> Faults:
     """The counts with those of one more step."""
     return Faults(faults.each + new.each.astype(faults.each.dtype))
-
-
-def check_state(state: Any, expected: Any) -> None:
-    """Raises unless a state has the structure and the shapes of the `expected` one, and
-    what it keeps of the layers its types."""
-    _check_same_shapes(state, expected)
-    for name in ("curvature", "inverse", "velocity", "layer_damping", "iterates"):
-        _check_same_types(name, getattr(state, name, None), getattr(expected, name, None))
-
-
-def _check_same_shapes(state: Any, expected: Any) -> None:
-    """Raises unless an optimizer's state has the structure and the shapes that belong to
-    its model."""
-    wrong = difference(state, expected)
-    if wrong is not None:
-        path, have, want = wrong
-        raise ValueError(
-            f"The state does not belong to this optimizer and model: its `{path}` is "
-            f"{have}, but should be {want}. Make it with `optimizer.init(model)`, with "
-            "the same optimizer and the same trained parameters that `step` (or "
-            "`update`) gets."
-        )
-
-
-def _check_same_types(name: str, part: Any, expected: Any) -> None:
-    leaves, _ = jtu.tree_flatten_with_path(part)
-    for (path, have), want in zip(leaves, jtu.tree_leaves(expected), strict=True):
-        if jnp.result_type(have) != want.dtype:
-            raise ValueError(
-                f"The state's `.{name}{jtu.keystr(path)}` is of type "
-                f"{jnp.result_type(have)}, but should be of type {want.dtype}: a state "
-                "must not be cast. For less precision, cast the parameters within the "
-                "loss function: `kfac.cast(model, jnp.bfloat16)`."
-            )

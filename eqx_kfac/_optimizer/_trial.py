@@ -35,11 +35,14 @@ class Start(NamedTuple):
     grads: Model
     gradient_norm: Float[Array, ""]
     in_range: Bool[Array, ""]  # The numbers in the state.
+    diverged: Bool[Array, ""]  # The loss is many times what it has been.
+    watched: bool  # Whether that can be told, and the parameters can go back.
 
     @property
     def fine(self) -> Bool[Array, ""]:
         """Whether curvature of this batch is to be trusted."""
-        return self.in_range & all_finite(self.value) & ~jnp.isnan(self.gradient_norm)
+        finite = all_finite(self.value) & ~jnp.isnan(self.gradient_norm)
+        return self.in_range & finite & ~self.diverged
 
 
 class Proposal(NamedTuple):
@@ -96,12 +99,14 @@ class Trial(PlainModule):
             return None
         if due.turns > 1:  # Some are factorised at every step.
             due = due._replace(period=1)
-        arguments = state.damping, self.curvature, self.model, self.value
+        arguments = state.damping, self.curvature, self.model, self.value, self.grads
         return due.when(ft.partial(rule, *arguments), state.layer_damping, self.finite)
 
     def strength(self, damping: Any) -> Any:
         """What the preconditioner is damped with: a number, or one for every layer."""
         rule = self.rules.step
+        if self.rules.damping is None:
+            damping = self.state.rollback.damped(damping)
         if rule is None:
             return damping
         ratio = jnp.asarray(rule.damping_ratio, float)
@@ -153,6 +158,8 @@ class Trial(PlainModule):
         overflows = jnp.isinf(norm) & all_finite(update_norm)
         finite_grads = all_finite(norm) | overflows
         finite = self.finite & finite_grads
+        lost = ~(finite_value & finite_grads)
+        leads_back = self.state.rollback.due & self.start.watched
         missed = finite & self._unseen()
         known = finite & ~missed
         finite_update = known & all_finite(update_norm)
@@ -165,6 +172,7 @@ class Trial(PlainModule):
             factorisation=self.finite & ~factorised,
             update=known & ~finite_update,
             increase=finite_update & self._risen(new_loss),
+            divergence=jnp.where(lost, leads_back, self.start.diverged),
         )
         return Info(
             loss=self.value,
@@ -342,10 +350,17 @@ def _is_penalised(linearised: LinearisedBatch) -> bool:
     return linearised.seen(penalised)
 
 
-def start(value: Float[Array, ""], grads: Model, state: KFACState, rules: Rules) -> Start:
+def start(
+    value: Float[Array, ""],
+    grads: Model,
+    state: KFACState,
+    rules: Rules,
+    watched: bool = True,
+) -> Start:
     """Where a step begins. Numbers that a rule chooses may be any."""
     numbers = state.numbers
     for name in ("learning_rate", "momentum"):
         if getattr(rules, name) is not None:
             numbers = numbers._replace(**{name: None})
-    return Start(value, grads, tree_norm(grads), in_range(numbers))
+    diverged = state.rollback.diverged(value) & watched
+    return Start(value, grads, tree_norm(grads), in_range(numbers), diverged, watched)

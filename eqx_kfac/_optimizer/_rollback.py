@@ -1,0 +1,117 @@
+"""The way back, if steps have led to where the loss is many times what it was."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Bool, Float, Int
+
+from .._custom_types import Model
+from .._devices import zeros_split_as
+from .._misc import by_path, is_none, tree_where
+
+
+class Rollback(eqx.Module):
+    r"""The last good parameters, and what the loss has been. A loss that is above
+    $10 \max(L, 0.3)$ nats has diverged: $L$ is what about nine of ten losses were below,
+
+    $$L \leftarrow \min(\max(|h|, 0.99 L), 1.1 L).$$
+
+    A single batch may be to blame, so its step is not taken, and that is all. After four
+    such losses in a row (or losses or gradients that are not finite), the parameters are
+    to blame, and go back to the last ones at which the loss was below $L$; damping is
+    ten times what it was, and becomes less again by 2 % at every step that is taken.
+    After four more, the data are: the new level is what the loss now is.
+
+    **Fields:**
+
+    - `params`: the last good parameters, by their paths in the model.
+    - `level`: $L$; 0 before there has been any loss.
+    - `bad`: the number of such losses in a row, up to now.
+    - `caution`: what all damping is multiplied by, unless a rule adapts it.
+    """
+
+    params: dict[str, Array]
+    level: Float[Array, ""]
+    bad: Int[Array, ""]
+    caution: Float[Array, ""]
+
+    def diverged(self, value: Float[Array, ""]) -> Bool[Array, ""]:
+        """Whether a loss, which may be anything, is many times what it has been."""
+        most = _MANY * jnp.maximum(self.level, _LEAST)
+        return (self.level > 0) & (value.astype(most.dtype) > most)
+
+    @property
+    def due(self) -> Bool[Array, ""]:
+        """Whether one more bad loss leads back."""
+        return (self.bad == _PATIENCE - 1) & (self.level > 0)
+
+    @property
+    def back(self) -> Bool[Array, ""]:
+        """Whether the last step has led back."""
+        return (self.bad == _PATIENCE) & (self.level > 0)
+
+    def after(
+        self,
+        model: Model,
+        value: Float[Array, ""],
+        bad: Bool[Array, ""],
+        rejected: Bool[Array, ""],
+    ) -> "Rollback":
+        """What is known after a step from `model`, where the loss was `value`."""
+        number = jnp.where(bad, self.bad + 1, 0).astype(self.bad.dtype)
+        finite = jnp.isfinite(value)
+        size = jnp.abs(value).astype(self.level.dtype)
+        level = jnp.clip(size, 0.99 * self.level, 1.1 * self.level)
+        # The parameters have gone back, and the loss is what it was.
+        accepted = (number >= 2 * _PATIENCE) & finite
+        level = jnp.where((self.level > 0) & ~accepted, level, size)
+        level = jnp.where(finite, level, self.level)
+        good = ~bad & finite & (value.astype(level.dtype) <= level)
+        back = (number == _PATIENCE) & (self.level > 0)
+        less = jnp.where(rejected, self.caution, 0.98 * self.caution)
+        less = jnp.where(accepted, self.caution / _MORE, less)
+        caution = jnp.where(back, self.caution * _MORE, jnp.maximum(less, 1))
+        return Rollback(
+            params=tree_where(good, by_path(model), self.params),
+            level=level,
+            bad=jnp.where(accepted, 0, number),
+            caution=jnp.minimum(caution, _MOST),
+        )
+
+    def damped(self, strength: Any) -> Any:
+        """More damping, for some steps after it has led back."""
+        return jtu.tree_map(lambda d: d * self.caution.astype(d.dtype), strength)
+
+    def chosen(self, model: Model) -> Model:
+        """`model`, or, if the last step has led back, its parameters of then."""
+
+        def choose(path, p):
+            if not eqx.is_inexact_array(p):
+                return p
+            return tree_where(self.back, self.params[jtu.keystr(path)], p)
+
+        return jtu.tree_map_with_path(choose, model)
+
+    def led(self, updates: Model, model: Model) -> Model:
+        """The updates, or, if the last step has led back, those that do so."""
+        model = eqx.filter(model, eqx.is_inexact_array)
+
+        def lead(update, p, old):
+            return None if p is None else tree_where(self.back, old - p, update)
+
+        return jtu.tree_map(lead, updates, model, self.chosen(model), is_leaf=is_none)
+
+
+def init_rollback(model: Model) -> Rollback:
+    """Nothing to go back to so far. (The parameters themselves may be donated.)"""
+    params = jtu.tree_map(zeros_split_as, by_path(model))
+    zero = jnp.zeros((), float)
+    return Rollback(params, zero, jnp.zeros((), jnp.int32), jnp.ones((), float))
+
+
+_MANY = 10.0  # Times as large is no noise,
+_LEAST = 0.3  # unless it is noise of losses that are nearly zero, in nats.
+_PATIENCE = 4  # Losses in a row.
+_MORE, _MOST = 10.0, 1e6  # Damping.

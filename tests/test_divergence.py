@@ -1,0 +1,265 @@
+"""Losses that become many times what they were: not with `KFAC()`, and the way back with
+any other choice."""
+
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+
+import eqx_kfac as kfac
+
+from .helpers import arrays, assert_same_leaves, normal, squared
+from .plain import plain_kfac
+
+
+X = normal(32, 6, dtype=np.float32)
+Y = jnp.tanh(X @ normal(6, 3, seed=1, dtype=np.float32))
+LABELS = np.argmax(np.asarray(Y), axis=-1)
+KEY = jax.random.key(0)
+
+
+@ft.cache
+@eqx.filter_jit
+def mlp():
+    return kfac.convert(eqx.nn.MLP(6, 3, 16, 2, jnp.tanh, dtype=jnp.float32, key=KEY))
+
+
+@eqx.filter_jit
+def losses(optimizer, loss_fn, model, number, watch=True):
+    """Of so many steps on one batch, and the state after them. (With no level, no loss is
+    too large.)"""
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def body(carry, key):
+        params, state = carry
+        if not watch:
+            level = jnp.zeros_like(state.rollback.level)
+            state = eqx.tree_at(lambda s: s.rollback.level, state, level)
+        model = eqx.combine(params, static)
+        model, state, info = optimizer.step(loss_fn, model, state, X, Y, key=key)
+        return (eqx.filter(model, eqx.is_array), state), info.loss
+
+    start = params, optimizer.init(model)
+    (_, state), losses = jax.lax.scan(body, start, jax.random.split(KEY, number))
+    return losses, state
+
+
+#
+# Layers whose curvature comes later
+#
+
+
+class Adapted(eqx.Module):
+    """A network that is sure, and two thin layers beside each of its own."""
+
+    base: list
+    down: list
+    up: list
+
+    def __init__(self, rank, key):
+        keys, sizes = jax.random.split(key, 9), [(6, 32), (32, 32), (32, 3)]
+        thin = ft.partial(kfac.Linear, use_bias=False, dtype=jnp.float32)
+        own = ft.partial(eqx.nn.Linear, dtype=jnp.float32)
+        zeros = lambda m: eqx.tree_at(lambda m: m.weight, m, replace_fn=jnp.zeros_like)
+        self.base = [own(*s, key=k) for s, k in zip(sizes, keys[:3])]
+        self.down = [thin(a, rank, key=k) for (a, _), k in zip(sizes, keys[3:6])]
+        self.up = [zeros(thin(rank, b, key=k)) for (_, b), k in zip(sizes, keys[6:])]
+
+    def __call__(self, x):
+        for i, (base, down, up) in enumerate(zip(self.base, self.down, self.up)):
+            x = jax.nn.relu(x) if i else x
+            x = jax.lax.stop_gradient(base.weight) @ x + up(down(x))
+        return 300 * x
+
+
+class OfCurvatureAlone(kfac.LayerDamping):
+    """It does not look at gradients."""
+
+    def __call__(self, damping, curvature, model, value, grads):
+        grads = jtu.tree_map(jnp.zeros_like, grads)
+        return super().__call__(damping, curvature, model, value, grads)
+
+
+@eqx.filter_jit
+def adapters(rank):
+    net = Adapted(rank, KEY)
+    mask = jtu.tree_map(eqx.is_inexact_array, net)
+    mask = eqx.tree_at(lambda m: m.base, mask, jtu.tree_map(lambda _: False, net.base))
+    return eqx.partition(net, mask)
+
+
+def adapted_loss(frozen):
+    def loss_fn(model, x, y):
+        logits = jax.vmap(eqx.combine(model, frozen))(x)
+        return kfac.SoftmaxCrossEntropy(logits, LABELS)
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("rank", [2, 8])
+def test_adapters_of_a_network_that_is_sure(rank):
+    """There is no curvature behind zeros, and hardly any where all is certain, and wrong:
+    what there is of a gradient decides how long steps are."""
+    trained, frozen = adapters(rank)
+    run = ft.partial(losses, loss_fn=adapted_loss(frozen), model=trained, number=60)
+    got, state = run(kfac.KFAC())
+    assert got[0] > 10 and max(got) < 1.1 * got[0] and got[-1] < 0.2 * got[0]
+    assert state.rejected == 0
+    other, _ = run(kfac.KFAC(damping=OfCurvatureAlone()), watch=False)
+    assert max(other) > 10 * other[0]
+
+
+#
+# The way back
+#
+
+
+LONG = dict(learning_rate=1.0, momentum=0.9, damping=1e-4)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        LONG | dict(inverse_period=5),
+        LONG | dict(averaging=0.9, learning_rate=3.0, damping=1e-3),
+        LONG | dict(damping=kfac.LayerDamping(1e-3), learning_rate=3.0),
+        LONG | dict(solver=kfac.Eigh()),
+    ],
+)
+def test_a_run_that_would_be_lost(choices):
+    optimizer = plain_kfac(**choices)
+    got, state = losses(optimizer, squared, mlp(), 400)
+    assert state.faults.divergence > 0 and state.rollback.caution >= 1
+    assert np.all(np.isfinite(got)) and np.max(got) > 10 * got[0]
+    assert np.median(got[100:]) < 0.1 * got[0]
+    other, state = losses(optimizer, squared, mlp(), 400, watch=False)
+    assert not np.median(other[-20:]) < got[0]
+    assert state.faults.divergence == 0
+
+
+def shifted(model, x, y, scale, shift):
+    return scale * kfac.SquaredError(jax.vmap(model)(x), y) + shift
+
+
+PLAIN = plain_kfac(0.1, damping=0.1, averaging=0.9)
+
+
+@eqx.filter_jit
+def step(model, state, scale=1.0, shift=0.0):
+    key = jax.random.fold_in(KEY, state.step)
+    numbers = jnp.asarray(scale, jnp.float32), jnp.asarray(shift, jnp.float32)
+    return PLAIN.step(shifted, model, state, X, Y, *numbers, key=key)
+
+
+def steps(model, state, number, *numbers):
+    infos = []
+    for _ in range(number):
+        model, state, info = step(model, state, *numbers)
+        infos.append(info)
+    return model, state, infos
+
+
+@ft.cache
+def begun():
+    model, state, infos = steps(mlp(), PLAIN.init(mlp()), 5)
+    assert not any(i.rejected for i in infos)
+    return model, state
+
+
+def faults_of(info):
+    return {name for name, found in info.faults.as_dict().items() if found}
+
+
+def test_one_batch_does_not_lead_back():
+    model, state = begun()
+    new, after, infos = steps(model, state, 3, 1.0, 1e3)
+    assert [faults_of(i) for i in infos] == 3 * [{"divergence"}]
+    assert_same_leaves(new, model)
+    same = lambda s: (s.velocity, s.curvature, s.inverse, s.iterates, s.rollback.params)
+    assert_same_leaves(same(after), same(state))
+    _, after, (info,) = steps(new, after, 1)
+    assert not info.rejected and after.rollback.bad == 0 and after.rollback.caution == 1
+    # A loss that is not quite as large is none of it.
+    _, _, (info,) = steps(model, state, 1, 1.0, 5 * float(state.rollback.level))
+    assert not info.rejected
+
+
+@pytest.mark.parametrize("size", [1e3, 1e30])
+def test_back_to_the_last_good_parameters(size):
+    """Where the loss is large, or not finite: to what they were, bit for bit."""
+    model, state = begun()
+    away = jtu.tree_map(lambda p: size * p if eqx.is_inexact_array(p) else p, model)
+    last = "divergence" if size < 1e10 else "loss"
+    new, after, infos = steps(away, state, 3)
+    assert all(faults_of(i) == {last} for i in infos)
+    assert_same_leaves(new, away)
+    new, after, (info,) = steps(new, after, 1)
+    assert faults_of(info) == {last, "divergence"}
+    good = arrays(state.rollback.params)
+    assert_same_leaves(sorted_arrays(new), sorted_arrays(good))
+    assert not any(np.any(v) for v in arrays(after.velocity))
+    assert_same_leaves(sorted_arrays(kfac.averaged(new, after)), sorted_arrays(good))
+    assert after.weight == 0 and after.rollback.caution == 10
+    # Which is good: from here on, it trains.
+    _, end, infos = steps(new, after, 10)
+    assert not any(i.rejected for i in infos) and infos[-1].loss < infos[0].loss
+    np.testing.assert_allclose(end.rollback.caution, 10 * 0.98**10, rtol=1e-5)
+    assert end.faults.divergence == (4 if size < 1e10 else 1)
+
+
+def sorted_arrays(tree):
+    return sorted(arrays(tree), key=lambda a: (a.shape, a.ravel()[0]))
+
+
+def test_more_damping_is_a_shorter_step():
+    model, state = begun()
+    norms = []
+    still = jtu.tree_map(jnp.zeros_like, state.velocity)
+    for caution in (1.0, 100.0):
+        where = lambda s: (s.rollback.caution, s.refactorise, s.velocity)
+        new = jnp.asarray(caution, float), jnp.asarray(True), still
+        _, _, info = step(model, eqx.tree_at(where, state, new))
+        norms.append(info.update_norm)
+    assert norms[1] < 0.1 * norms[0]
+
+
+def test_other_data_are_accepted():
+    """If the loss is as large at the parameters that were good, it is not they."""
+    model, state = begun()
+    model, state, infos = steps(model, state, 12, 1.0, 1e3)
+    assert [bool(i.rejected) for i in infos] == 8 * [True] + 4 * [False]
+    assert state.rollback.level > 900 and state.rollback.caution == 1
+    assert infos[-1].loss < infos[8].loss
+
+
+@pytest.mark.parametrize("scale, shift", [(1.0, -50.0), (1e-4, 0.0), (0.0, 0.0)])
+def test_losses_of_any_size(scale, shift):
+    """Negative ones, small ones, and a first batch that is empty."""
+    model, state = mlp(), PLAIN.init(mlp())
+    model, state, first = steps(model, state, 2, scale, shift)
+    _, state, then = steps(model, state, 3)
+    assert state.faults.divergence == 0 and not any(i.faults.divergence for i in first)
+    assert not any(i.rejected for i in then)
+
+
+def test_update_leads_back_as_well():
+    model, state = begun()
+    away = jtu.tree_map(lambda p: 1e3 * p if eqx.is_inexact_array(p) else p, model)
+    estimate = eqx.filter_jit(kfac.value_grad_and_curvature(squared))
+    update = eqx.filter_jit(PLAIN.update)
+    value, grads, curvature = estimate(away, X, Y, key=KEY)
+    told, untold, now = state, state, away
+    for _ in range(4):
+        given = dict(curvature=curvature, value=value)
+        updates, told = update(grads, told, now, **given)
+        now = eqx.apply_updates(now, updates)
+        _, untold = update(grads, untold, away, curvature=curvature)
+    want = sorted_arrays(arrays(state.rollback.params))
+    for g, w in zip(sorted_arrays(now), want, strict=True):
+        np.testing.assert_allclose(g, w, atol=1e-3)  # The difference was rounded.
+    assert told.faults.divergence == 4 and untold.faults.divergence == 0
+    assert_same_leaves(untold.rollback, state.rollback)
