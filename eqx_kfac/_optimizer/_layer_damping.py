@@ -11,7 +11,7 @@ from .._checks import check_number
 from .._custom_types import Layer, Model, Scalar
 from .._devices import over_stack, zeros_as_from
 from .._operator import KroneckerOperator, SeriesOperator, squared_norm, trace, unpacked
-from .._tag import flatten_tags, Tag
+from .._tag import flatten_tags, is_trainable, map_tags, Tag
 from ..form import has_bias
 from ._numbers import AbstractRule
 
@@ -123,7 +123,8 @@ class LayerDamping(AbstractLayerDamping):
         r"""$\lambda_l$ for every layer with factors (and for each of a stack), given
         $\lambda$, the loss, and its gradient."""
 
-        found, treedef = flatten_tags(_measured, model, curvature, grads)
+        matrices = map_tags(_matrix, grads)
+        found, treedef = flatten_tags(_measured, model, curvature, matrices)
         measures = [of_layer for _, of_layer in found]
         each = [m for m in measures if m is not None]
         traces = sum(jnp.sum(m.trace) for m in each)
@@ -156,9 +157,13 @@ def init_layer_damping(
     return zeros_as_from(rule, number, curvature, model, number, model)
 
 
-def _measured(tag: Tag, layer: Layer, factors: Any, gradient: Layer) -> Any:
-    """What the damping of a layer (of each, in a stack) is made of; `None` if it has no
-    factors."""
+def _matrix(tag: Tag, layer: Layer) -> Array | None:
+    return tag.to_matrix(layer) if is_trainable(tag, layer) else None
+
+
+def _measured(tag: Tag, layer: Layer, factors: Any, gradient: Array) -> Any:
+    """What the damping of a layer (of each, in a stack) is made of, given its gradient as
+    a matrix; `None` if it has no factors."""
     if factors is None:
         return None
 
@@ -177,7 +182,7 @@ def _measured(tag: Tag, layer: Layer, factors: Any, gradient: Layer) -> Any:
         )
 
     dtype = factors.l2.dtype
-    matrices = [tag.to_matrix(node).astype(dtype) for node in (layer, gradient)]
+    matrices = [a.astype(dtype) for a in (tag.to_matrix(layer), gradient)]
     return over_stack(of_one, factors.l2.ndim)(factors, *matrices)
 
 
