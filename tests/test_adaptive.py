@@ -259,7 +259,7 @@ trajectories = {
     "cholesky": dict(eta=0.05),
     "eigh": dict(eta=0.05, factored=False, examples=3),
     "numbers": dict(
-        learning_rate=0.1, momentum=0.5, damping=0.3, interval=1, factored=False
+        learning_rate=0.2, momentum=0.5, damping=0.1, interval=1, factored=False
     ),
     "often": dict(
         interval=2,
