@@ -12,7 +12,7 @@ import pytest
 
 import eqx_kfac as kfac
 
-from .helpers import arrays, assert_same_leaves, normal, squared
+from .helpers import arrays, assert_same_leaves, normal, squared, unwatched
 from .plain import plain_kfac
 
 
@@ -36,9 +36,7 @@ def losses(optimizer, loss_fn, model, number, watch=True):
 
     def body(carry, key):
         params, state = carry
-        if not watch:
-            level = jnp.zeros_like(state.rollback.level)
-            state = eqx.tree_at(lambda s: s.rollback.level, state, level)
+        state = state if watch else unwatched(state)
         model = eqx.combine(params, static)
         model, state, info = optimizer.step(loss_fn, model, state, X, Y, key=key)
         return (eqx.filter(model, eqx.is_array), state), info.loss

@@ -343,7 +343,7 @@ plain = dict(
 )
 variants = [
     (dict(), 0.0),
-    (dict(curvature_period=2, inverse_period=3, burn_in=3, learning_rate=0.05), 0.0),
+    (dict(curvature_period=2, inverse_period=3, burn_in=3, learning_rate=0.02), 0.0),
     (dict(norm_constraint=1e-2, ema=0.5, inverse_period=2), 0.1),
 ]
 

@@ -1,11 +1,13 @@
 """What a step leaves behind: the parameters decayed, the state after it."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
+from jaxtyping import Array, Bool
 
 from .._custom_types import Model, Numeric
 from .._misc import is_none, masked, tree_where
@@ -60,17 +62,7 @@ def after(
         fallback=fallback,
         iterates=iterates,
     )
-    kept = {name: getattr(state, name) for name in taken}
-    # Where the parameters go back, curvature was that of where they should not be.
-    weight = jnp.where(back, 0, state.weight)
-    # Of what led uphill, not the same again: it would for ever.
-    uphill = info.faults.update | info.faults.increase | back
-    moving = state.velocity, state.extent
-    stopped = jtu.tree_map(jnp.zeros_like, moving)
-    kept["velocity"], kept["extent"] = tree_where(uphill, stopped, moving)
-    if state.iterates is not None:
-        again = state.iterates.at(rollback.params)
-        kept["iterates"] = tree_where(back, again, state.iterates)
+    kept = _kept(state, taken, info, back, rollback.params)
     rate, momentum = tree_where(
         info.rejected,
         (numbers.learning_rate, numbers.momentum),
@@ -82,12 +74,34 @@ def after(
         step=state.step + 1,
         numbers=numbers._replace(**chosen),
         rollback=rollback,
-        weight=weight,
+        # Where the parameters go back, curvature was that of where they should not be.
+        weight=jnp.where(back, 0, state.weight),
         refactorise=info.rejected & (rules.damping is not None),
         rejected=state.rejected + info.rejected.astype(jnp.int32),
         faults=count(state.faults, info.faults),
         **tree_where(info.rejected, kept, taken),
     )
+
+
+def _kept(
+    state: KFACState,
+    names: Iterable[str],
+    info: Info,
+    back: Bool[Array, ""],
+    good: dict[str, Array],
+) -> dict[str, Any]:
+    """What stays of the state if the step is rejected, or if the parameters go `back` to
+    `good` ones."""
+    kept = {name: getattr(state, name) for name in names}
+    # Of what led uphill, not the same again: it would for ever.
+    uphill = info.faults.update | info.faults.increase | back
+    moving = state.velocity, state.extent
+    stopped = jtu.tree_map(jnp.zeros_like, moving)
+    kept["velocity"], kept["extent"] = tree_where(uphill, stopped, moving)
+    if state.iterates is not None:
+        again = state.iterates.at(good)
+        kept["iterates"] = tree_where(back, again, state.iterates)
+    return kept
 
 
 def _next_damping(state: KFACState, info: Info, rules: Rules) -> Any:
