@@ -223,7 +223,7 @@ class Walk:
         negative = lambda t: t._replace(scale=-1.0 if t.scale is None else -t.scale)
         terms = fact_b.terms
         terms = tuple(map(negative, terms)) if minus else terms
-        return evaluated(eqn, [a, b]), [Fact(False, (*fact_a.terms, *terms))]
+        return evaluated(eqn, [a, b]), [Fact(False, _added((*fact_a.terms, *terms)))]
 
     def _joined(self, frame: "_Frame", eqn: JaxprEqn, inputs: list) -> tuple | None:
         """A bias joins the array whose product with data it is added to."""
@@ -526,6 +526,18 @@ def _scaled(match: tuple, scale: Any) -> tuple:
     if jnp.iscomplexobj(scale) and not jnp.iscomplexobj(x):
         dtype = (jnp.zeros((), dtype) * 1j).dtype
     return use, x.astype(dtype) * scale.astype(dtype), *rest
+
+
+def _added(terms: Sequence[Term]) -> tuple[Term, ...]:
+    """The terms of a sum: one for every array and what is seen of it."""
+    found: dict[Any, Term] = {}
+    for term in terms:
+        key = term._replace(scale=None)
+        if key in found:
+            scales = [1.0 if t.scale is None else t.scale for t in (found[key], term)]
+            term = term._replace(scale=sum(scales))
+        found[key] = term
+    return tuple(found.values())
 
 
 def _number(value: Any, fact: Fact) -> Any:
