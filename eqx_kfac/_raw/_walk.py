@@ -601,8 +601,13 @@ _MOVES: dict[str, Callable] = {
     ),
     "slice": _slice,
     "rev": lambda eqn, axes: axes.reverse(eqn.params["dimensions"]),
-    "copy": lambda eqn, axes: axes,
-    "copy_p": lambda eqn, axes: axes,
+    **dict.fromkeys(
+        (
+            *("copy", "copy_p", "name", "pvary", "pcast"),
+            *("sharding_constraint", "mesh_cast"),
+        ),
+        lambda eqn, axes: axes,
+    ),
 }
 _SPECIAL: dict[str, Callable] = {
     **dict.fromkeys(_MOVES, Walk._moved),
