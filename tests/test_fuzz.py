@@ -180,7 +180,7 @@ class Raw(eqx.Module):
                 return jnp.tanh(z.reshape(h.shape))
             case "slices":
                 for i in range(2):
-                    h = jnp.tanh(h @ w[i].T + b[i])
+                    h = jnp.tanh(h @ w[i].T + b[i][None])
                 return h
             case "summed":
                 return jnp.tanh(h @ (0.5 * (w - 2 * v.T)) + b[None])
@@ -674,7 +674,7 @@ def is_right(program, found, path, tag, layer, factors, matrices) -> bool:
                 return False
     if isinstance(tag.form, kfac.form.Gates):  # Its maps are inside of the cell.
         return True
-    if tag.block.tied:  # Its uses are of two kinds.
+    if getattr(tag.block, "tied", False):  # Its uses are of two kinds.
         return True
     average = program.block == "reduce"
     bias = getattr(layer, "bias", None) is not None
