@@ -1,5 +1,6 @@
 """A model, converted."""
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,16 @@ from ..form import AbstractForm, Parameters
 from ..nn import Blocks, Choice, convert_layers, revert_layers
 from ._formed import Formed, formed, unformed
 from ._notes import is_wide, Notes, Part, RawArray, tags_for
-from ._watched import map_watched, Marked, method_of, plain, walked, Watched, watched
+from ._watched import (
+    map_watched,
+    Marked,
+    method_of,
+    OwnParts,
+    plain,
+    walked,
+    Watched,
+    watched,
+)
 
 
 _T = TypeVar("_T")
@@ -261,7 +271,8 @@ def _noted(model: Model, args: tuple, method: Any, notes: Notes) -> None:
                 module = replaced(module, name, marked)
         return module
 
-    walked(_rebuilt(mark, model), method, args, {}, notes)
+    with contextlib.suppress(OwnParts):  # Then, all are at their values.
+        walked(_rebuilt(mark, model), method, args, {}, notes)
 
 
 #

@@ -7,7 +7,7 @@ import equinox as eqx
 
 from .._tag import Tag
 from ..form import AbstractForm, Parameters
-from ._watched import subclass
+from ._watched import check_has_no_tag, subclass
 
 
 class Formed:
@@ -45,6 +45,7 @@ def _rebuilt(cls: type, fields: dict[str, Any]) -> Any:
 
 def formed(layer: Any, form: AbstractForm, block: Any) -> Any:
     """A layer with a tag of this form."""
+    check_has_no_tag(layer)
     return _rebuilt(type(layer), {**vars(layer), "tag": Tag(form, block)})
 
 

@@ -11,8 +11,9 @@ from jaxtyping import Array, PyTree
 from .._block import AbstractBlock, Kronecker
 from .._tag import Tag
 from ..form import AbstractForm, Convolution, Leaf, Lookup, Parameters, size_of, View
+from ._facts import AbstractVisitor, Term
 from ._sites import Site
-from ._walk import AbstractVisitor, Term, WIDE
+from ._walk import WIDE
 from ._watched import matrix, transposed
 
 
@@ -93,8 +94,9 @@ def parts_of(arrays: Sequence[RawArray], notes: Notes) -> list[Part]:
     """The parts of all arrays that are matrices in whatever is done with them, with their
     biases."""
     found: list[Part] = []
+    biases = {use.bias for uses in notes.uses.values() for use in uses}
     for number, array in enumerate(arrays):
-        if number in notes.uses and number not in notes.others:
+        if number in notes.uses and number not in {*notes.others, *biases}:
             found += _parts(number, array, notes.uses[number])
     by_bias = lambda part: -1 if part.bias is None else part.bias
     for bias, parts in itertools.groupby(sorted(found, key=by_bias), key=by_bias):

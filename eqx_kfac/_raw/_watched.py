@@ -20,8 +20,9 @@ from .._program import part_of
 from .._tag import Tag
 from ..form import AbstractForm, Convolution, Leaf, Lookup, Parameters, View
 from ._axes import Axes
+from ._facts import AbstractVisitor, Fact, Term
 from ._sites import GROUPED, Site
-from ._walk import AbstractVisitor, Fact, Term, Walk
+from ._walk import Walk
 
 
 class Watched:
@@ -42,9 +43,12 @@ def watched_class(cls: type) -> type:
 
     def intercepted(name):
         def method(self, *args, **kwargs):
-            if not is_collecting(self):
-                return getattr(super(new, self), name)(*args, **kwargs)
-            return watched_call(self, name, args, kwargs)
+            if is_collecting(self):
+                try:
+                    return watched_call(self, name, args, kwargs)
+                except OwnParts:
+                    pass
+            return getattr(super(new, self), name)(*args, **kwargs)
 
         return ft.update_wrapper(method, _function(cls, name), updated=())
 
@@ -94,7 +98,17 @@ def _rebuilt(cls: type, fields: dict[str, Any]) -> Any:
 
 def watched(module: Any, tags: dict[str, Tag]) -> Any:
     """A module with `tags`, watched."""
+    check_has_no_tag(module)
     return _rebuilt(type(module), {**vars(module), "tag": tags})
+
+
+def check_has_no_tag(module: Any) -> None:
+    """Raises if a module has something else where its tags would be."""
+    if "tag" in vars(module):
+        raise TypeError(
+            f"A {type(module).__name__} has a field `tag` of its own, which is where "
+            "its tags would be. Give the field another name."
+        )
 
 
 def plain(module: Any) -> Any:
@@ -179,6 +193,21 @@ def watched_call(module: Any, name: str, args: tuple, kwargs: dict[str, Any]) ->
     return walked(marked, name, args, kwargs, Binder(tags))
 
 
+class OwnParts(Exception):
+    """A method returns modules that it has, or functions: these are called later."""
+
+
+def _has_own_parts(out: PyTree, own: set[int]) -> bool:
+    """Whether a function, or a module with any of these arrays, is in `out`."""
+    is_module = lambda node: isinstance(node, eqx.Module)
+    for node in jtu.tree_leaves(out, is_leaf=is_module):
+        if is_module(node) and any(id(a) in own for a in jtu.tree_leaves(node)):
+            return True
+        if callable(node) and not is_module(node):
+            return True
+    return False
+
+
 def walked(
     model: Any, name: Any, args: tuple, kwargs: dict[str, Any], visitor: AbstractVisitor
 ) -> Any:
@@ -199,6 +228,8 @@ def walked(
         model = treedef.unflatten(filled[: len(leaves)])
         args, kwargs = inputs_treedef.unflatten(filled[len(leaves) :])
         out = method_of(model, name)(*args, **kwargs)
+        if _has_own_parts(out, {id(filled[i]) for i in dynamic if i < len(leaves)}):
+            raise OwnParts
         arrays, others = eqx.partition(out, eqx.is_array)
         arrays, structure = jtu.tree_flatten(arrays)
         rest[:] = structure, others

@@ -1,0 +1,193 @@
+"""Operations that leave an array of parameters what it is, in other clothes: that move its
+entries, cast or scale them, or add something to them."""
+
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from ._axes import Axes
+from ._facts import added, bias_order, Fact, Frame
+
+
+def _moved(frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
+    """An operation that moves entries of its first operand."""
+    (value, fact), *_ = inputs
+    move = ft.partial(_MOVES[eqn.primitive.name], eqn)
+    out = lambda fact: (evaluated(eqn, [value]), [fact])
+    if fact.terms:
+        axes = [move(term.axes) for term in fact.terms]
+        if None in axes:
+            return None
+        pairs = zip(fact.terms, axes, strict=True)
+        moved = [t._replace(axes=a) for t, a in pairs]
+        return out(fact._replace(terms=tuple(moved), uniform=None))
+    if fact.pending is not None and frame.alone(eqn.invars[0]):
+        axes = move(fact.pending.axes)
+        if axes is None or not axes.is_whole or axes.copied:
+            return None
+        return out(fact._replace(pending=fact.pending._replace(axes=axes)))
+    uniform = _number(value, fact)
+    if uniform is not None and fact.pending is None:
+        return out(fact._replace(uniform=uniform))
+    return None
+
+
+def _cast(frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
+    new = eqn.outvars[0].aval.dtype  # pyright: ignore
+    if not jnp.issubdtype(new, jnp.inexact):
+        return None
+    ((value, fact),) = inputs
+    if jnp.issubdtype(new, jnp.complexfloating) and fact.pending is not None:
+        return None
+    keep = fact.terms or fact.uniform is not None
+    if fact.pending is not None:
+        keep = frame.alone(eqn.invars[0])
+    (out,) = evaluated(eqn, [value])
+    uniform = None if fact.uniform is None else jnp.asarray(fact.uniform).astype(new)
+    return ([out], [fact._replace(uniform=uniform)]) if keep else None
+
+
+def _split(frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
+    ((value, fact),) = inputs
+    if not fact.terms:
+        return None
+    axis, start, facts = eqn.params["axis"], 0, []
+    for size in map(int, eqn.params["sizes"]):
+        starts, stops = _along(value.shape, axis, start, start + size)
+        axes = [term.axes.slice(starts, stops) for term in fact.terms]
+        if None in axes:
+            return None
+        pairs = zip(fact.terms, axes, strict=True)
+        terms = tuple(t._replace(axes=a) for t, a in pairs)
+        facts.append(Fact(fact.data, terms))
+        start += size
+    return evaluated(eqn, [value]), facts
+
+
+def _multiplied(frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
+    """A product with, or a quotient by, a number; or a change of sign."""
+    name = eqn.primitive.name
+    values = [value for value, _ in inputs]
+    side = 0 if inputs[0][1].terms else 1
+    if len(inputs) <= side or not inputs[side][1].terms:
+        return None
+    fact = inputs[side][1]
+    if name == "neg":
+        number = -1.0
+    else:
+        if name == "div" and side == 1:
+            return None
+        number = _number(*inputs[1 - side])
+        if number is None or inputs[1 - side][1].terms:
+            return None
+        number = 1 / number if name == "div" else number
+    scale = lambda t: number if t.scale is None else t.scale * number
+    terms = tuple(t._replace(scale=scale(t)) for t in fact.terms)
+    data = any(f.data for _, f in inputs)
+    return evaluated(eqn, values), [Fact(data, terms)]
+
+
+def _sum(frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
+    """A sum (or a difference): of arrays, or of a result and its bias."""
+    joined = _joined(frame, eqn, inputs)
+    if joined is not None:
+        return joined
+    (a, fact_a), (b, fact_b) = inputs
+    there = fact_a.terms or fact_b.terms
+    if not there or fact_a.data or fact_b.data or np.shape(a) != np.shape(b):
+        return None
+    minus = eqn.primitive.name == "sub"
+    negative = lambda t: t._replace(scale=-1.0 if t.scale is None else -t.scale)
+    terms = fact_b.terms
+    terms = tuple(map(negative, terms)) if minus else terms
+    return evaluated(eqn, [a, b]), [Fact(False, added((*fact_a.terms, *terms)))]
+
+
+def _joined(frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
+    """A bias joins the array whose product with data it is added to."""
+    if eqn.primitive.name == "sub":
+        return None
+    for i in (0, 1):
+        (_, fact), (_, other) = inputs[i], inputs[1 - i]
+        if fact.pending is None or len(other.terms) != 1 or other.data:
+            continue
+        (bias,) = other.terms
+        site, *rest = fact.pending.sites
+        order = bias_order(fact.pending, bias)
+        if order is None or not frame.alone(eqn.invars[i]):
+            continue
+        if rest or not frame.visitor.accepts(site, bias):
+            continue
+        (z,) = evaluated(eqn, [value for value, _ in inputs])
+        return [frame.tagged(z, fact.pending, bias, order)], [Fact(True)]
+    return None
+
+
+def _complex(frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
+    (a, fact_a), (b, fact_b) = inputs
+    if not (fact_a.terms or fact_b.terms) or fact_a.data or fact_b.data:
+        return None
+    turned = lambda t: t._replace(scale=1j if t.scale is None else t.scale * 1j)
+    terms = (*fact_a.terms, *map(turned, fact_b.terms))
+    return evaluated(eqn, [a, b]), [Fact(False, terms)]
+
+
+def _number(value: Any, fact: Fact) -> Any:
+    """The number that all entries of a value are, if it is known to be one."""
+    if np.ndim(value) == 0:
+        return value
+    return fact.uniform
+
+
+def _along(shape: Sequence[int], axis: int, start: int, stop: int) -> tuple:
+    starts, stops = [0] * len(shape), list(shape)
+    starts[axis], stops[axis] = start, stop
+    return starts, stops
+
+
+def evaluated(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """What an equation gives."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    out = eqn.primitive.bind(*functions, *values, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _slice(eqn: JaxprEqn, axes: Axes) -> Axes | None:
+    p = eqn.params
+    if p["strides"] is not None and any(s != 1 for s in p["strides"]):
+        return None
+    return axes.slice(p["start_indices"], p["limit_indices"])
+
+
+_MOVES: dict[str, Callable] = {
+    "transpose": lambda eqn, axes: axes.transpose(eqn.params["permutation"]),
+    "reshape": lambda eqn, axes: axes.reshape(eqn.params["new_sizes"]),
+    "squeeze": lambda eqn, axes: axes.without(eqn.params["dimensions"]),
+    "broadcast_in_dim": lambda eqn, axes: axes.broadcast(
+        eqn.params["shape"], eqn.params["broadcast_dimensions"]
+    ),
+    "slice": _slice,
+    "rev": lambda eqn, axes: axes.reverse(eqn.params["dimensions"]),
+    **dict.fromkeys(
+        (
+            *("copy", "copy_p", "name", "pvary", "pcast"),
+            *("sharding_constraint", "mesh_cast"),
+        ),
+        lambda eqn, axes: axes,
+    ),
+}
+
+
+MOVING: dict[str, Callable] = {
+    **dict.fromkeys(_MOVES, _moved),
+    "convert_element_type": _cast,
+    "split": _split,
+    **dict.fromkeys(("mul", "div", "neg"), _multiplied),
+    **dict.fromkeys(("add", "add_any", "sub"), _sum),
+    "complex": _complex,
+}

@@ -1,0 +1,476 @@
+"""Constructs that an array can be part of: where `kfac.convert` puts tags, and that what
+they collect is right."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from .helpers import normal
+from .raw import check, module
+
+
+conv = jax.lax.conv_general_dilated
+VECTORS = normal(3, 3)
+WORDS = jnp.array([1, 4, 4])
+SEQUENCES = normal(2, 3, 4)
+IMAGES = normal(2, 2, 4, 4)  # Channels first.
+
+
+def attention(m, x):
+    q, k, v = jnp.moveaxis((x @ m.w + m.b).reshape(len(x), 3, 2, 2), 1, 0)
+    a = jax.nn.softmax(jnp.einsum("thd,shd->hts", q, k) / 2**0.5 + m.mask)
+    return jnp.tanh(jnp.einsum("hts,shd->thd", a, v).reshape(len(x), 4) @ m.out.T)
+
+
+def parts(m, x):
+    q, k, v = jnp.split(m.w, 3)
+    a, b, c = jnp.split(m.b, 3)
+    return jnp.tanh(q @ x + a) * (k @ x + b) + (v @ x + c)
+
+
+def of_one_kind(m, x):
+    h = jnp.tanh(m.w[:2] @ x + m.b)
+    return m.w[2:, :2] @ h + m.w[2:, 2]
+
+
+def looped(m, x):
+    step = lambda h, x: (jnp.tanh(m.wi @ x + m.wh @ h + m.b), h)
+    return jax.lax.scan(step, m.h, x)[0] @ m.out
+
+
+def blocks(m, x):
+    step = lambda h, own: (h + jnp.tanh(own[0] @ h + own[1]) * own[2], None)
+    return jax.lax.scan(step, x, (m.w, m.b, m.g))[0]
+
+
+def twice_looped(m, x):
+    def outer(h, own):
+        inner = lambda h, v: (jnp.tanh(own @ v + m.u @ h), None)
+        return jax.lax.scan(inner, h, x)[0], None
+
+    return jax.lax.scan(outer, jnp.zeros(3), m.w)[0]
+
+
+def conditions(m, x):
+    x = jax.lax.cond(True, lambda x: m.w @ x + m.b, lambda x: 2 * x, x)
+    branches = [lambda x, w=w: jnp.tanh(w @ x) for w in (m.v, m.u)]
+    return x + jax.lax.switch(jnp.array(1), branches, x)
+
+
+def spectral(m, x):
+    f = jnp.fft.rfft(x)[:, :3]
+    f = jnp.einsum("if,iof->of", f, jax.lax.complex(m.re, m.im))
+    return jnp.tanh(jnp.fft.irfft(jnp.pad(f, ((0, 0), (0, 2))), 8) + m.w @ x)
+
+
+@jax.custom_jvp
+def activation(x):
+    return jnp.tanh(x)
+
+
+activation.defjvp(lambda x, t: (activation(*x), t[0] * (1 - jnp.tanh(x[0]) ** 2)))
+
+
+def case(call, x, want, *shared, **shapes):
+    """What is called, of which examples; what is tagged, and which arrays are used more
+    than once; and the shapes of all."""
+    path = lambda name: f"['{name}']"
+    return call, x, {path(k): v for k, v in want.items()}, list(map(path, shared)), shapes
+
+
+CASES = {
+    "from the right": case(
+        lambda m, x: m.v @ jnp.tanh(x @ m.w + m.b) + m.c,
+        VECTORS,
+        {"v": "Dense 2x4+1", "w": "Dense 4x3+1"},
+        w=(3, 4),
+        b=(4,),
+        v=(2, 4),
+        c=(2,),
+    ),
+    "transposed": case(
+        lambda m, x: jnp.tanh(x @ m.w.T) @ m.v.reshape(2, 4).T,
+        VECTORS,
+        {"v": "Dense 2x4", "w": "Dense 4x3"},
+        w=(4, 3),
+        v=(8,),
+    ),
+    "heads": case(
+        lambda m, x: (
+            jnp.einsum("hd,hdo->o", jnp.tanh(jnp.einsum("i,ihd->hd", x, m.w) + m.b), m.o)
+            + m.c
+        ),
+        VECTORS,
+        {"o": "Dense 2x8+1", "w": "Dense 8x3+1"},
+        w=(3, 2, 4),
+        b=(2, 4),
+        o=(2, 4, 2),
+        c=(2,),
+    ),
+    "heads of a matrix": case(
+        lambda m, x: jnp.einsum("i,ihd->hd", x, m.w.reshape(3, 2, 2)) + m.b.reshape(2, 2),
+        VECTORS,
+        {"w": "Dense 4x3+1"},
+        w=(3, 4),
+        b=(4,),
+    ),
+    "heads and biases in other orders": case(
+        lambda m, x: jnp.einsum("i,dih->hd", x, m.w) + m.b.T,
+        VECTORS,
+        {"others": "Parameters 8", "w": "Dense 8x3"},
+        w=(2, 3, 4),
+        b=(2, 4),
+    ),
+    "side by side": case(
+        lambda m, x: jnp.einsum("gi,gio->go", x, m.w) + m.b,
+        SEQUENCES,
+        {"w": "Einsum[3] 2x4+1"},
+        w=(3, 4, 2),
+        b=(3, 2),
+    ),
+    "attention": case(
+        attention,
+        SEQUENCES,
+        {"others": "Parameters 18", "out": "Dense 5x4", "w": "Dense 12x4+1"},
+        "w",
+        "out",
+        w=(4, 12),
+        b=(12,),
+        mask=(2, 3, 3),
+        out=(5, 4),
+    ),
+    "parts": case(
+        parts,
+        VECTORS,
+        {
+            "w[0:2, :]": "Dense 2x3+1",
+            "w[2:4, :]": "Dense 2x3+1",
+            "w[4:6, :]": "Dense 2x3+1",
+        },
+        w=(6, 3),
+        b=(6,),
+    ),
+    "parts that are not all alike": case(
+        of_one_kind,
+        VECTORS,
+        {"others": "Parameters 11"},
+        w=(3, 3),
+        b=(2,),
+    ),
+    "scaled and cast": case(
+        lambda m, x: (m.w / 2).astype(float) @ jnp.tanh(-m.v @ x),
+        VECTORS,
+        {"v": "Dense 3x3", "w": "Dense 2x3"},
+        w=(2, 3),
+        v=(3, 3),
+    ),
+    "summed": case(
+        lambda m, x: (m.w + np.eye(3)) @ jnp.tanh((m.v - 2 * m.u.T) @ x),
+        VECTORS,
+        {"u": "Dense 3x3", "v": "Dense 3x3", "w": "Dense 3x3"},
+        w=(3, 3),
+        v=(3, 3),
+        u=(3, 3),
+    ),
+    "low rank": case(
+        lambda m, x: (m.w + 0.5 * m.b @ m.a) @ x,
+        VECTORS,
+        {"others": "Parameters 12", "w": "Dense 3x3"},
+        w=(3, 3),
+        a=(2, 3),
+        b=(3, 2),
+    ),
+    "there and back": case(
+        lambda m, x: m.w.T @ jnp.tanh(m.w @ x),
+        VECTORS,
+        {"w": "Dense 2x3, tied"},
+        "w",
+        w=(2, 3),
+    ),
+    "lookup and projection": case(
+        lambda m, i: m.e @ jnp.tanh(m.w @ m.e[i]) + m.b,
+        WORDS,
+        {"e": "Lookup 3x5, tied", "others": "Parameters 5", "w": "Dense 3x3"},
+        "e",
+        e=(5, 3),
+        w=(3, 3),
+        b=(5,),
+    ),
+    "lookups": case(
+        lambda m, i: jnp.tanh(
+            m.e[i] + jnp.take(m.f, i, axis=0) + jax.nn.one_hot(i, 5) @ m.g + m.h[:, i]
+        ),
+        WORDS,
+        {"e": "Lookup 3x5", "f": "Lookup 3x5", "g": "Dense 3x5", "h": "Lookup 3x5"},
+        e=(5, 3),
+        f=(5, 3),
+        g=(5, 3),
+        h=(3, 5),
+    ),
+    "several lookups": case(
+        lambda m, i: jnp.tanh(jnp.tanh(m.e[i]) @ m.w),
+        jnp.array([[1, 3], [0, 4]]),
+        {"e": "Lookup 3x5", "w": "Dense 2x3"},
+        "w",
+        "e",
+        e=(5, 3),
+        w=(3, 2),
+    ),
+    "members of a stack": case(
+        lambda m, x: m.w[1] @ jnp.tanh(m.w[0] @ x + m.b[0]) + m.b[1],
+        VECTORS,
+        {"w[0:1, :, :]": "Dense 3x3+1", "w[1:2, :, :]": "Dense 3x3+1"},
+        w=(2, 3, 3),
+        b=(2, 3),
+    ),
+    "containers": case(
+        lambda m, x: m.p[1]["v"] @ jnp.tanh(m.p[0] @ x + m.q[0]) + m.q[1],
+        VECTORS,
+        {"p.0": "Dense 4x3+1", "p.1.v": "Dense 2x4+1"},
+        p=[(4, 3), {"v": (2, 4)}],
+        q=((4,), (2,)),
+    ),
+    "channels first": case(
+        lambda m, x: jnp.tanh(conv(x[None], m.w, (1, 1), "SAME")[0] + m.b[:, None, None]),
+        IMAGES,
+        {"w": "Convolution 3x12+1"},
+        "w",
+        w=(3, 2, 2, 3),
+        b=(3,),
+    ),
+    "channels last": case(
+        lambda m, x: jnp.tanh(
+            conv(
+                x[None],
+                m.w,
+                (2, 1),
+                "VALID",
+                rhs_dilation=(1, 2),
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            )[0]
+            + m.b
+        ),
+        IMAGES,
+        {"w": "Convolution 3x16+1"},
+        "w",
+        w=(2, 2, 4, 3),
+        b=(3,),
+    ),
+    "groups of channels": case(
+        lambda m, x: jnp.tanh(
+            conv(x[None], m.w, (1, 1), "VALID", feature_group_count=2)[0]
+            + m.b.reshape(4, 1, 1)
+        ),
+        IMAGES,
+        {"w": "Convolution[2] 2x6+1"},
+        "w",
+        w=(4, 1, 3, 2),
+        b=(4,),
+    ),
+    "batches inside": case(
+        lambda m, x: jnp.tanh(conv(x, m.w, (1,), "VALID") + m.b[None, :, None]),
+        IMAGES,
+        {"w": "Convolution 3x8+1"},
+        "w",
+        w=(3, 4, 2),
+        b=(3,),
+    ),
+    "transposed convolution": case(
+        lambda m, x: jnp.tanh(
+            jax.lax.conv_transpose(
+                x[None],
+                m.w,
+                (2,),
+                "SAME",
+                dimension_numbers=("NWC", "WIO", "NWC"),
+                transpose_kernel=True,
+            )[0]
+            + m.b
+        ),
+        SEQUENCES,
+        {"w": "Convolution 2x12+1"},
+        "w",
+        w=(3, 2, 4),
+        b=(2,),
+    ),
+    "reversed kernel": case(
+        lambda m, x: (
+            jnp.tanh(conv(x[None], m.w[:, :, ::-1], (1,), "SAME")[0])
+            + jnp.exp(conv(x[None], m.v[..., None], (1,), "VALID")[0])
+        ),
+        SEQUENCES,
+        {"v": "Convolution 2x3", "w": "Convolution 2x9"},
+        "w",
+        "v",
+        w=(2, 3, 3),
+        v=(2, 3),
+    ),
+    "one bias for two": case(
+        lambda m, x: (m.w @ x + m.b) * (m.v @ x + m.b),
+        VECTORS,
+        {"others": "Parameters 2", "v": "Dense 2x3", "w": "Dense 2x3"},
+        w=(2, 3),
+        v=(2, 3),
+        b=(2,),
+    ),
+    "a bias in another place too": case(
+        lambda m, x: (m.w @ x + m.b) * m.b,
+        VECTORS,
+        {"others": "Parameters 2", "w": "Dense 2x3"},
+        w=(2, 3),
+        b=(2,),
+    ),
+    "with and without its bias": case(
+        lambda m, x: m.w @ jnp.tanh(m.w @ x + m.b),
+        VECTORS,
+        {"others": "Parameters 3", "w": "Dense 3x3"},
+        "w",
+        w=(3, 3),
+        b=(3,),
+    ),
+    "a result that is used twice": case(
+        lambda m, x: (lambda z: (z + m.b) * z)(m.w @ x),
+        VECTORS,
+        {"others": "Parameters 3", "w": "Dense 3x3"},
+        w=(3, 3),
+        b=(3,),
+    ),
+    "a bias for all outputs": case(
+        lambda m, x: m.w @ x + m.b,
+        VECTORS,
+        {"others": "Parameters 1", "w": "Dense 3x3"},
+        w=(3, 3),
+        b=(),
+    ),
+    "scales and tokens": case(
+        lambda m, x: jnp.mean(
+            jnp.concatenate([m.token, (x + m.positions) * m.scale]) @ m.w, axis=0
+        ),
+        SEQUENCES,
+        {"others": "Parameters 20", "w": "Dense 2x4"},
+        "w",
+        token=(1, 4),
+        positions=(3, 4),
+        scale=(4,),
+        w=(4, 2),
+    ),
+    "computed": case(
+        lambda m, x: (
+            (m.g[:, None] * m.v / jnp.linalg.norm(m.v, axis=1, keepdims=True))
+            @ jnp.tanh((jax.nn.softplus(m.w) * np.tri(3)) @ x)
+        ),
+        VECTORS,
+        {"others": "Parameters 17"},
+        w=(3, 3),
+        v=(2, 3),
+        g=(2,),
+    ),
+    "complex": case(
+        spectral,
+        normal(2, 2, 8),
+        {"im": "Einsum[3] 3x2", "re": "Einsum[3] 3x2", "w": "Dense 3x2"},
+        "w",
+        "re",
+        "im",
+        re=(2, 3, 3),
+        im=(2, 3, 3),
+        w=(3, 2),
+    ),
+    "recurrent": case(
+        looped,
+        SEQUENCES,
+        {
+            "others": "Parameters 6",
+            "out": "Dense 2x3",
+            "wh": "Dense 3x3",
+            "wi": "Dense 3x4",
+        },
+        "wi",
+        "wh",
+        wi=(3, 4),
+        wh=(3, 3),
+        b=(3,),
+        h=(3,),
+        out=(3, 2),
+    ),
+    "loop along a stack": case(
+        blocks,
+        VECTORS,
+        {"others, stacked 1": "Parameters[2] 3", "w": "Dense[2] 3x3+1"},
+        w=(2, 3, 3),
+        b=(2, 3),
+        g=(2, 3),
+    ),
+    "loops in loops": case(
+        twice_looped,
+        normal(3, 2, 3),
+        {"u": "Dense 3x3", "w": "Dense[2] 3x3"},
+        "w",
+        "u",
+        w=(2, 3, 3),
+        u=(3, 3),
+    ),
+    "stack in a vmap": case(
+        lambda m, x: jnp.sum(
+            jnp.tanh(jax.vmap(lambda w, b: w @ x + b)(m.w, m.b)), axis=0
+        ),
+        VECTORS,
+        {"w": "Dense 8x3+1"},
+        w=(2, 4, 3),
+        b=(2, 4),
+    ),
+    "positions in a vmap": case(
+        lambda m, x: jnp.mean(jax.vmap(lambda x: jnp.tanh(m.w @ x + m.b))(x), axis=0),
+        SEQUENCES,
+        {"w": "Dense 2x4+1"},
+        "w",
+        w=(2, 4),
+        b=(2,),
+    ),
+    "counted loop": case(
+        lambda m, x: jax.lax.fori_loop(0, 2, lambda i, x: jnp.tanh(m.w[i] @ x + m.b), x),
+        VECTORS,
+        {"others": "Parameters 3", "w": "Lookup 9x2"},
+        "w",
+        w=(2, 3, 3),
+        b=(3,),
+    ),
+    "conditions": case(
+        conditions,
+        VECTORS,
+        {"u": "Dense 3x3", "v": "Dense 3x3", "w": "Dense 3x3+1"},
+        w=(3, 3),
+        b=(3,),
+        v=(3, 3),
+        u=(3, 3),
+    ),
+    "recomputed": case(
+        lambda m, x: (
+            jax.checkpoint(lambda w, x: jnp.tanh(w @ x + m.b))(
+                m.w, jax.jit(lambda x: m.v @ x)(x)
+            )
+            @ m.v
+        ),
+        VECTORS,
+        {"v": "Dense 3x3, tied", "w": "Dense 3x3+1"},
+        "v",
+        w=(3, 3),
+        b=(3,),
+        v=(3, 3),
+    ),
+    "own derivative": case(
+        lambda m, x: activation(m.w @ x + m.b) @ jax.nn.gelu(m.v),
+        VECTORS,
+        {"others": "Parameters 6", "w": "Dense 3x3+1"},
+        w=(3, 3),
+        b=(3,),
+        v=(3, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_construct(name):
+    call, x, want, shared, shapes = CASES[name]
+    check(module(call, **shapes), x, want, shared)
