@@ -1,5 +1,5 @@
-"""Operations that leave an array of parameters what it is, in other clothes: that move its
-entries, cast or scale them, or add something to them."""
+"""Operations that leave an array of parameters what it is, in other clothes: that move
+its entries, cast or scale them, or add something to them."""
 
 import functools as ft
 from collections.abc import Callable, Sequence
