@@ -24,6 +24,7 @@ from .._tag import (
     TaggedLayer,
     with_tags,
 )
+from ..form import View
 from ._flow import all_sources, Expressions
 from ._found import (
     Call,
@@ -128,26 +129,47 @@ def _check_unnoticed(found: Found, again: Found) -> None:
 def _check_uses(found: Found, trains: bool) -> None:
     """Raises if parameters pass by their tag, naming all such layers."""
     outputs = all_sources(found.outputs)
-    unseen, uncalled, unused, untagged = [], [], [], []
+    unseen, outside, uncalled, unused, untagged = [], [], [], [], []
     for number, own in enumerate(found.layers):
         calls = found.of(number)
         bypassing = outputs & source_of(number)
         if outputs & unseen_of(number):
             unseen.append(own)
+        elif bypassing and isinstance(own.tag.form, View) and not _at_zero(calls):
+            outside.append(own)
         elif not calls and bypassing:
             uncalled.append(own)
         elif not calls and trains and not found.opaque and number not in found.dead:
             unused.append(own)
-        elif bypassing and not all(call.at_zero for call in calls):
+        elif bypassing and not _at_zero(calls):
             untagged.append(own)
     if unseen:
         raise ValueError(_through_derivatives(unseen))
-    kinds = (uncalled, _UNCALLED), (untagged, _UNTAGGED), (unused, _UNUSED)
+    kinds = (
+        (outside, _OUTSIDE),
+        (uncalled, _UNCALLED),
+        (untagged, _UNTAGGED),
+        (unused, _UNUSED),
+    )
     messages = [_about(layers, text) for layers, text in kinds if layers]
     if messages:
         raise ValueError(" ".join(messages))
 
 
+def _at_zero(calls: list[Call]) -> bool:
+    """Whether there are calls, with a tag at a zero that is added to the result: what
+    bypasses it is the result itself."""
+    return bool(calls) and all(call.at_zero for call in calls)
+
+
+_OUTSIDE = (
+    "Arrays of the {layers} reach the losses in another way than `kfac.convert` saw with "
+    "its `example`, where no tag follows them: {parameters} are used outside of the "
+    "methods of their module, or multiply something else there. Use them in a method; "
+    "convert the model with the method that the loss function calls, "
+    "`kfac.convert(model, example=x[0], method=...)`; or leave them untagged, "
+    "`kfac.convert(model, example=x[0], blocks={blocks})`, with a `fallback`."
+)
 _UNCALLED = (
     "The {layers} {are} trained, but the loss function never calls {them}: {parameters} "
     "are used in another way, of which no curvature is collected. Have tags follow the "
