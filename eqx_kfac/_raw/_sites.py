@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
@@ -172,20 +173,27 @@ def lookup(eqn: JaxprEqn, axes: Axes, index: Array) -> tuple | None:
     """A `gather` of whole rows, or columns, of an array, as `contraction`."""
     params, shape = eqn.params, axes.shape
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
-    along = tuple(numbers.start_index_map)
+    mapped, collapsed = tuple(numbers.start_index_map), numbers.collapsed_slice_dims
+    clamps = params["mode"] == jax.lax.GatherScatterMode.CLIP
+    cut = [i for i, n in enumerate(sizes) if n != shape[i]]
     if (
-        len(along) != 1
-        or tuple(numbers.collapsed_slice_dims) != along
+        len(cut) != 1
+        or sizes[cut[0]] != 1
+        or cut[0] not in mapped
+        or tuple(collapsed) not in ((), tuple(cut))
         or numbers.operand_batching_dims
-        or any(n != (1 if i in along else shape[i]) for i, n in enumerate(sizes))
+        or (len(mapped) > 1 and not clamps)  # Indices of whole axes would matter.
     ):
         return None
-    others = [axis for i, axis in enumerate(axes.axes) if i not in along]
+    (along,) = cut
+    others = [axis for i, axis in enumerate(axes.axes) if i != along]
+    there = [i for i in range(len(shape)) if i not in collapsed]
     aval: Any = eqn.outvars[0].aval
     results: list[Any] = list(range(len(aval.shape)))
-    for place, axis in zip(numbers.offset_dims, others, strict=True):
-        results[place] = axis
-    return _looked_up(axes, along[0], others, results, aval.shape, index.reshape(-1))
+    for place, i in zip(numbers.offset_dims, there, strict=True):
+        results[place] = () if i == along else axes.axes[i]
+    index = index[..., mapped.index(along)].reshape(-1)
+    return _looked_up(axes, along, others, results, aval.shape, index, clamps)
 
 
 def row(eqn: JaxprEqn, axes: Axes, along: int, index: Array) -> tuple | None:
@@ -193,17 +201,24 @@ def row(eqn: JaxprEqn, axes: Axes, along: int, index: Array) -> tuple | None:
     others = [axis for i, axis in enumerate(axes.axes) if i != along]
     results = [() if i == along else axis for i, axis in enumerate(axes.axes)]
     aval: Any = eqn.outvars[0].aval
-    return _looked_up(axes, along, others, results, aval.shape, index.reshape(1))
+    return _looked_up(axes, along, others, results, aval.shape, index.reshape(1), True)
 
 
 def _looked_up(
-    axes: Axes, along: int, others: list, results: list, shape: tuple, index: Array
+    axes: Axes,
+    along: int,
+    others: list,
+    results: list,
+    shape: tuple,
+    index: Array,
+    clamps: bool,
 ) -> tuple | None:
     if axes.flips or axes.copied or axes.axes[along] == ():
         return None
     roles = Roles.of([], others, [axes.axes[along]])
     number = axes.shape[along]
-    use = Use(Lookup(number), roles.leaf(axes, (roles.into, roles.out)), *roles)
+    form = Lookup(number, clamps)
+    use = Use(form, roles.leaf(axes, (roles.into, roles.out)), *roles)
     outputs, channels = roles.arranged(results, shape, roles.out)
     return use, index, outputs, channels
 

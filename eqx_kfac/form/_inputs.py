@@ -115,7 +115,7 @@ class OneHot(AbstractInputs):
 
     **Fields:**
 
-    - `index`: where the 1 is, `[*rows]`, integers.
+    - `index`: where the 1 is, `[*rows]`, integers; nowhere, if that is `size`.
     - `size`: $d_\text{in}$, the length of the vectors.
     """
 
@@ -129,7 +129,7 @@ class OneHot(AbstractInputs):
         w = jnp.broadcast_to(w, self.index.shape).astype(like.dtype)
 
         def count(index, w):
-            return jnp.zeros(self.size, like.dtype).at[index].add(w)
+            return jnp.zeros(self.size, like.dtype).at[index].add(w, mode="drop")
 
         return over_stack(count, stack)(self.index, w)
 
@@ -139,7 +139,7 @@ class OneHot(AbstractInputs):
         return self.first(weights, stack, like)
 
     def sizes(self) -> Inexact[Array, "*rows"]:
-        return jnp.ones_like(self.index, float)
+        return (self.index < self.size).astype(float)
 
     def vectors(self) -> Inexact[Array, "*rows d_in"]:
         return jax.nn.one_hot(self.index, self.size, dtype=jnp.result_type(float))

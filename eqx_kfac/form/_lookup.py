@@ -17,9 +17,12 @@ class Lookup(AbstractForm):
     **Fields:**
 
     - `number`: how many rows the weight has.
+    - `clamps`: whether an index that is out of range is that of the nearest row, as of
+        `weight[i]` for a single `i`; or of none, as for an array of them.
     """
 
     number: int = eqx.field(static=True)
+    clamps: bool = eqx.field(static=True, default=True)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -30,9 +33,12 @@ class Lookup(AbstractForm):
         return Sizes(tuple(stack), size, number, bias=False, diagonal=True)
 
     def inputs(self, x: Int[Array, "..."], stack: int, axes: int) -> OneHot:
-        # As indexing does it: negative ones count from the end, others are clamped.
-        index = jnp.clip(jnp.where(x < 0, x + self.number, x), 0, self.number - 1)
-        return OneHot(index, self.number)
+        # As indexing does it, negative ones count from the end.
+        index = jnp.where(x < 0, x + self.number, x)
+        if self.clamps:
+            return OneHot(jnp.clip(index, 0, self.number - 1), self.number)
+        there = (index >= 0) & (index < self.number)
+        return OneHot(jnp.where(there, index, self.number), self.number)
 
     def outputs(
         self, z: Inexact[Array, "..."], stack: int, axes: int
