@@ -1,0 +1,956 @@
+"""Models of other people's packages for `zoo.py`: made as their documentation makes them,
+small, each with one call, data that are generated here, and a loss.
+
+An entry is a function that imports its package; so a package that is missing is missed by
+its own models alone."""
+
+import argparse
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import eqx_kfac as kfac
+
+
+class Problem(NamedTuple):
+    """`loss_fn(model, memory, *batch) -> (loss, memory)`, with a memory of batch norm or
+    `None`. `example`: the arguments of one call of the model."""
+
+    model: Any
+    example: Any
+    data: tuple[np.ndarray, ...]
+    loss_fn: Callable
+    batch: int = 64
+    memory: Any = None
+    after: Callable = lambda model: model  # What the package does after a step.
+    written: tuple = ()  # Classes that are here because of K-FAC: lines of work.
+
+
+class Entry(NamedTuple):
+    package: str
+    field: str
+    build: Callable[[], Problem]
+
+    @property
+    def name(self) -> str:
+        return self.build.__name__
+
+
+ALL: list[Entry] = []
+
+
+def entry(package: str, field: str) -> Callable:
+    def add(build):
+        ALL.append(Entry(package, field, build))
+        return build
+
+    return add
+
+
+def lines_of(written: tuple) -> int:
+    """Lines of code, without blank ones and documentation."""
+    total = 0
+    for thing in written:
+        text = inspect.getsource(thing)
+        if thing.__doc__:
+            text = text.replace(f'"""{thing.__doc__}"""', "")
+        total += sum(bool(line.strip()) for line in text.splitlines())
+    return total
+
+
+KEY = jax.random.key(0)
+KEYS = jax.random.split(KEY, 8)
+
+
+# Losses.
+
+
+def classes(model, memory, x, y):
+    return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y), memory
+
+
+def fields(model, memory, x, y):
+    """The squared error at all points of a grid."""
+    predictions = jax.vmap(model)(x)
+    flat = (len(x), -1)
+    return kfac.SquaredError(predictions.reshape(flat), y.reshape(flat)), memory
+
+
+class LogDensity(kfac.AbstractLoss):
+    """Minus the log-density of every example; the Fisher is that of the examples'
+    gradients."""
+
+    values: jax.Array
+    targets: Any = None
+    weights: Any = None
+
+    @property
+    def outputs(self):
+        return self.values[:, None]
+
+    @property
+    def root_shape(self):
+        return self.values.shape + (1,)
+
+    def __init__(self, values):
+        self.values, self.targets = values, jnp.ones(values.shape)
+
+    def losses(self, outputs, targets):
+        return -targets * outputs[..., 0]
+
+    def sample(self, key):
+        return jax.random.rademacher(key, self.values.shape, self.values.dtype)
+
+    def fisher_root(self, v):
+        return v
+
+
+class LogProb(eqx.Module):
+    """A distribution whose call is its log-density."""
+
+    distribution: eqx.Module
+
+    def __call__(self, x):
+        return self.distribution.log_prob(x)
+
+
+def density(model, memory, x):
+    return LogDensity(jax.vmap(model)(x)), memory
+
+
+# Data.
+
+
+def digits(shape: tuple[int, ...] = (64,), scale: int = 1) -> tuple:
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    x = (x / 8 - 1).reshape(-1, 1, 8, 8)
+    x = np.kron(x, np.ones((scale, scale)))
+    channels = shape[0] if len(shape) == 3 else 1
+    x = np.broadcast_to(x, (len(x), channels, *x.shape[2:]))
+    return x.reshape(-1, *shape).astype(np.float32), y.astype(np.int32)
+
+
+def characters(length: int = 24, vocabulary: int = 64) -> tuple:
+    """Characters of a module of Python, and the next ones."""
+    codes = np.frombuffer(inspect.getsource(argparse).encode(), np.uint8)
+    frequent = np.argsort(-np.bincount(codes, minlength=256))[: vocabulary - 1]
+    number = np.full(256, vocabulary - 1)
+    number[frequent] = np.arange(vocabulary - 1)
+    tokens = number[codes].astype(np.int32)
+    starts = np.random.default_rng(0).integers(0, len(tokens) - length - 1, 4096)
+    windows = tokens[starts[:, None] + np.arange(length + 1)]
+    return windows[:, :-1], windows[:, 1:]
+
+
+def proteins(letters: np.ndarray, mask: int, length: int = 24) -> tuple:
+    """Chains in which a letter depends on the one before, with letters left out:
+    `(masked, complete, which)`."""
+    rng = np.random.default_rng(0)
+    number = len(letters)
+    chances = rng.dirichlet(np.full(number, 0.1), size=number)
+    chain = [rng.integers(0, number, 2048)]
+    for _ in range(length - 1):
+        cumulative = np.cumsum(chances[chain[-1]], axis=1)
+        drawn = (rng.random((2048, 1)) > cumulative).sum(axis=1)
+        chain.append(np.minimum(drawn, number - 1))
+    complete = letters[np.stack(chain, axis=1)].astype(np.int32)
+    which = rng.random(complete.shape) < 0.2
+    masked = np.where(which, mask, complete).astype(np.int32)
+    return masked, complete, which.astype(np.float32)
+
+
+def moons(number: int = 4096) -> tuple:
+    rng = np.random.default_rng(0)
+    angle, side = rng.random(number) * np.pi, rng.integers(0, 2, number)
+    x = np.stack([np.cos(angle), np.sin(angle)], axis=1) * (1 - 2 * side)[:, None]
+    x = x + np.stack([side, 0.5 * side], axis=1) + 0.1 * rng.normal(size=(number, 2))
+    return (((x - x.mean(axis=0)) / x.std(axis=0)).astype(np.float32),)
+
+
+def burgers(points: int = 32, number: int = 1024) -> tuple:
+    """Burgers' equation on a circle: where it starts, and where it is after 0.5."""
+    rng = np.random.default_rng(0)
+    grid = 2 * np.pi * np.arange(points) / points
+    u = 0
+    for wave in range(1, 4):
+        phase = rng.random((number, 1)) * 2 * np.pi
+        u = u + rng.normal(size=(number, 1)) * np.sin(wave * grid + phase) / wave
+    start, waves = u, 1j * np.fft.rfftfreq(points, 1 / points)
+    kept = np.abs(waves) < points / 3
+    for _ in range(500):
+        slope = np.fft.irfft(waves * kept * np.fft.rfft(u**2 / 2))
+        u = u - 1e-3 * slope
+        u = np.fft.irfft(np.fft.rfft(u) * np.exp(0.05 * 1e-3 * (waves**2).real))
+    together = lambda u: u[:, None].astype(np.float32)  # One channel.
+    return together(start), together(u)
+
+
+def rows_of_pixels() -> tuple:
+    return digits((8, 8))
+
+
+def points(number: int, *sizes: int, seed: int = 0) -> tuple:
+    rng = np.random.default_rng(seed)
+    return tuple(rng.normal(size=(number, size)).astype(np.float32) for size in sizes)
+
+
+# Partial differential equations.
+
+
+@entry("pdequinox", "PDE")
+def pdequinox_fno() -> Problem:
+    import pdequinox
+
+    model = pdequinox.arch.ClassicFNO(
+        1, 1, 1, hidden_channels=12, num_modes=6, num_blocks=3, key=KEY
+    )
+    x, y = burgers()
+    return Problem(model, x[0], (x, y), fields)
+
+
+@entry("pdequinox", "PDE")
+def pdequinox_unet() -> Problem:
+    import pdequinox
+
+    model = pdequinox.arch.ClassicUNet(1, 1, 1, hidden_channels=8, num_levels=2, key=KEY)
+    x, y = burgers()
+    return Problem(model, x[0], (x, y), fields)
+
+
+@entry("pdequinox", "PDE")
+def pdequinox_dilated() -> Problem:
+    import pdequinox
+
+    model = pdequinox.arch.DilatedResNet(
+        1, 1, 1, hidden_channels=8, num_blocks=1, dilation_rates=(1, 2, 1), key=KEY
+    )
+    x, y = burgers()
+    return Problem(model, x[0], (x, y), fields)
+
+
+@entry("foundax", "PDE")
+def foundax_fno() -> Problem:
+    import foundax
+
+    model = foundax.fno1d(
+        in_features=1, hidden_channels=12, n_modes=6, n_layers=3, key=KEY
+    )
+    x, y = (np.moveaxis(a, 1, 2) for a in burgers())  # Channels last.
+    return Problem(model, x[0], (x, y), fields)
+
+
+@entry("foundax", "PDE")
+def foundax_deeponet() -> Problem:
+    import foundax
+
+    model = foundax.deeponet(
+        n_sensors=32, basis_functions=16, hidden_dim=32, n_layers=2, key=KEY
+    )
+    x, y = (a[:, 0] for a in burgers())
+    where = jnp.linspace(0, 1, 32)[:, None]
+
+    def loss_fn(model, memory, x, y):
+        predictions = jax.vmap(lambda u: model(u, where))(x)
+        return kfac.SquaredError(predictions.reshape(y.shape), y), memory
+
+    return Problem(model, (x[0], where), (x, y), loss_fn)
+
+
+@entry("foundax", "PDE")
+def foundax_pointnet() -> Problem:
+    import foundax
+
+    model = foundax.pointnet(2, 1, hidden_dims=[32, 16, 8, 4, 2, 2, 4, 8, 8], key=KEY)
+    (x,) = points(1024, 2 * 16)
+    x = x.reshape(-1, 16, 2)
+    y = np.linalg.norm(x - x.mean(axis=1, keepdims=True), axis=2, keepdims=True)
+    return Problem(model, x[0], (x, y), fields)
+
+
+@entry("dinox", "PDE")
+def dinox_mlp() -> Problem:
+    from dinox import equinox_nn_factories as factories
+
+    config = factories.EquinoxMLPConfig(
+        input_dimension=32,
+        output_dimension=32,
+        random_initializer_key=0,
+        activation_name="gelu",
+        layer_width=64,
+        depth=2,
+    )
+    model = factories.build_equinox_MLP_from_config(config)
+    x, y = (a[:, 0] for a in burgers())
+    return Problem(model, x[0], (x, y), fields)
+
+
+# Constrained networks.
+
+
+@entry("klax", "constrained")
+def klax_mlp() -> Problem:
+    import klax
+
+    model = klax.nn.MLP(4, 2, [32, 32], key=KEY)
+    (x,) = points(1024, 4)
+    y = np.stack([np.sin(x[:, 0] * x[:, 1]), np.cos(x[:, 2]) + x[:, 3]], axis=1)
+    return Problem(model, x[0], (x, y), fields)
+
+
+class Unwrapped(eqx.Module):
+    """A model of klax, whose constraints hold."""
+
+    model: eqx.Module
+
+    def __call__(self, *args):
+        import klax
+
+        return klax.unwrap(self.model)(*args)
+
+
+@entry("klax", "constrained")
+def klax_convex() -> Problem:
+    import klax
+
+    model = Unwrapped(klax.nn.FICNN(4, 1, [32, 32], key=KEY))
+    (x,) = points(1024, 4)
+    y = np.log(np.sum(np.exp(x), axis=1, keepdims=True)) + np.abs(x[:, :1])
+    return Problem(model, x[0], (x, y), fields, after=klax.apply)
+
+
+@entry("klax", "constrained")
+def klax_partially_convex() -> Problem:
+    import klax
+
+    model = Unwrapped(klax.nn.PICNN(3, 2, 1, [(24, 8), (24, 8)], key=KEY))
+    x, p = points(1024, 3, 2)
+    y = np.exp(p[:, :1] / 2) * np.sum(x**2, axis=1, keepdims=True) / 3
+
+    def loss_fn(model, memory, x, p, y):
+        return kfac.SquaredError(jax.vmap(model)(x, p), y), memory
+
+    return Problem(model, (x[0], p[0]), (x, p, y), loss_fn, after=klax.apply)
+
+
+@entry("klax", "constrained")
+def klax_skew_symmetric() -> Problem:
+    import klax
+
+    model = klax.nn.SkewSymmetricMatrix(3, 4, [32, 32], key=KEY)
+    (x,) = points(1024, 3)
+    y = np.sin(x[:, :1, None] * np.arange(16).reshape(4, 4)) * x[:, 1:2, None]
+    return Problem(model, x[0], (x, y - np.swapaxes(y, 1, 2)), fields)
+
+
+# Sequences: recurrent, state spaces.
+
+
+def recurrent(cell: eqx.Module) -> Problem:
+    from rnn_jax.layers import RNN
+
+    model = RNN(cell=cell, odim=10, key=KEYS[1])
+    x, y = rows_of_pixels()
+
+    def loss_fn(model, memory, x, y):
+        logits, _ = jax.vmap(model)(x)
+        return kfac.SoftmaxCrossEntropy(logits, y), memory
+
+    return Problem(model, x[0], (x, y), loss_fn)
+
+
+@entry("rnn-jax", "RNN")
+def rnn_jax_elman() -> Problem:
+    from rnn_jax.cells import ElmanRNNCell
+
+    return recurrent(ElmanRNNCell(idim=8, hdim=32, key=KEY))
+
+
+@entry("rnn-jax", "RNN")
+def rnn_jax_independent() -> Problem:
+    from rnn_jax.cells import IndRNNCell
+
+    return recurrent(IndRNNCell(idim=8, hdim=32, key=KEY))
+
+
+@entry("rnn-jax", "RNN")
+def rnn_jax_lstm() -> Problem:
+    from rnn_jax.cells import LongShortTermMemoryCell
+
+    return recurrent(LongShortTermMemoryCell(idim=8, hdim=32, key=KEY))
+
+
+@entry("rnn-jax", "RNN")
+def rnn_jax_antisymmetric() -> Problem:
+    from rnn_jax.cells import AntiSymmetricRNNCell
+
+    return recurrent(AntiSymmetricRNNCell(8, 32, 0.1, 0.01, key=KEY))
+
+
+@entry("rnn-jax", "RNN")
+def rnn_jax_coupled_oscillators() -> Problem:
+    from rnn_jax.cells import CoupledOscillatoryRNNCell
+
+    return recurrent(CoupledOscillatoryRNNCell(8, 32, 1.0, 1.0, 0.3, key=KEY))
+
+
+def state_spaces(layer: Callable) -> Problem:
+    from rnn_jax.ssm import DeepStateSpaceModelEncoder, GLUMixer
+
+    model = DeepStateSpaceModelEncoder(
+        8,
+        [layer(16, 16, 16, key=key) for key in KEYS[:2]],
+        [GLUMixer(16, 16, key=key) for key in KEYS[2:4]],
+        out_dim=10,
+        pool_method="mean",
+        key=KEYS[4],
+    )
+    x, y = rows_of_pixels()
+    return Problem(model, x[0], (x, y), classes)
+
+
+@entry("rnn-jax", "state space")
+def rnn_jax_linear_recurrent_unit() -> Problem:
+    from rnn_jax.ssm import LinearRecurrentUnit
+
+    return state_spaces(LinearRecurrentUnit)
+
+
+@entry("rnn-jax", "state space")
+def rnn_jax_s5() -> Problem:
+    from rnn_jax.ssm import SimplifiedStateSpaceLayer
+
+    return state_spaces(SimplifiedStateSpaceLayer)
+
+
+@entry("jaxonmodels", "state space")
+def jaxonmodels_mamba() -> Problem:
+    from jaxonmodels.models.mamba import Mamba
+
+    model = Mamba(n_embd=32, n_dims=64, n_layers=2, d_state=8, key=KEY)
+    x, y = characters()
+    return Problem(model, x[0], (x, y), classes, batch=32)
+
+
+class Reader(eqx.Module):
+    """Any layers of a package between an embedding and a head."""
+
+    embedding: eqx.nn.Embedding
+    body: eqx.Module
+    head: eqx.nn.Linear
+    arguments: dict
+
+    def __init__(self, body: eqx.Module, width: int, **arguments):
+        self.embedding = eqx.nn.Embedding(64, width, key=KEYS[6])
+        self.head = eqx.nn.Linear(width, 64, key=KEYS[7])
+        self.body, self.arguments = body, arguments
+
+    def __call__(self, x):
+        x = self.body(jax.vmap(self.embedding)(x), **self.arguments)
+        return jax.vmap(self.head)(x)
+
+
+@entry("noxton", "state space")
+def noxton_mlstm() -> Problem:
+    from noxton.nn import mLSTMLayer, xLSTMBlock
+
+    layer = mLSTMLayer(32, 64, 4, True, 4, 24, 2, 0.0, key=KEY)
+    x, y = characters()
+    model = Reader(xLSTMBlock(32, layer), 32, key=KEY)
+    return Problem(model, x[0], (x, y), classes, batch=32)
+
+
+@entry("noxton", "RNN")
+def noxton_slstm() -> Problem:
+    from noxton.nn import sLSTMLayer, xLSTMBlock
+
+    layer = sLSTMLayer(32, 2, 4, 0.0, key=KEY)
+    x, y = characters()
+    model = Reader(xLSTMBlock(32, layer), 32)
+    return Problem(model, x[0], (x, y), classes, batch=32)
+
+
+# Language and proteins.
+
+
+@entry("jaxonlayers", "language")
+def jaxonlayers_transformer() -> Problem:
+    from jaxonlayers.layers import TransformerEncoder
+
+    body = TransformerEncoder(32, 2, 2, dim_feedforward=64, dropout_p=0.0, key=KEY)
+    x, y = characters()
+    model = Reader(body, 32, is_causal=True)
+    return Problem(model, x[0], (x, y), classes, batch=32)
+
+
+@entry("eqx-zoo", "language")
+def eqx_zoo_qwen3() -> Problem:
+    from eqx_zoo import CausalLM
+    from eqx_zoo.models.causal_lm.config import Config
+
+    config = Config(
+        architecture="Qwen3ForCausalLM",
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        qk_norm=True,
+        rope_scaling=None,
+    )
+    model = CausalLM(config, key=KEY)
+    x, y = characters()
+
+    def loss_fn(model, memory, x, y):
+        logits, _ = jax.vmap(model)(x)
+        return kfac.SoftmaxCrossEntropy(logits, y), memory
+
+    return Problem(model, x[0], (x, y), loss_fn, batch=32)
+
+
+@entry("eqx-zoo", "language")
+def eqx_zoo_bert() -> Problem:
+    from eqx_zoo import Encoder
+    from eqx_zoo.models.encoder.config import EncoderConfig
+
+    config = EncoderConfig(
+        architecture="BertModel",
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=32,
+        type_vocab_size=2,
+        layer_norm_eps=1e-12,
+    )
+    encoder = Encoder(config, key=KEY)
+    model = First(encoder, eqx.nn.Linear(32, 2, key=KEYS[1]))
+    x, y = characters()
+    y = (np.median(x, axis=1) > np.median(x)).astype(np.int32)
+    return Problem(model, x[0], (x, y), classes)
+
+
+class First(eqx.Module):
+    """A classifier of texts, from the first token."""
+
+    encoder: eqx.Module
+    head: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.head(self.encoder(x)[0])
+
+
+@entry("megalodon-jax", "language")
+def megalodon_language_model() -> Problem:
+    from megalodon_jax import MegalodonConfig, MegalodonForCausalLM
+
+    config = MegalodonConfig(
+        vocab_size=64,
+        model_dim=32,
+        num_layers=2,
+        num_heads=2,
+        z_dim=16,
+        value_dim=32,
+        ffn_hidden_dim=64,
+        cema_ndim=4,
+        chunk_size=24,
+        norm_num_groups=4,
+    )
+    model = MegalodonForCausalLM(config, key=KEY)
+    x, y = characters()
+
+    def loss_fn(model, memory, x, y):
+        logits = jax.vmap(lambda x: model(x[None])[0][0])(x)
+        return kfac.SoftmaxCrossEntropy(logits, y), memory
+
+    return Problem(model, x[:1], (x, y), loss_fn, batch=32)
+
+
+@entry("esm2quinox", "proteins")
+def esm2quinox_esm2() -> Problem:
+    import esm2quinox
+
+    model = esm2quinox.ESM2(
+        num_layers=2, embed_size=32, num_heads=4, token_dropout=True, key=KEY
+    )
+    letters = esm2quinox.tokenise(["LAGVSERTIDPKQNFYMHWC"], key=None)[0][1:-1]
+    (mask,) = esm2quinox.tokenise(["#"], key=None)[0][1:-1]
+    data = proteins(np.asarray(letters), int(mask))
+
+    def loss_fn(model, memory, x, y, which):
+        logits = jax.vmap(model)(x).logits
+        return kfac.SoftmaxCrossEntropy(logits, y, weights=which), memory
+
+    return Problem(model, data[0][0], data, loss_fn, batch=32)
+
+
+@entry("e1jax", "proteins")
+def e1jax_e1() -> Problem:
+    import e1jax
+
+    model = e1jax.E1(dim=32, num_heads=4, ff_dim=64, num_layers=3, key=KEY)
+    data = proteins(np.arange(8, 28), 5)
+    places = jnp.arange(24)
+    rest = (places, places, jnp.zeros(24, int), jnp.ones(24, bool))
+
+    def loss_fn(model, memory, x, y, which):
+        logits, _ = jax.vmap(lambda x: model(x, *rest))(x)
+        return kfac.SoftmaxCrossEntropy(logits, y, weights=which), memory
+
+    return Problem(model, (data[0][0], *rest), data, loss_fn, batch=32)
+
+
+# Vision.
+
+
+@entry("equimo", "vision")
+def equimo_vit() -> Problem:
+    import equimo.vision.models as em
+
+    model = em.VisionTransformer(
+        img_size=8,
+        in_channels=1,
+        dim=32,
+        patch_size=2,
+        num_heads=[2],
+        depths=[2],
+        num_classes=10,
+        key=KEY,
+    )
+    x, y = digits((1, 8, 8))
+
+    def loss_fn(model, memory, x, y):
+        logits = jax.vmap(lambda x: model(x, key=KEY))(x)
+        return kfac.SoftmaxCrossEntropy(logits, y), memory
+
+    return Problem(model, (x[0], KEY), (x, y), loss_fn)
+
+
+@entry("equimo", "vision")
+def equimo_convnext() -> Problem:
+    import equimo.vision.models as em
+
+    model = em.ConvNeXt(
+        in_channels=1,
+        dims=[16, 32],
+        depths=[1, 1],
+        num_classes=10,
+        key=KEY,
+    )
+    x, y = digits((1, 16, 16), 2)
+
+    def loss_fn(model, memory, x, y):
+        logits = jax.vmap(lambda x: model(x, key=KEY))(x)
+        return kfac.SoftmaxCrossEntropy(logits, y), memory
+
+    return Problem(model, (x[0], KEY), (x, y), loss_fn)
+
+
+@entry("jaxonmodels", "vision")
+def jaxonmodels_vit() -> Problem:
+    from jaxonmodels.models.vit import VisionTransformer
+
+    model = VisionTransformer(
+        input_resolution=8,
+        patch_size=2,
+        width=32,
+        layers=2,
+        heads=2,
+        output_dim=10,
+        key=KEY,
+    )
+    x, y = digits((3, 8, 8))
+    return Problem(model, x[0], (x, y), classes)
+
+
+def with_state(model: eqx.Module, state: eqx.nn.State, x, y, *rest) -> Problem:
+    """A model with batch normalisation."""
+
+    def loss_fn(model, state, x, y):
+        forward = jax.vmap(
+            lambda x, state: model(x, state, *rest),
+            in_axes=(0, None),
+            out_axes=(0, None),
+            axis_name="batch",
+        )
+        logits, state = forward(x, state)
+        return kfac.SoftmaxCrossEntropy(logits, y), state
+
+    example = (x[0], state, *rest)
+    return Problem(model, example, (x, y), loss_fn, memory=state)
+
+
+@entry("jaxonmodels", "vision")
+def jaxonmodels_resnet() -> Problem:
+    from jaxonmodels.models.resnet import BasicBlock, ResNet
+
+    model, state = eqx.nn.make_with_state(ResNet)(
+        block=BasicBlock,
+        layers=[1, 1, 1, 1],
+        n_classes=10,
+        zero_init_residual=False,
+        groups=1,
+        width_per_group=64,
+        replace_stride_with_dilation=None,
+        key=KEY,
+    )
+    return with_state(model, state, *digits((3, 8, 8)))._replace(batch=32)
+
+
+@entry("jaxonmodels", "vision")
+def jaxonmodels_swin() -> Problem:
+    from jaxonmodels.models import swin_transformer as swin
+
+    model, state = eqx.nn.make_with_state(swin.SwinTransformer)(
+        patch_size=[2, 2],
+        embed_dim=16,
+        depths=[2, 2],
+        num_heads=[2, 2],
+        window_size=[4, 4],
+        mlp_ratio=2.0,
+        dropout=0.0,
+        attention_dropout=0.0,
+        stochastic_depth_prob=0.0,
+        num_classes=10,
+        norm_layer=None,
+        block=None,
+        downsample_layer=swin.PatchMerging,
+        attn_layer=swin.ShiftedWindowAttention,
+        inference=False,
+        key=KEY,
+        dtype=jnp.float32,
+    )
+    return with_state(model, state, *digits((3, 16, 16), 2), KEY)._replace(batch=32)
+
+
+# Densities.
+
+
+def flow(distribution: eqx.Module) -> Problem:
+    (x,) = moons()
+    model = LogProb(distribution)
+    return Problem(model, x[0], (x,), density, written=(LogProb, LogDensity))
+
+
+@entry("flowjax", "flow")
+def flowjax_masked_autoregressive() -> Problem:
+    from flowjax.distributions import Normal
+    from flowjax.flows import masked_autoregressive_flow
+
+    base = Normal(jnp.zeros(2))
+    return flow(masked_autoregressive_flow(KEY, base_dist=base, flow_layers=4))
+
+
+@entry("flowjax", "flow")
+def flowjax_coupling_splines() -> Problem:
+    from flowjax.bijections import RationalQuadraticSpline
+    from flowjax.distributions import Normal
+    from flowjax.flows import coupling_flow
+
+    made = coupling_flow(
+        KEY,
+        base_dist=Normal(jnp.zeros(2)),
+        transformer=RationalQuadraticSpline(knots=6, interval=4),
+        flow_layers=3,
+    )
+    return flow(made)
+
+
+@entry("flowjax", "flow")
+def flowjax_block_autoregressive() -> Problem:
+    from flowjax.distributions import Normal
+    from flowjax.flows import block_neural_autoregressive_flow
+
+    base = Normal(jnp.zeros(2))
+    return flow(block_neural_autoregressive_flow(KEY, base_dist=base))
+
+
+@entry("fleqx", "flow")
+def fleqx_coupling() -> Problem:
+    import fleqx
+
+    return flow(fleqx.coupling_flow(KEY, dim=2, flow_layers=4))
+
+
+class LogProbOfImages(eqx.Module):
+    """A flow of images without a condition, whose call is its log-density."""
+
+    flow: eqx.Module
+
+    def __call__(self, x):
+        return self.flow.log_prob(x, None)
+
+
+@entry("transformer-flows", "flow")
+def transformer_flows_images() -> Problem:
+    from transformer_flows.transformer_flow import TransformerFlow
+
+    made = TransformerFlow(
+        n_channels=1,
+        img_size=8,
+        patch_size=4,
+        channels=32,
+        n_blocks=2,
+        layers_per_block=2,
+        head_dim=16,
+        key=KEY,
+    )
+    x, _ = digits((1, 8, 8))
+    x = x + 0.1 * np.random.default_rng(0).normal(size=x.shape).astype(np.float32)
+    written = (LogProbOfImages, LogDensity)
+    return Problem(LogProbOfImages(made), x[0], (x,), density, 32, written=written)
+
+
+# Policies.
+
+
+def balancing() -> tuple:
+    """States of a cart with a pole, what a good controller does, and what is to come."""
+    (x,) = points(2048, 4)
+    force = x @ np.array([0.3, 0.5, 2.0, 1.0], np.float32)
+    return x, (force > 0).astype(np.int32), np.tanh(-np.abs(force))[:, None]
+
+
+@entry("lerax", "policy")
+def lerax_actor_critic() -> Problem:
+    from lerax.env.classic_control import CartPole
+    from lerax.policy import MLPActorCriticPolicy
+
+    model = MLPActorCriticPolicy(env=CartPole(), key=KEY)
+    x, action, value = balancing()
+
+    def loss_fn(model, memory, x, action, value):
+        evaluate = lambda x, action: model.evaluate_action(None, x, action)
+        _, predicted, log_prob, _ = jax.vmap(evaluate)(x, action)
+        return (
+            LogDensity(log_prob) + kfac.SquaredError(predicted[:, None], value)
+        ), memory
+
+    data = x, action, value
+    return Problem(model, (None, x[0]), data, loss_fn, written=(LogDensity,))
+
+
+@entry("lerax", "policy")
+def lerax_q_network() -> Problem:
+    from lerax.env.classic_control import CartPole
+    from lerax.policy import MLPQPolicy
+
+    model = MLPQPolicy(env=CartPole(), key=KEY)
+    x, action, value = balancing()
+    y = value * np.array([1.0, -1.0], np.float32)
+
+    def loss_fn(model, memory, x, y):
+        values = jax.vmap(lambda x: model.q_values(None, x)[1])(x)
+        return kfac.SquaredError(values, y), memory
+
+    return Problem(model, (None, x[0]), (x, y), loss_fn)
+
+
+# Implicit networks and graphs.
+
+
+class Equilibrium(eqx.Module):
+    """The fixed point of a layer, as the documentation of banax writes it."""
+
+    w: jax.Array
+    u: jax.Array
+    b: jax.Array
+    head: eqx.nn.Linear
+    adjoint: eqx.Module
+
+    def __call__(self, x):
+        def f(z, w, ux):
+            return jnp.tanh(w @ z + ux)
+
+        pulled = self.u @ x + self.b
+        found = self.adjoint((f, (self.w, pulled)), jnp.zeros(self.b.shape))
+        return self.head(found.value)
+
+
+def equilibrium(adjoint: eqx.Module) -> Problem:
+    w = 0.3 * jax.random.orthogonal(KEYS[0], 32)
+    u = jax.random.normal(KEYS[1], (32, 64)) / 8
+    head = eqx.nn.Linear(32, 10, key=KEYS[2])
+    x, y = digits()
+    model = Equilibrium(w, u, jnp.zeros(32), head, adjoint)
+    return Problem(model, x[0], (x, y), classes)
+
+
+@entry("banax", "implicit")
+def banax_implicit() -> Problem:
+    from banax.adjoint import Implicit
+    from banax.solver import Picard
+
+    solver = Picard(atol=1e-5, max_steps=30, loop_kind="lax")
+    return equilibrium(Implicit(solver=solver, b_solver=solver))
+
+
+@entry("banax", "implicit")
+def banax_through_the_loop() -> Problem:
+    from banax.adjoint import BPTT
+    from banax.solver import Picard
+
+    solver = Picard(atol=1e-5, max_steps=8, loop_kind="bounded")
+    return equilibrium(BPTT(solver=solver))
+
+
+@entry("expaloma", "graph")
+def expaloma_charges() -> Problem:
+    from expaloma.nn.layers import EspalomaGNN, SAGEConvMean
+    from expaloma.nn.model import EspalomaModel
+
+    keys = iter(jax.random.split(KEY, 8))
+    make = lambda d_out, d_in: jax.random.normal(next(keys), (d_out, d_in)) / d_in**0.5
+    sages = [SAGEConvMean(make(32, 32), jnp.zeros(32), make(32, 32)) for _ in range(2)]
+    gnn = EspalomaGNN(make(32, 6), jnp.zeros(32), tuple(sages))
+    model = EspalomaModel(gnn, make(2, 32) / 10, jnp.array([0.0, 1.0]))  # Hard enough.
+    atoms, rng = 10, np.random.default_rng(0)
+    x = rng.normal(size=(512, atoms, 6)).astype(np.float32)
+    ring = np.arange(atoms)
+    senders = jnp.array([*ring, *((ring + 1) % atoms)])
+    receivers = jnp.array([*((ring + 1) % atoms), *ring])
+    y = np.tanh(x[..., 0] - np.roll(x[..., 1], 1, axis=1)).astype(np.float32)
+    rest = (senders, receivers, jnp.zeros(atoms, int), 1, jnp.zeros(1))
+
+    def loss_fn(model, memory, x, y):
+        charges = jax.vmap(lambda x: model(x, *rest))(x)
+        return kfac.SquaredError(charges.reshape(y.shape), y), memory
+
+    data = x, y - y.mean(axis=1, keepdims=True)
+    return Problem(model, (x[0], *rest), data, loss_fn, batch=32)
+
+
+@entry("connex", "graph")
+def connex_dag() -> Problem:
+    import connex
+
+    graph = {i: list(range(max(3, i + 1), min(i + 7, 24))) for i in range(22)}
+    spec = connex.GraphSpec(graph, inputs=[0, 1, 2], outputs=[22, 23])
+    ops = connex.ops.default_ops(activation=jax.nn.tanh)
+    model = connex.NeuralDAG(spec, ops=ops, key=KEY)
+    (x,) = points(1024, 3)
+    y = np.stack([np.sin(x[:, 0]) * x[:, 1], np.abs(x[:, 2])], axis=1)
+    return Problem(model, x[0], (x, y), fields)
+
+
+@entry("connex", "graph")
+def connex_mlp() -> Problem:
+    import connex
+
+    model = connex.nn.MLP(3, 2, width=16, depth=2, key=KEY)
+    (x,) = points(1024, 3)
+    y = np.stack([np.sin(x[:, 0]) * x[:, 1], np.abs(x[:, 2])], axis=1)
+    return Problem(model, x[0], (x, y), fields)
