@@ -1,15 +1,17 @@
-"""Does `kfac.convert(model, example=...)` make models of other people's packages trainable,
-in one line? Each of `zoo_models.py` takes the same steps with Adam, at three learning
-rates, and with `KFAC()`.
+"""Does `kfac.convert(model, example=...)` make models of other people's packages
+trainable, in one line? Each of `zoo_models.py` takes the same steps with Adam, at three
+learning rates, and with `KFAC()`.
 
     pip install -e '.[zoo]'
+    pip install --no-deps rnn-jax e1jax megalodon-jax    # Whose requirements are not
+                                                         # needed, or exclude this JAX.
     python tests/benchmarks/zoo.py --out runs/zoo
-    python tests/benchmarks/zoo.py --only flowjax rnn_jax_lstm    # names, or how they begin
+    python tests/benchmarks/zoo.py --only flowjax rnn_jax_lstm    # how names begin
     python tests/benchmarks/zoo.py --list
     python tests/benchmarks/zoo.py --toy                  # does everything run?
 
-Each model has a process of its own, and a limit of time: what fails there is in the table,
-and the whole error in the file. Models that are in the file are not run again.
+Each model has a process of its own, and a limit of time: what fails there is in the
+table, and the whole error in the file. Models that are in the file are not run again.
 `--plain` converts without an example, and leaves everything else to Adam.
 """
 

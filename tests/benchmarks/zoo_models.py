@@ -274,23 +274,6 @@ def foundax_pointnet() -> Problem:
     return Problem(model, x[0], (x, y), fields)
 
 
-@entry("dinox", "PDE")
-def dinox_mlp() -> Problem:
-    from dinox import equinox_nn_factories as factories
-
-    config = factories.EquinoxMLPConfig(
-        input_dimension=32,
-        output_dimension=32,
-        random_initializer_key=0,
-        activation_name="gelu",
-        layer_width=64,
-        depth=2,
-    )
-    model = factories.build_equinox_MLP_from_config(config)
-    x, y = (a[:, 0] for a in burgers())
-    return Problem(model, x[0], (x, y), fields)
-
-
 # Constrained networks.
 
 
@@ -429,15 +412,6 @@ def rnn_jax_s5() -> Problem:
     return state_spaces(SimplifiedStateSpaceLayer)
 
 
-@entry("jaxonmodels", "state space")
-def jaxonmodels_mamba() -> Problem:
-    from jaxonmodels.models.mamba import Mamba
-
-    model = Mamba(n_embd=32, n_dims=64, n_layers=2, d_state=8, key=KEY)
-    x, y = characters()
-    return Problem(model, x[0], (x, y), classes, batch=32)
-
-
 class Reader(eqx.Module):
     """Any layers of a package between an embedding and a head."""
 
@@ -454,6 +428,15 @@ class Reader(eqx.Module):
     def __call__(self, x):
         x = self.body(jax.vmap(self.embedding)(x), **self.arguments)
         return jax.vmap(self.head)(x)
+
+
+@entry("jaxonlayers", "state space")
+def jaxonlayers_selective() -> Problem:
+    from jaxonlayers.layers import SelectiveStateSpace
+
+    x, y = characters()
+    model = Reader(SelectiveStateSpace(32, 32, 4, 4, key=KEY), 32)
+    return Problem(model, x[0], (x, y), classes, batch=32)
 
 
 @entry("noxton", "state space")
@@ -673,7 +656,12 @@ def jaxonmodels_vit() -> Problem:
         key=KEY,
     )
     x, y = digits((3, 8, 8))
-    return Problem(model, x[0], (x, y), classes)
+
+    def loss_fn(model, memory, x, y):
+        logits, _ = jax.vmap(model)(x)
+        return kfac.SoftmaxCrossEntropy(logits, y), memory
+
+    return Problem(model, x[0], (x, y), loss_fn)
 
 
 def with_state(model: eqx.Module, state: eqx.nn.State, x, y, *rest) -> Problem:
@@ -693,21 +681,39 @@ def with_state(model: eqx.Module, state: eqx.nn.State, x, y, *rest) -> Problem:
     return Problem(model, example, (x, y), loss_fn, memory=state)
 
 
-@entry("jaxonmodels", "vision")
-def jaxonmodels_resnet() -> Problem:
-    from jaxonmodels.models.resnet import BasicBlock, ResNet
+class Convolutional(eqx.Module):
+    """Convolutions with batch normalisation, and a mean over what is left."""
 
-    model, state = eqx.nn.make_with_state(ResNet)(
-        block=BasicBlock,
-        layers=[1, 1, 1, 1],
-        n_classes=10,
-        zero_init_residual=False,
-        groups=1,
-        width_per_group=64,
-        replace_stride_with_dilation=None,
-        key=KEY,
-    )
-    return with_state(model, state, *digits((3, 8, 8)))._replace(batch=32)
+    blocks: list
+    head: eqx.nn.Linear
+
+    def __init__(self):
+        from jaxonlayers.layers import BatchNorm, ConvNormActivation
+
+        self.blocks = [
+            ConvNormActivation(
+                2,
+                d_in,
+                d_out,
+                stride=2,
+                norm_layer=eqx.Partial(BatchNorm, d_out, "batch"),
+                key=key,
+                dtype=jnp.float32,
+            )
+            for d_in, d_out, key in zip((1, 16, 32), (16, 32, 32), KEYS)
+        ]
+        self.head = eqx.nn.Linear(32, 10, key=KEYS[4])
+
+    def __call__(self, x, state):
+        for block in self.blocks:
+            x, state = block(x, state)
+        return self.head(jnp.mean(x, axis=(1, 2))), state
+
+
+@entry("jaxonlayers", "vision")
+def jaxonlayers_convolutions() -> Problem:
+    model, state = eqx.nn.make_with_state(Convolutional)()
+    return with_state(model, state, *digits((1, 8, 8)))
 
 
 @entry("jaxonmodels", "vision")
@@ -729,7 +735,7 @@ def jaxonmodels_swin() -> Problem:
         block=None,
         downsample_layer=swin.PatchMerging,
         attn_layer=swin.ShiftedWindowAttention,
-        inference=False,
+        inference=True,  # Its dropout would want a key, though it has a rate of zero.
         key=KEY,
         dtype=jnp.float32,
     )
