@@ -107,7 +107,8 @@ def adam(problem: Problem, steps: int) -> dict:
 def converted(problem: Problem, plain: bool) -> Any:
     if plain:
         return kfac.convert(problem.model)
-    return kfac.convert(problem.model, example=problem.example)
+    call = dict(example=problem.example, method=problem.method)
+    return kfac.convert(problem.model, **call)
 
 
 def same(problem: Problem, model: Any) -> dict:

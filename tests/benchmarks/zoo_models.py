@@ -5,6 +5,7 @@ An entry is a function that imports its package; so a package that is missing is
 its own models alone."""
 
 import argparse
+import functools as ft
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ class Problem(NamedTuple):
     loss_fn: Callable
     batch: int = 64
     memory: Any = None
+    method: str | Callable = "__call__"  # What is called with the example.
     after: Callable = lambda model: model  # What the package does after a step.
     written: tuple = ()  # Classes that are here because of K-FAC: lines of work.
 
@@ -110,17 +112,8 @@ class LogDensity(kfac.AbstractLoss):
         return v
 
 
-class LogProb(eqx.Module):
-    """A distribution whose call is its log-density."""
-
-    distribution: eqx.Module
-
-    def __call__(self, x):
-        return self.distribution.log_prob(x)
-
-
 def density(model, memory, x):
-    return LogDensity(jax.vmap(model)(x)), memory
+    return LogDensity(jax.vmap(model.log_prob)(x)), memory
 
 
 # Data.
@@ -287,39 +280,43 @@ def klax_mlp() -> Problem:
     return Problem(model, x[0], (x, y), fields)
 
 
-class Unwrapped(eqx.Module):
-    """A model of klax, whose constraints hold."""
+def unwrapped(model, *args):
+    """A call of a model of klax, whose constraints hold."""
+    import klax
 
-    model: eqx.Module
-
-    def __call__(self, *args):
-        import klax
-
-        return klax.unwrap(self.model)(*args)
+    return klax.unwrap(model)(*args)
 
 
 @entry("klax", "constrained")
 def klax_convex() -> Problem:
     import klax
 
-    model = Unwrapped(klax.nn.FICNN(4, 1, [32, 32], key=KEY))
+    model = klax.nn.FICNN(4, 1, [32, 32], key=KEY)
     (x,) = points(1024, 4)
     y = np.log(np.sum(np.exp(x), axis=1, keepdims=True)) + np.abs(x[:, :1])
-    return Problem(model, x[0], (x, y), fields, after=klax.apply)
+
+    def loss_fn(model, memory, x, y):
+        predictions = jax.vmap(ft.partial(unwrapped, model))(x)
+        return kfac.SquaredError(predictions, y), memory
+
+    rest = dict(method=unwrapped, after=klax.apply)
+    return Problem(model, x[0], (x, y), loss_fn, **rest)
 
 
 @entry("klax", "constrained")
 def klax_partially_convex() -> Problem:
     import klax
 
-    model = Unwrapped(klax.nn.PICNN(3, 2, 1, [(24, 8), (24, 8)], key=KEY))
+    model = klax.nn.PICNN(3, 2, 1, [(24, 8), (24, 8)], key=KEY)
     x, p = points(1024, 3, 2)
     y = np.exp(p[:, :1] / 2) * np.sum(x**2, axis=1, keepdims=True) / 3
 
     def loss_fn(model, memory, x, p, y):
-        return kfac.SquaredError(jax.vmap(model)(x, p), y), memory
+        predictions = jax.vmap(ft.partial(unwrapped, model))(x, p)
+        return kfac.SquaredError(predictions, y), memory
 
-    return Problem(model, (x[0], p[0]), (x, p, y), loss_fn, after=klax.apply)
+    rest = dict(method=unwrapped, after=klax.apply)
+    return Problem(model, (x[0], p[0]), (x, p, y), loss_fn, **rest)
 
 
 @entry("klax", "constrained")
@@ -747,8 +744,8 @@ def jaxonmodels_swin() -> Problem:
 
 def flow(distribution: eqx.Module) -> Problem:
     (x,) = moons()
-    model = LogProb(distribution)
-    return Problem(model, x[0], (x,), density, written=(LogProb, LogDensity))
+    rest = dict(method="log_prob", written=(LogDensity,))
+    return Problem(distribution, x[0], (x,), density, **rest)
 
 
 @entry("flowjax", "flow")
@@ -791,20 +788,11 @@ def fleqx_coupling() -> Problem:
     return flow(fleqx.coupling_flow(KEY, dim=2, flow_layers=4))
 
 
-class LogProbOfImages(eqx.Module):
-    """A flow of images without a condition, whose call is its log-density."""
-
-    flow: eqx.Module
-
-    def __call__(self, x):
-        return self.flow.log_prob(x, None)
-
-
 @entry("transformer-flows", "flow")
 def transformer_flows_images() -> Problem:
     from transformer_flows.transformer_flow import TransformerFlow
 
-    made = TransformerFlow(
+    model = TransformerFlow(
         n_channels=1,
         img_size=8,
         patch_size=4,
@@ -816,8 +804,12 @@ def transformer_flows_images() -> Problem:
     )
     x, _ = digits((1, 8, 8))
     x = x + 0.1 * np.random.default_rng(0).normal(size=x.shape).astype(np.float32)
-    written = (LogProbOfImages, LogDensity)
-    return Problem(LogProbOfImages(made), x[0], (x,), density, 32, written=written)
+
+    def loss_fn(model, memory, x):
+        return LogDensity(jax.vmap(lambda x: model.log_prob(x, None))(x)), memory
+
+    rest = dict(method="log_prob", written=(LogDensity,), batch=32)
+    return Problem(model, (x[0], None), (x,), loss_fn, **rest)
 
 
 # Policies.
@@ -845,8 +837,9 @@ def lerax_actor_critic() -> Problem:
             LogDensity(log_prob) + kfac.SquaredError(predicted[:, None], value)
         ), memory
 
-    data = x, action, value
-    return Problem(model, (None, x[0]), data, loss_fn, written=(LogDensity,))
+    example = None, x[0], action[0]
+    rest = dict(method="evaluate_action", written=(LogDensity,))
+    return Problem(model, example, (x, action, value), loss_fn, **rest)
 
 
 @entry("lerax", "policy")
@@ -862,7 +855,7 @@ def lerax_q_network() -> Problem:
         values = jax.vmap(lambda x: model.q_values(None, x)[1])(x)
         return kfac.SquaredError(values, y), memory
 
-    return Problem(model, (None, x[0]), (x, y), loss_fn)
+    return Problem(model, (None, x[0]), (x, y), loss_fn, method="q_values")
 
 
 # Implicit networks and graphs.
