@@ -5,7 +5,6 @@ An entry is a function that imports its package; so a package that is missing is
 its own models alone."""
 
 import argparse
-import functools as ft
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -280,42 +279,44 @@ def klax_mlp() -> Problem:
     return Problem(model, x[0], (x, y), fields)
 
 
-def unwrapped(model, *args):
-    """A call of a model of klax, whose constraints hold."""
+class Unwrapped(eqx.Module):
+    """A model of klax, called as its constraints want it."""
+
+    model: eqx.Module
+
+    def __call__(self, *args):
+        return klax_unwrap(self.model)(*args)
+
+
+def klax_unwrap(model):
     import klax
 
-    return klax.unwrap(model)(*args)
+    return klax.unwrap(model)
 
 
 @entry("klax", "constrained")
 def klax_convex() -> Problem:
     import klax
 
-    model = klax.nn.FICNN(4, 1, [32, 32], key=KEY)
+    model = Unwrapped(klax.nn.FICNN(4, 1, [32, 32], key=KEY))
     (x,) = points(1024, 4)
     y = np.log(np.sum(np.exp(x), axis=1, keepdims=True)) + np.abs(x[:, :1])
-
-    def loss_fn(model, memory, x, y):
-        predictions = jax.vmap(ft.partial(unwrapped, model))(x)
-        return kfac.SquaredError(predictions, y), memory
-
-    rest = dict(method=unwrapped, after=klax.apply)
-    return Problem(model, x[0], (x, y), loss_fn, **rest)
+    rest = dict(after=klax.apply, written=(Unwrapped,))
+    return Problem(model, x[0], (x, y), fields, **rest)
 
 
 @entry("klax", "constrained")
 def klax_partially_convex() -> Problem:
     import klax
 
-    model = klax.nn.PICNN(3, 2, 1, [(24, 8), (24, 8)], key=KEY)
+    model = Unwrapped(klax.nn.PICNN(3, 2, 1, [(24, 8), (24, 8)], key=KEY))
     x, p = points(1024, 3, 2)
     y = np.exp(p[:, :1] / 2) * np.sum(x**2, axis=1, keepdims=True) / 3
 
     def loss_fn(model, memory, x, p, y):
-        predictions = jax.vmap(ft.partial(unwrapped, model))(x, p)
-        return kfac.SquaredError(predictions, y), memory
+        return kfac.SquaredError(jax.vmap(model)(x, p), y), memory
 
-    rest = dict(method=unwrapped, after=klax.apply)
+    rest = dict(after=klax.apply, written=(Unwrapped,))
     return Problem(model, (x[0], p[0]), (x, p, y), loss_fn, **rest)
 
 
@@ -587,7 +588,8 @@ def e1jax_e1() -> Problem:
     rest = (places, places, jnp.zeros(24, int), jnp.ones(24, bool))
 
     def loss_fn(model, memory, x, y, which):
-        logits, _ = jax.vmap(lambda x: model(x, *rest))(x)
+        of_all = [jnp.broadcast_to(a, x.shape) for a in rest]  # One sequence each.
+        logits, _ = jax.vmap(model)(x, *of_all)
         return kfac.SoftmaxCrossEntropy(logits, y, weights=which), memory
 
     return Problem(model, (data[0][0], *rest), data, loss_fn, batch=32)
