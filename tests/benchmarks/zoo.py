@@ -33,7 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import zoo_models
-from zoo_models import Entry, Problem
+from zoo_models import Entry
+from zoo_problems import lines_of, Problem
 
 import eqx_kfac as kfac
 
@@ -241,7 +242,7 @@ def run(entry: Entry, path: Path, steps: int, plain: bool) -> None:
     record.part("same", same, problem, model)
     about = record.part("shares", shares, model)
     fallback = plain or bool(about and about["untagged"])
-    work = 1 + zoo_models.lines_of(problem.written) + fallback
+    work = 1 + lines_of(problem.written) + fallback
     record.known.update(work=work, fallback=fallback)
     record.part("kfac", second_order, problem, model, steps, fallback)
     record.part("unseen", unseen, problem, model)
