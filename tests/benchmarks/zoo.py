@@ -109,7 +109,7 @@ def converted(problem: Problem, plain: bool) -> Any:
     if plain:
         return kfac.convert(problem.model)
     call = dict(example=problem.example, method=problem.method)
-    return kfac.convert(problem.model, **call)
+    return kfac.convert(problem.model, problem.blocks, **call)
 
 
 def same(problem: Problem, model: Any) -> dict:

@@ -161,7 +161,9 @@ def klax_convex() -> Problem:
     model = Unwrapped(klax.nn.FICNN(4, 1, [32, 32], key=KEY))
     (x,) = points(1024, 4)
     y = np.log(np.sum(np.exp(x), axis=1, keepdims=True)) + np.abs(x[:, :1])
-    rest = dict(after=klax.apply, written=(Unwrapped,))
+    # Weights that are projected after every step need a metric without products of
+    # different ones: else, what is left of the step may lead uphill.
+    rest = dict(after=klax.apply, written=(Unwrapped,), blocks=kfac.Diagonal())
     return Problem(model, x[0], (x, y), fields, **rest)
 
 

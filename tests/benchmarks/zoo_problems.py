@@ -24,6 +24,7 @@ class Problem(NamedTuple):
     batch: int = 64
     memory: Any = None
     method: str | Callable = "__call__"  # What is called with the example.
+    blocks: Any = None
     after: Callable = lambda model: model  # What the package does after a step.
     written: tuple = ()  # Classes that are here because of K-FAC: lines of work.
 
