@@ -397,7 +397,7 @@ class First(eqx.Module):
 
 
 @entry("megalodon-jax", "language")
-def megalodon_language_model() -> Problem:
+def megalodon_jax_language_model() -> Problem:
     from megalodon_jax import MegalodonConfig, MegalodonForCausalLM
 
     config = MegalodonConfig(
