@@ -33,6 +33,13 @@ def module(call: Callable, **shapes: Any) -> Any:
     return filled(make)
 
 
+def case(call, x, want, *shared, **shapes):
+    """What is called, of which examples; what is tagged, and which arrays are used more
+    than once; and the shapes of all."""
+    path = lambda name: f"['{name}']" if "['" not in name else f".{name}']"
+    return call, x, {path(k): v for k, v in want.items()}, list(map(path, shared)), shapes
+
+
 def squared(model, x):
     """Half the sum of squares of all outputs, so that their Fisher is the identity."""
     out = jax.vmap(model)(x)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from .helpers import normal
-from .raw import check, module
+from .raw import case, check, module
 
 
 conv = jax.lax.conv_general_dilated
@@ -34,49 +34,10 @@ def of_one_kind(m, x):
     return m.w[2:, :2] @ h + m.w[2:, 2]
 
 
-def looped(m, x):
-    step = lambda h, x: (jnp.tanh(m.wi @ x + m.wh @ h + m.b), h)
-    return jax.lax.scan(step, m.h, x)[0] @ m.out
-
-
-def blocks(m, x):
-    step = lambda h, own: (h + jnp.tanh(own[0] @ h + own[1]) * own[2], None)
-    return jax.lax.scan(step, x, (m.w, m.b, m.g))[0]
-
-
-def twice_looped(m, x):
-    def outer(h, own):
-        inner = lambda h, v: (jnp.tanh(own @ v + m.u @ h), None)
-        return jax.lax.scan(inner, h, x)[0], None
-
-    return jax.lax.scan(outer, jnp.zeros(3), m.w)[0]
-
-
-def conditions(m, x):
-    x = jax.lax.cond(True, lambda x: m.w @ x + m.b, lambda x: 2 * x, x)
-    branches = [lambda x, w=w: jnp.tanh(w @ x) for w in (m.v, m.u)]
-    return x + jax.lax.switch(jnp.array(1), branches, x)
-
-
 def spectral(m, x):
     f = jnp.fft.rfft(x)[:, :3]
     f = jnp.einsum("if,iof->of", f, jax.lax.complex(m.re, m.im))
     return jnp.tanh(jnp.fft.irfft(jnp.pad(f, ((0, 0), (0, 2))), 8) + m.w @ x)
-
-
-@jax.custom_jvp
-def activation(x):
-    return jnp.tanh(x)
-
-
-activation.defjvp(lambda x, t: (activation(*x), t[0] * (1 - jnp.tanh(x[0]) ** 2)))
-
-
-def case(call, x, want, *shared, **shapes):
-    """What is called, of which examples; what is tagged, and which arrays are used more
-    than once; and the shapes of all."""
-    path = lambda name: f"['{name}']"
-    return call, x, {path(k): v for k, v in want.items()}, list(map(path, shared)), shapes
 
 
 CASES = {
@@ -376,96 +337,6 @@ CASES = {
         re=(2, 3, 3),
         im=(2, 3, 3),
         w=(3, 2),
-    ),
-    "recurrent": case(
-        looped,
-        SEQUENCES,
-        {
-            "others": "Parameters 6",
-            "out": "Dense 2x3",
-            "wh": "Dense 3x3",
-            "wi": "Dense 3x4",
-        },
-        "wi",
-        "wh",
-        wi=(3, 4),
-        wh=(3, 3),
-        b=(3,),
-        h=(3,),
-        out=(3, 2),
-    ),
-    "loop along a stack": case(
-        blocks,
-        VECTORS,
-        {"others, stacked 1": "Parameters[2] 3", "w": "Dense[2] 3x3+1"},
-        w=(2, 3, 3),
-        b=(2, 3),
-        g=(2, 3),
-    ),
-    "loops in loops": case(
-        twice_looped,
-        normal(3, 2, 3),
-        {"u": "Dense 3x3", "w": "Dense[2] 3x3"},
-        "w",
-        "u",
-        w=(2, 3, 3),
-        u=(3, 3),
-    ),
-    "stack in a vmap": case(
-        lambda m, x: jnp.sum(
-            jnp.tanh(jax.vmap(lambda w, b: w @ x + b)(m.w, m.b)), axis=0
-        ),
-        VECTORS,
-        {"w": "Dense 8x3+1"},
-        w=(2, 4, 3),
-        b=(2, 4),
-    ),
-    "positions in a vmap": case(
-        lambda m, x: jnp.mean(jax.vmap(lambda x: jnp.tanh(m.w @ x + m.b))(x), axis=0),
-        SEQUENCES,
-        {"w": "Dense 2x4+1"},
-        "w",
-        w=(2, 4),
-        b=(2,),
-    ),
-    "counted loop": case(
-        lambda m, x: jax.lax.fori_loop(0, 2, lambda i, x: jnp.tanh(m.w[i] @ x + m.b), x),
-        VECTORS,
-        {"others": "Parameters 3", "w": "Lookup 9x2"},
-        "w",
-        w=(2, 3, 3),
-        b=(3,),
-    ),
-    "conditions": case(
-        conditions,
-        VECTORS,
-        {"u": "Dense 3x3", "v": "Dense 3x3", "w": "Dense 3x3+1"},
-        w=(3, 3),
-        b=(3,),
-        v=(3, 3),
-        u=(3, 3),
-    ),
-    "recomputed": case(
-        lambda m, x: (
-            jax.checkpoint(lambda w, x: jnp.tanh(w @ x + m.b))(
-                m.w, jax.jit(lambda x: m.v @ x)(x)
-            )
-            @ m.v
-        ),
-        VECTORS,
-        {"v": "Dense 3x3, tied", "w": "Dense 3x3+1"},
-        "v",
-        w=(3, 3),
-        b=(3,),
-        v=(3, 3),
-    ),
-    "own derivative": case(
-        lambda m, x: activation(m.w @ x + m.b) @ jax.nn.gelu(m.v),
-        VECTORS,
-        {"others": "Parameters 6", "w": "Dense 3x3+1"},
-        w=(3, 3),
-        b=(3,),
-        v=(3, 2),
     ),
 }
 

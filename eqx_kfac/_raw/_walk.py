@@ -191,11 +191,13 @@ class Walk:
     def _scaled(self, frame: "_Frame", eqn: JaxprEqn, inputs: list) -> tuple | None:
         """A product with, or a quotient by, a number; or a change of sign."""
         name = eqn.primitive.name
-        values = [value for value, _ in inputs]
         side = 0 if inputs[0][1].terms else 1
         if len(inputs) <= side or not inputs[side][1].terms:
             return None
         fact = inputs[side][1]
+        frame.settle(eqn.invars)  # What it is multiplied by may be a result.
+        inputs = [frame.read(atom) for atom in eqn.invars]
+        values = [value for value, _ in inputs]
         if name == "neg":
             number = -1.0
         else:
