@@ -1,5 +1,6 @@
 """Modules while a step is traced: thousands of times, so that Python's time counts."""
 
+import copy
 import operator
 from typing import Any, TYPE_CHECKING
 
@@ -41,7 +42,9 @@ def replaced(module: Any, name: str, value: Any) -> Any:
     old = member(module, first)
     value = replaced(old, rest, value) if rest else value
     if isinstance(module, dict):
-        return {k: value if str(k) == first else v for k, v in module.items()}
+        new = copy.copy(module)  # Of whatever kind of dictionary.
+        new.update({k: value for k in module if str(k) == first})
+        return new
     if isinstance(module, (list, tuple)) and first.isdecimal():
         items = list(module)
         items[int(first)] = value

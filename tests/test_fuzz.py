@@ -33,7 +33,10 @@ SEEDS = (
     *(109, 112, 113, 115, 116, 118, 121, 123, 124, 125, 126, 128, 129, 131, 141, 146),
 )
 # And of those with arrays of their own.
-RAW_SEEDS = (1,)
+RAW_SEEDS = (
+    *(21, 33, 48, 51, 111, 120, 129, 165, 168, 186, 193, 215, 233, 255, 257, 273, 313),
+    *(327, 336, 340, 363, 386),
+)
 PARTS = 11
 TOLERANCE = 1e-9
 
@@ -779,6 +782,14 @@ def test_programs_have_everything():
     )
     for name, every in options.items():
         assert {getattr(program, name) for program in programs} == set(every)
+    stages = [
+        (program.block, stage.way)
+        for program in (random_program(seed, raw=True) for seed in RAW_SEEDS)
+        for stage in program.stages
+        if stage.kind == "raw"
+    ]
+    assert {block for block, _ in stages} == set(BLOCKS)
+    assert {way for _, way in stages} == set(RAW["raw"])
     # And of every block with every loss and weights.
     for other in ("loss", "weights"):
         pairs = {(program.block, getattr(program, other)) for program in programs}

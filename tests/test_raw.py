@@ -119,6 +119,12 @@ CASES = {
         w=(3, 3),
         b=(2,),
     ),
+    "parts of parts": case(
+        lambda m, x: m.w[1:][1:] @ x * jnp.tanh(m.w[1:][:1] @ x + m.w[:1] @ x),
+        VECTORS,
+        {"w[0:1, :]": "Dense 1x3", "w[1:2, :]": "Dense 1x3", "w[2:3, :]": "Dense 1x3"},
+        w=(3, 3),
+    ),
     "scaled and cast": case(
         lambda m, x: (m.w / 2).astype(float) @ jnp.tanh(-m.v @ x),
         VECTORS,

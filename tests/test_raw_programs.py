@@ -203,6 +203,9 @@ CASES = {
     "also data": case(
         lambda m, x: (m.w @ m.w) @ x, VECTORS, {"others": "Parameters 9"}, w=(3, 3)
     ),
+    "rows that nothing uses": case(
+        lambda m, x: m.w[:2] @ x, VECTORS, {"others": "Parameters 9"}, w=(3, 3)
+    ),
     "scalars and vectors": case(
         lambda m, x: m.a * jnp.dot(m.w, x) + m.b,
         VECTORS,

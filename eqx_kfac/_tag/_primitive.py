@@ -196,6 +196,9 @@ def _transpose(ct, *operands, layout, stack, examples):
 
     def statistics(x, ct, *shared):
         axes = stack + examples
+        if examples == 0 and not isinstance(layout.block, Raw):
+            # One example by itself, in a loop: its positions are none.
+            x, ct, axes = jnp.expand_dims(x, stack), jnp.expand_dims(ct, stack), axes + 1
         weights, basis, *_ = jtu.tree_unflatten(layout.shared, shared)
         weights = row_weights(weights, x, stack, axes)
         rows = layout.block.rows(layout.form, x, ct, weights, stack, axes)
