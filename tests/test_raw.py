@@ -77,7 +77,7 @@ CASES = {
         b=(4,),
     ),
     "heads and biases in other orders": case(
-        lambda m, x: jnp.einsum("i,dih->hd", x, m.w) + m.b.T,
+        lambda m, x: jnp.tensordot(x, m.w.transpose(1, 2, 0), 1) + m.b.T,
         VECTORS,
         {"others": "Parameters 8", "w": "Dense 8x3"},
         w=(2, 3, 4),
@@ -174,6 +174,13 @@ CASES = {
         f=(5, 3),
         g=(5, 3),
         h=(3, 5),
+    ),
+    "lookups of nothing": case(
+        lambda m, i: jnp.tanh(m.e.at[i].get(mode="fill", fill_value=0) + m.f[i]),
+        jnp.array([0, 7, -9, -4]),
+        {"e": "Lookup 2x3", "f": "Lookup 2x3"},
+        e=(3, 2),
+        f=(3, 2),
     ),
     "several lookups": case(
         lambda m, i: jnp.tanh(jnp.tanh(m.e[i]) @ m.w),

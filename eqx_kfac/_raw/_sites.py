@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
@@ -217,6 +218,11 @@ def _looked_up(
         return None
     roles = Roles.of([], others, [axes.axes[along]])
     number = axes.shape[along]
+    # Here, negative indices do not count from the end any more.
+    if clamps:
+        index = jnp.clip(index, 0, number - 1)
+    else:
+        index = jnp.where((index >= 0) & (index < number), index, number)
     form = Lookup(number, clamps)
     use = Use(form, roles.leaf(axes, (roles.into, roles.out)), *roles)
     outputs, channels = roles.arranged(results, shape, roles.out)
