@@ -23,7 +23,7 @@ with_python = [
     ["devices.md", "api/extending.md", "api/operators.md", "api/tools.md"],
     ["factors.md", "api/posterior.md"],
     ["tutorials/start.md", "tutorials/pinn.md"],
-    ["tutorials/own.md"],
+    ["tutorials/own.md", "tutorials/models.md"],
     ["tutorials/transformer.md", "tutorials/posterior.md"],
     ["coming.md"],
 ]

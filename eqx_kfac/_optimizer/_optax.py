@@ -22,7 +22,6 @@ from ._fallback import init_fallback, update_fallback
 from ._kfac import Auto, KFAC
 from ._layer_damping import AbstractLayerDamping
 from ._numbers import AbstractRule, in_range, initial, Numbers, WeightDecay
-from ._rollback import init_rollback
 from ._schedule import Due, InTurn
 from ._state import ScaleByKFACState
 from ._trust import AbstractTrustRegion
@@ -215,7 +214,7 @@ class _KFAC:
                 velocity=params,
                 layer_damping=None,
                 iterates=None,
-                rollback=init_rollback(None),
+                rollback=trees["curvature"],
                 **trees,
             )
         else:
