@@ -616,7 +616,7 @@ def test_all_layers_are_named():
     def loss_fn(model, x):
         return of_outputs(jax.vmap(lambda x: model.w1 @ jnp.tanh(x @ model.w0))(x))
 
-    with pytest.raises(ValueError, match=r"`\['w0'\]`, `\['w1'\]` are trained"):
+    with pytest.raises(ValueError, match=r"`\['w0'\]`, `\['w1'\]` reach the losses"):
         collect(loss_fn, kfac.Exact(), RAW_MLP, ROWS)
 
 
