@@ -489,9 +489,13 @@ def noisy_batches(dtype, seed=0):
 
 
 def expected_weights(optimizer, taken, ema):
-    """The weight of the average after every step."""
-    weights, weight = [], 0.0
+    """The weight of the average after every step: after four bad ones in a row, the
+    parameters go back, and the average begins anew."""
+    weights, weight, bad = [], 0.0, 0
     for step, fine in enumerate(taken):
+        bad = 0 if fine else bad + 1
+        if bad == 4:
+            weight = 0.0
         if fine and (step % optimizer.curvature_period == 0 or weight == 0):
             number = 1 + optimizer.ema.burn_in if weight == 0 else 1
             for _ in range(number):

@@ -1018,7 +1018,7 @@ def test_loss_on_a_derivative():
     x, _ = data(BATCH)
     collect = kfac.value_grad_and_curvature(loss_fn, fisher=kfac.Exact())
     with pytest.raises(
-        ValueError, match=r"derivative of the layer `.layers\[0\]`.*reverse mode"
+        ValueError, match=r"derivative of the layers `.layers\[0\]`.*reverse mode"
     ):
         eqx.filter_jit(collect)(make_mlp(), x, x)
 
