@@ -20,7 +20,7 @@ from .._fisher import AbstractFisher, check_whole, Empirical
 from .._misc import accumulator, names
 from .._program import run
 from .._tag import flatten_tags, is_trainable, map_tags, Tag, update_layers, with_tags
-from ._plan import Costs, costs, MEMORY, Vectors, vectors
+from ._plan import Costs, costs, MEMORY, run_once, Vectors, vectors
 
 
 class Nothing(AbstractBlock):
@@ -110,7 +110,8 @@ def dense_blocks(
         (exact,) = exact_blocks(along, chosen, chunk(every, chosen.number, size))
         return guess, exact
 
-    stacks = eqx.filter_jit(both)(model, args, key, kwargs)
+    long = every.takes_long(chosen)
+    stacks = run_once(both, model, args, key, kwargs, optimise=long)
     guess, exact = (np.asarray(a, float).reshape(-1, size, size) for a in stacks)
     return guess, exact, chosen.number if chosen.sampled else None
 

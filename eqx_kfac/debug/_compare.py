@@ -89,17 +89,12 @@ def along_vectors(
 
     def block(first):
         indices = first + jnp.arange(at_once)
-        if at_once > 2:
-            vectors = jax.lax.map(along, indices)
-        else:  # Without a copy of what is large.
-            each = [along(first + i) for i in range(at_once)]
-            vectors = [list(of_layer) for of_layer in zip(*each, strict=True)]
+        vectors = jax.lax.map(along, indices)
         keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(3), i))(indices)
         found = []
         for operator, axes, rows in zip(operators, stacks, vectors, strict=True):
-            rows = jnp.stack(rows, axes) if isinstance(rows, list) else _behind(rows, axes)
             many = lambda op, rows: _of_rows(op, rows, keys, sampled)
-            found.append(over_stack(many, axes)(operator, rows))
+            found.append(over_stack(many, axes)(operator, _behind(rows, axes)))
         return found
 
     def of_layer(operator, axes, products, gram):

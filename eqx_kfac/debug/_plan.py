@@ -18,7 +18,19 @@ from .._program import Program, run
 
 
 MEMORY = 1e9  # Bytes.
-OPERATIONS = 1e12  # Of each of the parts: some ten seconds.
+ALL = 1e11  # Operations that may be spent on an exact answer,
+SOME = 1e12  # and on estimates, which have larger products: some ten seconds each.
+
+
+def run_once(fn: Callable, *args: Any, optimise: bool = False) -> Any:
+    """Arrays that `fn(*args)` returns. On a CPU, a program that runs once is not worth
+    the time that LLVM would spend on it, unless it runs for long: products of matrices
+    are calls of a library."""
+    params, static = eqx.partition(args, eqx.is_array)
+    quick = jax.default_backend() == "cpu" and not optimise
+    options = {"xla_backend_optimization_level": 0} if quick else None
+    call = lambda params: fn(*eqx.combine(params, static))
+    return jax.jit(call, compiler_options=options)(params)
 
 
 class Costs(NamedTuple):
@@ -31,6 +43,10 @@ class Costs(NamedTuple):
     examples: int
     terms: int
     itemsize: int
+
+    def takes_long(self, vectors: "Vectors") -> bool:
+        """Whether a program that pulls all these back is worth optimising."""
+        return not vectors.sampled and vectors.number * self.work.operations > 1e10
 
 
 class Vectors(NamedTuple):
@@ -80,14 +96,14 @@ def vectors(
     and the estimate to approximate with, and its key: [`eqx_kfac.Exact`][], unless
     something else was asked for or that is too much."""
     pullback = 2 * costs.work.operations + 4 * numbers
-    affordable = lambda number: number * pullback <= OPERATIONS
+    affordable = lambda number: number * pullback <= ALL
     if fisher is None:
         fisher = Exact()
         if not affordable(costs.outputs):
             most = 32
             if costs.terms == 1:
                 most = np.clip(0.2 * memory // (costs.itemsize * numbers), 2, most)
-            number = int(np.clip(0.3 * OPERATIONS // pullback, min(4, most), most))
+            number = int(np.clip(0.3 * SOME // pullback, min(4, most), most))
             fisher, key = CurvatureProp(number), jax.random.key(1)
             if costs.terms == 1:
                 # What comes back from any cotangent of a single term is a multiple of
@@ -106,7 +122,7 @@ def vectors(
 def random_vectors(fisher: AbstractFisher, operations: float) -> Vectors:
     """As many as can be had, if each takes so many operations."""
     draws = _signed_scores if isinstance(fisher, Empirical) else _signs
-    return Vectors(draws, int(np.clip(OPERATIONS // operations, 8, 128)), True)
+    return Vectors(draws, int(np.clip(SOME // operations, 8, 128)), True)
 
 
 def _score_of_one(losses: Any, index: Any, key: Key | None) -> Any:

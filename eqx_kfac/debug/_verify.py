@@ -42,7 +42,7 @@ from ._compare import (
     ready,
     WIDE,
 )
-from ._plan import Costs, costs, MEMORY, OPERATIONS, random_vectors, Vectors, vectors
+from ._plan import ALL, Costs, costs, MEMORY, random_vectors, run_once, Vectors, vectors
 from ._table import block_shown, sizes_shown
 
 
@@ -167,7 +167,7 @@ def _checks(problem: Problem, model: Model) -> list[LayerCheck]:
         inverse = [_is_inverse(tag, layer) for _, tag, layer in trained_layers(model)]
         return (*map(jtu.tree_leaves, shares), inverse)
 
-    each = eqx.filter_jit(looked_at)(model, args, kwargs)
+    each = run_once(looked_at, model, args, kwargs)
     each = [list(map(np.asarray, column)) for column in each]
     layers = trained_layers(model)
     sizes = _sizes(model)
@@ -263,7 +263,7 @@ def _parts(
         stack, square = sizes[i].stack, sizes[i].parameters ** 2
         held += 4 * stack * square * sizes[i].itemsize
         work += 2 * stack * square * chosen.number
-        fits = held <= memory and work <= OPERATIONS
+        fits = held <= memory and work <= ALL
         if fits and sizes[i].parameters <= problem.limit and not chosen.sampled:
             dense.append(i)
     parts = []
@@ -277,7 +277,7 @@ def _parts(
     each = numbers * max(sizes[i].itemsize for i in rest)
     products = sum(sizes[i].stack * sizes[i].product for i in rest)
     fits = chosen.number * each <= memory / 4
-    if not chosen.sampled and fits and chosen.number * products <= OPERATIONS:
+    if not chosen.sampled and fits and chosen.number * products <= ALL:
         parts.append(Part(frozenset(rest), chosen, chosen.number, False))
         return parts, fisher, key
     products = sum(sizes[i].stack * sizes[i].estimate for i in rest)
@@ -323,7 +323,9 @@ def _compared(
         return [over_stack(densely, axes)(op, e) for op, axes, e in triples]
 
     layers = trained_layers(model)
-    found = eqx.filter_jit(both)(model, problem.args, own_key, problem.kwargs)
+    long = any(every.takes_long(part.vectors) for part in parts)
+    arguments = model, problem.args, own_key, problem.kwargs
+    found = run_once(both, *arguments, optimise=long)
     return {
         i: compared(own, part.vectors.sampled)
         for part, numbers in zip(parts, found, strict=True)
