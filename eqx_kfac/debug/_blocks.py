@@ -16,11 +16,11 @@ from .._block import AbstractBlock, Statistics
 from .._curvature import Batch
 from .._custom_types import Args, Key, Kwargs, Layer, Model
 from .._devices import over_stack
-from .._fisher import AbstractFisher, check_whole, Empirical
+from .._fisher import AbstractFisher, check_whole
 from .._misc import accumulator, names
 from .._program import run
 from .._tag import flatten_tags, is_trainable, map_tags, Tag, update_layers, with_tags
-from ._plan import Costs, costs, MEMORY, run_once, Vectors, vectors
+from ._plan import compiled, Costs, costs, MEMORY, Vectors, vectors
 
 
 class Nothing(AbstractBlock):
@@ -88,15 +88,13 @@ def dense_blocks(
     found, _ = flatten_tags(lambda tag, layer: (tag, layer), model)
     paths = [path for path, _ in found]
     if layer not in paths:
-        raise ValueError(
-            f"There is no tagged layer at {layer!r}, but at {names(paths)}."
-        )
+        raise ValueError(f"There is no tagged layer at {layer!r}, but at {names(paths)}.")
     number = paths.index(layer)
     size = size_of(*found[number][1])
     if 8 * size**2 > 4 * MEMORY:
         raise ValueError(
-            f"The layer {layer!r} has {size} parameters, and a picture of its block would "
-            f"have the square of that: {8e-9 * size**2:.3g} GB. Draw that of a smaller "
+            f"The layer {layer!r} has {size} parameters, and a picture of its block "
+            f"would have the square of that: {8e-9 * size**2:.3g} GB. Draw a smaller "
             "one."
         )
     model, every = only(model, frozenset([number])), costs(loss_fn, model, args, kwargs)
@@ -111,7 +109,7 @@ def dense_blocks(
         return guess, exact
 
     long = every.takes_long(chosen)
-    stacks = run_once(both, model, args, key, kwargs, optimise=long)
+    stacks = compiled(both, model, args, key, kwargs, optimise=long)()
     guess, exact = (np.asarray(a, float).reshape(-1, size, size) for a in stacks)
     return guess, exact, chosen.number if chosen.sampled else None
 
@@ -189,7 +187,9 @@ def exact_blocks(
     def add(step, totals):
         rows = jax.vmap(flat)(step * at_once + jnp.arange(at_once))
         highest = jax.lax.Precision.HIGHEST
-        products = [jnp.einsum("n...i,n...j->...ij", r, r, precision=highest) for r in rows]
+        products = [
+            jnp.einsum("n...i,n...j->...ij", r, r, precision=highest) for r in rows
+        ]
         return [t + p for t, p in zip(totals, products, strict=True)]
 
     like = jax.eval_shape(flat, 0)

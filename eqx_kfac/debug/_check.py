@@ -117,10 +117,12 @@ class LayerCheck:
         # Of several examples, `G ⊗ A` may have any trace. Of one, that is a mistake.
         off = lambda ratio: np.any(np.abs(ratio - 1) > self.tolerance)
         if self.single and off(self.ratio) and not self.estimated:
-            return f"SUSPICIOUS: of one example, its trace is {ratio:.4g} times the exact"
+            return f"SUSPICIOUS: of one example, its trace is {ratio:.4g} times exact"
         if off(self.alone):
             alone = worst(self.alone, 1.0)
-            return f"SUSPICIOUS: of the first example, its trace is {alone:.4g} times the exact"
+            return (
+                f"SUSPICIOUS: of the first example, its trace is {alone:.4g} times exact"
+            )
         if self.is_off(1e3):
             return f"SUSPICIOUS: its trace is {ratio:.1g} times that of the exact block"
         return "approximate"
@@ -177,7 +179,9 @@ class Verification:
             numbers, noise = getattr(check, name), getattr(check, f"{name}_noise")
             at = worst_at(numbers, ideal)
             value = float(np.ravel(numbers)[at])
-            return Measured(value, float(np.ravel(noise)[at])) if check.estimated else value
+            return (
+                Measured(value, float(np.ravel(noise)[at])) if check.estimated else value
+            )
 
         rows = [
             (

@@ -1,4 +1,4 @@
-r"""What the comparison of two blocks $\hat F$ and $F$ consists of: norms, traces and inner
+r"""What the comparison of two blocks $\hat F$ and $F$ consists of: norms, traces, inner
 products; of dense matrices, or along the vectors $g$ whose outer products $F$ consists
 of."""
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -29,7 +30,7 @@ WIDE = 1e8  # Operations of a product with a block, above which it is estimated.
 
 class Numbers(NamedTuple):
     r"""Of one layer: arrays `[*stack]`; and what there is for every vector, if there are
-    any: `[*stack, blocks, n]`, `[*stack, blocks, n, n]`. The second of each pair is of the
+    any: `[*stack, blocks, n]`, `[*stack, blocks, n, n]`. The second of a pair is of the
     diagonals alone."""
 
     trace: Any  # Of the approximation.
@@ -55,11 +56,6 @@ def ready(operator: Any) -> Any:
     return lx.MatrixLinearOperator(operator.as_matrix())
 
 
-def of_operator(operator: Any) -> tuple[Array, tuple[Array, Array]]:
-    """Its trace and its squared norms."""
-    return trace(operator), (squared_norm(operator), jnp.sum(lx.diagonal(operator) ** 2))
-
-
 def densely(operator: Any, exact: Float[Array, "size size"]) -> Numbers:
     """The comparison with a dense matrix."""
     guess = operator.as_matrix()
@@ -76,60 +72,65 @@ def densely(operator: Any, exact: Float[Array, "size size"]) -> Numbers:
 
 
 def along_vectors(
-    operators: list[Any],
-    stacks: list[int],
-    along: Callable,
-    number: int,
-    at_once: int,
-    sampled: bool,
+    operators: list[Any], stacks: list[int], pull: Callable, vectors: Any, at_once: int
 ) -> list[Numbers]:
-    """The comparison along vectors, `along(index)` (of every layer). Inner products are
-    those of vectors that are pulled back together, `at_once`."""
-    blocks = math.ceil(number / at_once)
-
-    def block(first):
+    """The comparison along all `vectors`, `pull(indices)` (of every layer, those of
+    `at_once` of them). Inner products are those of vectors that are pulled back together.
+    A loop in Python, so that no more is held, and that layers of the same shapes are the
+    same program."""
+    found: list[list] = [[] for _ in operators]
+    for first in range(0, vectors.number, at_once):
         indices = first + jnp.arange(at_once)
-        vectors = jax.lax.map(along, indices)
-        keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(3), i))(indices)
-        found = []
-        for operator, axes, rows in zip(operators, stacks, vectors, strict=True):
-            many = lambda op, rows: _of_rows(op, rows, keys, sampled)
-            found.append(over_stack(many, axes)(operator, _behind(rows, axes)))
-        return found
-
-    def of_layer(operator, axes, products, gram):
-        # The axis of blocks comes from the loop, and goes behind the stack.
-        products, gram = (tuple(_behind(a, axes) for a in p) for p in (products, gram))
-        trace, norms = over_stack(of_operator, axes)(operator)
-        return Numbers(trace, norms, products=products, gram=gram)
-
-    each = jax.lax.map(block, at_once * jnp.arange(blocks))
-    triples = zip(operators, stacks, each, strict=True)
-    return [of_layer(op, axes, *own) for op, axes, own in triples]
+        rows = pull(indices)
+        for i, (operator, axes) in enumerate(zip(operators, stacks, strict=True)):
+            own = _of_rows(operator, rows[i], indices, axes, vectors.sampled)
+            found[i].append(own)
+    numbers = []
+    for operator, axes, blocks in zip(operators, stacks, found, strict=True):
+        trace, norms = _of_operator(operator, axes)
+        stacked = [[np.stack(a, axes) for a in zip(*pair)] for pair in zip(*blocks)]
+        products, grams = (tuple(pair) for pair in stacked)
+        numbers.append(Numbers(trace, norms, products=products, gram=grams))
+    return numbers
 
 
-def _behind(a: Array, axes: int) -> Array:
-    return jnp.moveaxis(a, 0, axes)
+@eqx.filter_jit
+def _of_operator(operator: Any, axes: int) -> tuple[Array, tuple[Array, Array]]:
+    """Its trace and its squared norms."""
+
+    def of_one(operator):
+        norms = squared_norm(operator), jnp.sum(lx.diagonal(operator) ** 2)
+        return trace(operator), norms
+
+    return over_stack(of_one, axes)(operator)
 
 
+@eqx.filter_jit
 def _of_rows(
-    operator: Any, rows: Float[Array, "n d_out d_in"], keys: Array, estimate: bool
+    operator: Any,
+    rows: Float[Array, "n *stack d_out d_in"],
+    indices: Array,
+    axes: int,
+    estimate: bool,
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Products with the operator and its diagonal; inner products, and those of squares."""
-    shape = operator.in_structure().shape
-    flat = rows.reshape(len(rows), -1)
-    squares = flat**2
+    """Products with the operator and its diagonal; inner products, also of squares."""
+    keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(3), i))(indices)
 
-    def product(pair):
-        row, key = pair
-        if estimate and is_wide(operator):
-            return _estimated(operator, row, key)
-        return jnp.sum(row * operator.mv(row.reshape(shape)).reshape(row.shape))
+    def of_one(operator, rows):
+        shape = operator.in_structure().shape
+        flat = rows.reshape(len(rows), -1)
 
-    products = jax.lax.map(product, (rows, keys))
-    diagonal = lx.diagonal(operator).reshape(-1)
-    grams = matmul(flat, flat.T), matmul(squares, squares.T)
-    return (products, matmul(squares, diagonal)), grams
+        def product(pair):
+            row, key = pair
+            if estimate and is_wide(operator):
+                return _estimated(operator, row, key)
+            return jnp.sum(row * operator.mv(row.reshape(shape)).reshape(row.shape))
+
+        squares, diagonal = flat**2, lx.diagonal(operator).reshape(-1)
+        products = jax.lax.map(product, (rows, keys)), matmul(squares, diagonal)
+        return products, (matmul(flat, flat.T), matmul(squares, squares.T))
+
+    return over_stack(of_one, axes)(operator, jnp.moveaxis(rows, 0, axes))
 
 
 def operations(operator: Any) -> float:
@@ -193,8 +194,7 @@ def compared(numbers: Numbers, sampled: bool) -> tuple[Comparison, Comparison | 
     off = [a * (1 - np.eye(n)) for a in squares]  # Unbiased, without a vector's own.
     sums = [a.reshape(*stack, -1).sum(-1) for a in (sizes, *off, *products)]
     of_each = [
-        a.reshape(*stack, k)
-        for a in (sizes, *(2 * a.sum(-1) for a in off), *products)
+        a.reshape(*stack, k) for a in (sizes, *(2 * a.sum(-1) for a in off), *products)
     ]
     counts = [k, pairs, pairs, k, k]
     left = [k - 1, *[pairs - 2 * (n - 1)] * 2, k - 1, k - 1]

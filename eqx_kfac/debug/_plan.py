@@ -22,15 +22,16 @@ ALL = 1e11  # Operations that may be spent on an exact answer,
 SOME = 1e12  # and on estimates, which have larger products: some ten seconds each.
 
 
-def run_once(fn: Callable, *args: Any, optimise: bool = False) -> Any:
-    """Arrays that `fn(*args)` returns. On a CPU, a program that runs once is not worth
-    the time that LLVM would spend on it, unless it runs for long: products of matrices
-    are calls of a library."""
+def compiled(fn: Callable, *args: Any, optimise: bool = False) -> Callable:
+    """`fn(*args, *more)`, which returns arrays, as a function of more arrays. On a CPU, a
+    program that runs a few times is not worth the time that LLVM would spend on it,
+    unless it runs for long: products of matrices are calls of a library."""
     params, static = eqx.partition(args, eqx.is_array)
     quick = jax.default_backend() == "cpu" and not optimise
     options = {"xla_backend_optimization_level": 0} if quick else None
-    call = lambda params: fn(*eqx.combine(params, static))
-    return jax.jit(call, compiler_options=options)(params)
+    call = lambda params, *more: fn(*eqx.combine(params, static), *more)
+    call = jax.jit(call, compiler_options=options)
+    return lambda *more: call(params, *more)
 
 
 class Costs(NamedTuple):

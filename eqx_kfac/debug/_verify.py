@@ -1,10 +1,9 @@
 """Approximations of a layer's curvature beside the curvature itself."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -12,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from .._checks import check_number
-from .._curvature import Batch, init_curvature, linearise
+from .._curvature import Batch, linearise
 from .._custom_types import Args, Key, Kwargs, Layer, Model
 from .._devices import over_stack
 from .._fisher import AbstractFisher, check_whole, Empirical, Exact
@@ -20,7 +19,6 @@ from .._program import Program
 from .._tag import (
     check_order,
     check_tagged,
-    flatten_tags,
     is_trainable,
     map_tags,
     Tag,
@@ -28,21 +26,11 @@ from .._tag import (
     trained_layers,
     with_tags,
 )
-from ._blocks import chunk, exact_blocks, only, operators, pulled, size_of
+from ._blocks import exact_blocks, only, operators, pulled
 from ._check import LayerCheck, Verification
-from ._compare import (
-    along_vectors,
-    compared,
-    Comparison,
-    densely,
-    is_structured,
-    Numbers,
-    operations,
-    PROBES,
-    ready,
-    WIDE,
-)
-from ._plan import ALL, Costs, costs, MEMORY, random_vectors, run_once, Vectors, vectors
+from ._compare import along_vectors, compared, Comparison, densely, ready
+from ._parts import groups, parts, Size, sizes
+from ._plan import compiled, Costs, costs, MEMORY
 from ._table import block_shown, sizes_shown
 
 
@@ -167,170 +155,75 @@ def _checks(problem: Problem, model: Model) -> list[LayerCheck]:
         inverse = [_is_inverse(tag, layer) for _, tag, layer in trained_layers(model)]
         return (*map(jtu.tree_leaves, shares), inverse)
 
-    each = run_once(looked_at, model, args, kwargs)
+    each = compiled(looked_at, model, args, kwargs)()
     each = [list(map(np.asarray, column)) for column in each]
     layers = trained_layers(model)
-    sizes = _sizes(model)
+    measured = sizes(model)
     found: dict[int, tuple[Comparison, Comparison | None]] = {}
-    fitting = [i for i, size in enumerate(sizes) if size.bytes <= problem.memory]
+    fitting = [i for i, size in enumerate(measured) if size.bytes <= problem.memory]
     # What has no rows has no curvature.
     used = [i for i in fitting if not np.all(each[1][i] == 0)]
-    for group in _groups(used, sizes, problem.memory):
-        found.update(_compared(problem, model, every, sizes, group))
+    for group in groups(used, measured, problem.memory):
+        found.update(_compared(problem, model, every, measured, group))
     checks = []
     for i, (own, share, rows, inverse) in enumerate(zip(layers, *each, strict=True)):
         use = "used"
         if np.all(rows == 0):
             use = "unused" if i in every.work.called else "never called"
         check = _check(problem, every, own, found.get(i), share, rows, bool(inverse), use)
-        too_large = sizes[i].bytes > problem.memory
-        size = sizes[i].bytes / 1e9
+        too_large = measured[i].bytes > problem.memory
+        size = measured[i].bytes / 1e9
         checks.append(dataclasses.replace(check, too_large=too_large, gigabytes=size))
     return checks
 
 
-#
-# What is compared how
-#
-
-
-class Size(NamedTuple):
-    """Of one layer, or of a stack of them."""
-
-    bytes: float  # Of its curvature.
-    stack: int  # How many there are.
-    parameters: int  # Of one.
-    itemsize: int
-    product: float  # Operations of a product with the approximate block.
-    estimate: float  # And if it may be estimated.
-
-
-def _sizes(model: Model) -> list[Size]:
-    shapes = eqx.filter_eval_shape(init_curvature, model)
-
-    def of_layer(tag, layer, factors):
-        leaves = jtu.tree_leaves(factors)
-        held = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-        axes = factors.l2.ndim
-        one = jtu.tree_map(
-            lambda a: jax.ShapeDtypeStruct(a.shape[axes:], a.dtype), factors
-        )
-        operator = eqx.filter_eval_shape(tag.block.operator, one)
-        size, itemsize = size_of(tag, layer), leaves[0].dtype.itemsize
-        stack = int(np.prod(factors.l2.shape))
-        if not is_structured(operator):
-            product = 2 * size**2
-            return Size(held + stack * size**2 * itemsize, stack, size, itemsize, product, product)
-        product = estimate = operations(operator)
-        if product > WIDE:
-            estimate = min(product, 2 * PROBES * (size * 2 + 2 * product / size))
-        return Size(held, stack, size, itemsize, product, estimate)
-
-    return [size for _, size in flatten_tags(of_layer, model, shapes)[0]]
-
-
-def _groups(layers: list[int], sizes: list[Size], memory: float) -> Iterator[list[int]]:
-    """Layers whose factors, and whose gradients, fit together, one after the other."""
-    group, factors, gradients = [], 0.0, 0.0
-    for i in layers:
-        size = sizes[i]
-        own = size.stack * size.parameters * size.itemsize
-        if group and (factors + size.bytes > memory or gradients + own > memory):
-            yield group
-            group, factors, gradients = [], 0.0, 0.0
-        group, factors, gradients = [*group, i], factors + size.bytes, gradients + own
-    if group:
-        yield group
-
-
-class Part(NamedTuple):
-    """Layers that are compared in the same way."""
-
-    layers: frozenset[int]
-    vectors: Vectors
-    at_once: int
-    dense: bool
-
-
-def _parts(
-    every: Costs, problem: Problem, sizes: list[Size], group: list[int]
-) -> tuple[list[Part], AbstractFisher, Key | None]:
-    """How the layers of a group are compared."""
-    memory, numbers = problem.memory, _parameters(sizes, group)
-    chosen, fisher, key = vectors(every, problem.fisher, problem.key, numbers, memory)
-    dense, held, work = [], 0.0, 0.0
-    for i in sorted(group, key=lambda i: sizes[i].parameters):
-        stack, square = sizes[i].stack, sizes[i].parameters ** 2
-        held += 4 * stack * square * sizes[i].itemsize
-        work += 2 * stack * square * chosen.number
-        fits = held <= memory and work <= ALL
-        if fits and sizes[i].parameters <= problem.limit and not chosen.sampled:
-            dense.append(i)
-    parts = []
-    if dense:
-        at_once = chunk(every, chosen.number, _parameters(sizes, dense), memory)
-        parts.append(Part(frozenset(dense), chosen, at_once, True))
-    rest = [i for i in group if i not in dense]
-    if not rest:
-        return parts, fisher, key
-    numbers = _parameters(sizes, rest)
-    each = numbers * max(sizes[i].itemsize for i in rest)
-    products = sum(sizes[i].stack * sizes[i].product for i in rest)
-    fits = chosen.number * each <= memory / 4
-    if not chosen.sampled and fits and chosen.number * products <= ALL:
-        parts.append(Part(frozenset(rest), chosen, chosen.number, False))
-        return parts, fisher, key
-    products = sum(sizes[i].stack * sizes[i].estimate for i in rest)
-    pullback = 2 * every.work.operations + 4 * numbers
-    random = random_vectors(problem.fisher, pullback + products)
-    at_once = int(np.clip(memory / 4 // each, 2, random.number))
-    steps = max(round(random.number / at_once), 1)
-    random = random._replace(number=at_once * steps)
-    parts.append(Part(frozenset(rest), random, at_once, False))
-    return parts, fisher, key
-
-
-def _parameters(sizes: list[Size], layers: list[int]) -> int:
-    return sum(sizes[i].stack * sizes[i].parameters for i in layers)
-
-
 def _compared(
-    problem: Problem, model: Model, every: Costs, sizes: list[Size], group: list[int]
+    problem: Problem, model: Model, every: Costs, layers: list[Size], group: list[int]
 ) -> dict[int, tuple[Comparison, Comparison | None]]:
     """The comparisons of a group of layers, by their numbers."""
-    loss_fn = problem.loss_fn
-    parts, fisher, own_key = _parts(every, problem, sizes, group)
+    loss_fn, args, kwargs, given, key, limit, memory = problem
+    plan = parts(every, given, key, limit, memory, layers, group)
 
-    def both(model, args, key, kwargs):
+    def collected(model, args, key, kwargs):
         batch = Batch(loss_fn, args, kwargs)
         batch = batch.linearise(only(model, frozenset(group)), program=every.program)
-        factors = batch.curvature(fisher, key)
-        blocks = dict(zip(sorted(group), operators(batch.model, factors, ready)))
-        return [_part(part, only(model, part.layers), blocks, args, key, kwargs) for part in parts]
-
-    def _part(part, model, blocks, args, key, kwargs):
-        pull, losses = pulled(model, loss_fn, args, kwargs)
-        along = lambda i: pull(part.vectors.cotangents(losses, i, key))
-        numbers = sorted(part.layers)
-        own = [blocks[i] for i in numbers]
-        stacks = [len(tag.form.sizes(layer).stack) for tag, layer in (layers[i][1:] for i in numbers)]
-        if not part.dense:
-            return along_vectors(
-                own, stacks, along, part.vectors.number, part.at_once, part.vectors.sampled
-            )
-        exact = exact_blocks(along, part.vectors, part.at_once)
+        factors = batch.curvature(plan.fisher, key)
+        found = operators(batch.model, factors, ready)
+        blocks = dict(zip(sorted(group), found, strict=True))
+        if plan.dense is None:
+            return [], blocks
+        own, rest = plan.dense.layers, only(model, frozenset(plan.dense.layers))
+        pull, losses = pulled(rest, loss_fn, args, kwargs)
+        along = lambda i: pull(plan.dense.vectors.cotangents(losses, i, key))
+        exact = exact_blocks(along, plan.dense.vectors, plan.dense.at_once)
+        stacks = [len(layers[i].stack) for i in own]
         triples = zip(own, stacks, exact, strict=True)
-        return [over_stack(densely, axes)(op, e) for op, axes, e in triples]
+        dense = [over_stack(densely, axes)(blocks.pop(i), e) for i, axes, e in triples]
+        return dense, blocks
 
-    layers = trained_layers(model)
-    long = any(every.takes_long(part.vectors) for part in parts)
-    arguments = model, problem.args, own_key, problem.kwargs
-    found = run_once(both, *arguments, optimise=long)
-    return {
-        i: compared(own, part.vectors.sampled)
-        for part, numbers in zip(parts, found, strict=True)
-        for i, own in zip(sorted(part.layers), numbers, strict=True)
-    }
+    long = plan.dense is not None and every.takes_long(plan.dense.vectors)
+    arguments = model, args, plan.key, kwargs
+    dense, blocks = compiled(collected, *arguments, optimise=long)()
+    found = {}
+    if plan.dense is not None:
+        pairs = zip(plan.dense.layers, dense, strict=True)
+        found = {i: compared(numbers, False) for i, numbers in pairs}
+    if plan.rest is None:
+        return found
+    own, random = plan.rest.layers, plan.rest.vectors
+
+    def back(model, args, key, kwargs, indices):
+        pull, losses = pulled(only(model, frozenset(own)), loss_fn, args, kwargs)
+        along = lambda i: pull(random.cotangents(losses, i, key))
+        return jax.lax.map(along, indices)
+
+    pull = compiled(back, *arguments, optimise=every.takes_long(random))
+    stacks = [len(layers[i].stack) for i in own]
+    numbers = along_vectors(
+        [blocks[i] for i in own], stacks, pull, random, plan.rest.at_once
+    )
+    pairs = zip(own, numbers, strict=True)
+    return found | {i: compared(n, random.sampled) for i, n in pairs}
 
 
 def _unseen(
@@ -391,7 +284,9 @@ def _check(
     comparison, noise = (comparison, None) if found is None else found
     zero = np.zeros(sizes.stack)
     shared = bool(np.any(rows > every.examples))
-    is_noisy = not (problem.fisher is None or isinstance(problem.fisher, (Exact, Empirical)))
+    is_noisy = not (
+        problem.fisher is None or isinstance(problem.fisher, (Exact, Empirical))
+    )
     return LayerCheck(
         path=path,
         form=type(tag.form).__name__,
