@@ -123,7 +123,7 @@ class LayerCheck:
             return (
                 f"SUSPICIOUS: of the first example, its trace is {alone:.4g} times exact"
             )
-        if self.is_off(1e3):
+        if self.is_off(1e3) and np.any(np.isnan(self.alone)):
             return f"SUSPICIOUS: its trace is {ratio:.1g} times that of the exact block"
         return "approximate"
 
