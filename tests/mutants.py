@@ -59,7 +59,7 @@ MUTANTS = [
     # What is seen of it.
     M("debug/_summary.py", "megabytes=size / 1e6", "megabytes=size / 1e3", "verify"),
     M("debug/_summary.py", "largest / smallest, np.inf", "largest, np.inf", "verify"),
-    M("debug/_summary.py", "operator.damped(damping).eigenvalues()", "operator.eigenvalues()", "verify"),
+    M("debug/_summary.py", "values = spectrum.values + number", "values = spectrum.values", "verify"),
     M("plot/_history.py", "steps = every * np.arange", "steps = np.arange", "plot"),
     M("plot/_history.py", '(seen["rejected"] > 0) & (seen[name] > 0)', "seen[name] > 0", "plot"),
     M("plot/_spectra.py", "axis.axhline(dampings[0][0]", "axis.axhline(0.0", "plot"),
@@ -250,6 +250,15 @@ MUTANTS = [
     M("_tag/_tagged.py", "found += tagged_layers(_untagged(node), own)", "pass", "raw_programs"),
     M("debug/_verify.py", "norms = [jnp.linalg.norm(a, axis=(-2, -1)) for a in (gradient - seen, gradient)]", "norms = [jnp.linalg.norm(a, axis=(-2, -1)) for a in (seen - seen, gradient)]", "verify"),
     M("debug/_blocks.py", "jnp.sqrt(coefficient * loss.term_weights / loss.count)", "jnp.sqrt(loss.term_weights / loss.count)", "verify"),
+    M("debug/_compare.py", "[a * (1 - np.eye(n)) for a in squares]", "squares", "verify"),
+    M("debug/_compare.py", "np.sqrt((k - 1) * np.var(a, -1))", "np.sqrt(np.var(a, -1))", "verify"),
+    M("debug/_plan.py", "index, jax.random.key(2))", "0, jax.random.key(2))", "verify"),
+    M("debug/_plan.py", "return a * trailing(signs[: len(a)].astype(a.dtype), a)", "return a", "verify"),
+    M("debug/_verify.py", "if size.bytes <= problem.memory]", "]", "verify"),
+    M("debug/_verify.py", "rows > every.examples", "rows > every.terms", "verify"),
+    M("debug/_verify.py", "if i in every.work.called else", "if i not in every.work.called else", "verify"),
+    M("debug/_check.py", "if self.is_off(1e3) and np.any(np.isnan(self.alone)):", "if self.is_off(1e3):", "verify"),
+    M("debug/_spectra.py", "for factor in factors if factor.ndim == 2", "for factor in factors", "verify"),
 ]
 # fmt: on
 

@@ -1,5 +1,6 @@
 """The tools that look at a model's curvature: they find what is wrong, and only that."""
 
+import functools as ft
 import re
 
 import equinox as eqx
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import eqx_kfac as kfac
+from eqx_kfac.debug import _parts, _plan, _spectra, _verify
 
 from .helpers import assert_differs, assert_near, normal
 from .plain import plain_kfac
@@ -287,12 +289,30 @@ def test_missing_bias():
     assert kfac.summary(Own()).untagged == {}
 
 
-def test_zero_curvature_is_exact():
-    dead = eqx.tree_at(
-        lambda m: m.layers[1].weight, mlp(), jax.device_put(np.zeros((K, 4)))
-    )
-    report = kfac.verify(softmax, dead, one, one_class)
-    assert report[".layers[0]"].exact
+def test_zero_curvature():
+    """Two blocks that are both zero are not called exact, and it is said why."""
+    model = dict(net=mlp(), unused=mlp(), uncalled=mlp())
+    where = lambda m: m["net"].layers[1].weight
+    model = eqx.tree_at(where, model, jax.device_put(np.zeros((K, 4))))
+
+    def loss_fn(model, x, classes):
+        jax.vmap(model["unused"])(x)
+        return softmax(model["net"], x, classes)
+
+    report = kfac.verify(loss_fn, model, one, one_class)
+    first, last = report["['net'].layers[0]"], report["['net'].layers[1]"]
+    assert first.verdict == "no curvature: both blocks are zero"
+    assert last.exact and not (first.exact or report.exact)
+    dead = report["['unused'].layers[0]"].verdict
+    assert dead == "no curvature: what it returns does not reach the losses"
+    never = report["['uncalled'].layers[0]"].verdict
+    assert never == "no curvature: the loss function never calls it"
+
+
+def test_not_a_number():
+    model = eqx.tree_at(lambda m: m.layers[1].bias, mlp(), jnp.full(K, jnp.nan))
+    for check in kfac.verify(softmax, model, X, CLASSES).layers:
+        assert check.verdict.startswith("NOT A NUMBER") and not check.exact
 
 
 def test_report():
@@ -307,14 +327,205 @@ def test_report():
         report["nowhere"]
 
 
-def test_too_big():
-    report = kfac.verify(softmax, mlp(), X, CLASSES, limit=15)
-    first, last = report.layers
-    assert first.too_large and np.isnan(first.error) and first.unseen < 1e-12
-    assert "too large" in first.verdict and not first.exact and not report.exact
-    whole = kfac.verify(softmax, mlp(), X, CLASSES).layers
-    np.testing.assert_allclose(last.error, whole[1].error, rtol=1e-10)
-    assert not whole[0].too_large and np.isfinite(whole[0].error)
+#
+# Large ones
+#
+
+
+FIGURES = "error", "cosine", "ratio", "diagonal_error"
+
+
+@ft.cache
+def dense_report(fisher):
+    return kfac.verify(softmax, mlp(), X, CLASSES, WEIGHTS, fisher=fisher)
+
+
+@pytest.mark.parametrize("fisher", [kfac.Exact(), kfac.Empirical()])
+def test_along_all_vectors(fisher):
+    """The same figures, without a dense matrix."""
+    report = kfac.verify(softmax, mlp(), X, CLASSES, WEIGHTS, fisher=fisher, limit=15)
+    for check, dense in zip(report.layers, dense_report(fisher).layers, strict=True):
+        assert not check.estimated and check.verdict == dense.verdict
+        for name in FIGURES:
+            got, want = getattr(check, name), getattr(dense, name)
+            np.testing.assert_allclose(got, want, rtol=1e-8)
+
+
+@pytest.mark.parametrize("fisher", [kfac.Exact(), kfac.Empirical()])
+@pytest.mark.parametrize("memory", [1e9, 1000])
+def test_estimates(monkeypatch, fisher, memory):
+    """They agree with the dense ones, up to their standard errors, which are small; those
+    of another block do not. With little memory, fewer vectors are held at a time."""
+    monkeypatch.setattr(_plan, "ALL", 0.0)
+    few = _parts.random_vectors
+    many = lambda *args: few(*args)._replace(number=1000)
+    monkeypatch.setattr(_parts, "random_vectors", many)
+    report = kfac.verify(
+        softmax, mlp(), X, CLASSES, WEIGHTS, fisher=fisher, memory=memory
+    )
+    assert "±" in str(report) and not report.exact
+    other = kfac.Exact() if isinstance(fisher, kfac.Empirical) else kfac.Empirical()
+    distances = []
+    for i, check in enumerate(report.layers):
+        assert check.estimated and check.verdict == "approximate"
+        for name in FIGURES[:3]:
+            noise = float(getattr(check, f"{name}_noise"))
+            assert 0 < noise < (0.1 if memory == 1e9 else 0.5)
+            got = float(getattr(check, name))
+            want, differs = (
+                float(getattr(dense_report(f).layers[i], name)) for f in (fisher, other)
+            )
+            assert abs(got - want) < 4 * noise + 0.003, name
+            distances.append(abs(got - differs) / noise)
+    assert max(distances) > 4 or memory < 1e9
+
+
+def test_one_example_of_any_size(monkeypatch):
+    """Too many outputs for all columns: a few cotangents, the same ones on both sides."""
+    monkeypatch.setattr(_plan, "ALL", 0.0)
+    for limit in (1, 4096):
+        report = kfac.verify(softmax, mlp(), one, one_class, limit=limit)
+        assert report.exact and not any(check.estimated for check in report.layers)
+        wrong = kfac.verify(softmax, mlp(HalfBlock()), one, one_class, limit=limit)
+        for check in wrong.layers:
+            assert check.verdict == "WRONG SCALE: exact, but for a factor of 0.5"
+
+
+class Wide(eqx.Module):
+    embedding: kfac.Embedding
+    hidden: kfac.Linear
+    head: kfac.Linear
+
+    def __call__(self, token):
+        return self.head(jnp.tanh(self.hidden(self.embedding(token))))
+
+
+def wide(classes):
+    make = lambda: Wide(
+        kfac.Embedding(classes, 3, key=KEY),
+        kfac.Linear(3, 4, key=KEY),
+        kfac.Linear(4, classes, key=KEY),
+    )
+    return eqx.filter_jit(make)()
+
+
+def numbers_at_once(fn, *args):
+    """How many there are in the largest array of a program."""
+
+    def arrays(value):
+        if isinstance(value, (tuple, list)):
+            for item in value:
+                yield from arrays(item)
+        for eqn in getattr(getattr(value, "jaxpr", value), "eqns", ()):
+            yield from (v.aval.size for v in eqn.outvars)
+            yield from arrays(list(eqn.params.values()))
+
+    return max(arrays(jax.make_jaxpr(fn)(*args)))
+
+
+def test_memory_is_bounded(monkeypatch):
+    """A factor that does not fit is never made: only the gradient is looked at."""
+    seen, compiled = [], _verify.compiled
+
+    def spy(fn, *args, optimise=False):
+        params, static = eqx.partition(args, eqx.is_array)
+        of = lambda params, *more: fn(*eqx.combine(params, static), *more)
+        run = compiled(fn, *args, optimise=optimise)
+
+        def call(*more):
+            seen.append(numbers_at_once(of, params, *more))
+            return run(*more)
+
+        return call
+
+    monkeypatch.setattr(_verify, "compiled", spy)
+    model, tokens = wide(300), jnp.arange(2)
+    loss_fn = lambda model, x: softmax(model, x, x)
+    report = kfac.verify(loss_fn, model, tokens, memory=4e5)
+    assert 8 * max(seen) <= 4e5 < 8 * 300**2
+    embedding, hidden, head = report.layers
+    assert head.too_large and head.unseen < 1e-12 and np.isnan(head.error)
+    assert "too large to compare: 0.00072 GB" in head.verdict
+    assert "diagonal_output=True" in str(report).splitlines()[-1]
+    assert np.isfinite(hidden.error) and np.isfinite(embedding.error)
+    seen.clear()
+    whole = kfac.verify(loss_fn, model, tokens)
+    assert 8 * max(seen) >= 8 * 300**2 and np.isfinite(whole[".head"].error)
+    assert "diagonal_output" not in str(whole)
+
+
+#
+# No false alarms
+#
+
+
+class Attention(eqx.Module):
+    norm: kfac.LayerNorm
+    attention: eqx.Module
+    head: kfac.Linear
+    causal: bool = eqx.field(static=True)
+
+    def __call__(self, x):
+        h = jax.vmap(self.norm)(x)
+        mask = jnp.tril(jnp.ones((len(x), len(x)), bool)) if self.causal else None
+        return jax.vmap(self.head)(x + self.attention(h, h, h, mask=mask))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_transformers_are_not_suspicious(causal):
+    """Tokens that look at each other, with a loss term each (and a mask), are no uses
+    of a layer that are independent."""
+
+    @eqx.filter_jit
+    def make():
+        attention = eqx.nn.MultiheadAttention(2, 4, key=KEY)
+        model = Attention(
+            kfac.LayerNorm(4), attention, kfac.Linear(4, 3, key=KEY), causal
+        )
+        return kfac.convert(model)
+
+    def loss_fn(model, x, y, w):
+        return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y, w)
+
+    x = 0.1 * normal(2, 8, 4, seed=9) + 3 * normal(2, 1, 4, seed=10)
+    y = jax.device_put(np.random.default_rng(1).integers(3, size=(2, 8)))
+    w = jnp.ones((2, 8)) if causal else jnp.ones((2, 8)).at[:, 1:].set(0.0)
+    report = kfac.verify(loss_fn, make(), x, y, w)
+    assert all(check.shared for check in report.layers)
+    assert not re.search("SUSPICIOUS|WRONG", str(report)), report
+    assert min(np.min(check.cosine) for check in report.layers) < 0.5
+
+
+@pytest.mark.parametrize(
+    "block, weight",
+    [(None, 1e-5), (None, 1.0), (kfac.Identity(), 1.0), (kfac.TNT(), 1.0)],
+)
+def test_unlike_examples_are_not_suspicious(block, weight):
+    """Large inputs with small gradients: by itself, every example has the right trace."""
+    model = mlp(block)
+    x = jax.device_put(np.diag([1e-2, 1e-2, 1e3]))
+    w = jax.device_put(np.array([1.0, 1.0, weight]))
+    report = kfac.verify(softmax, model, x, CLASSES[:3], w)
+    assert not re.search("SUSPICIOUS|WRONG", str(report)), report
+    if block is None:
+        first = report.layers[0]
+        assert first.ratio > 3 and abs(first.alone - 1) < 1e-10
+
+
+class TenthBlock(kfac.Kronecker):
+    def factors(self, statistics, count, l2):
+        return super().factors(statistics, 10 * count, l2)
+
+
+def test_wrong_scale_of_several_examples():
+    report = kfac.verify(softmax, mlp(TenthBlock()), X, CLASSES)
+    for check in report.layers:
+        assert check.verdict.startswith(
+            "SUSPICIOUS: of the first example, its trace is 0.1"
+        )
+    several = lambda model, x: squared(model, jnp.concatenate([x, X[1:]]))
+    report = kfac.verify(several, mlp(TenthBlock()), one)  # Not to be taken apart.
+    assert report.layers[0].verdict == "approximate"
 
 
 #
@@ -376,6 +587,19 @@ def test_health(block):
             assert line.condition > 1e12
     dead = jax.tree.map(lambda a: jax.device_put(np.zeros_like(a)), curvature)
     assert kfac.summary(model, dead).layers[0].condition == np.inf
+
+
+def test_wide_factors_are_not_decomposed(monkeypatch):
+    model = kfac.convert(kfac.revert(mlp()), blocks={".layers[1]": kfac.Diagonal()})
+    curvature = eqx.filter_jit(kfac.curvature(squared, kfac.Exact()))(model, X)
+    before = kfac.summary(model, curvature)
+    monkeypatch.setattr(_spectra, "WIDEST", 3)
+    after = kfac.summary(model, curvature)
+    first, last = after.layers
+    assert first.condition is None and before.layers[0].condition is not None
+    np.testing.assert_allclose(first.trace, before.layers[0].trace)
+    assert last == before.layers[1]  # A diagonal takes no decomposition.
+    assert len(str(after).splitlines()) == len(str(before).splitlines())
 
 
 def test_health_with_damping():

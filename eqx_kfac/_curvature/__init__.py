@@ -24,3 +24,4 @@ from ._model_operator import (
     GaussNewton as GaussNewton,
     Hessian as Hessian,
 )
+from ._work import Work as Work, work as work

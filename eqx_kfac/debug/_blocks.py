@@ -1,6 +1,7 @@
 """Blocks of layers as dense matrices: the approximate ones, and the exact ones, from
 derivatives of the model that know nothing of tags."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,14 +12,59 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float
 
+from .._block import AbstractBlock, Statistics
 from .._curvature import Batch
 from .._custom_types import Args, Key, Kwargs, Layer, Model
 from .._devices import over_stack
-from .._fisher import AbstractFisher, check_whole, Empirical
-from .._loss import AbstractLoss
-from .._misc import names, trailing
+from .._fisher import AbstractFisher, check_whole
+from .._misc import accumulator, names
 from .._program import run
-from .._tag import is_trainable, map_tags, Tag, trained_layers, update_layers
+from .._tag import flatten_tags, is_trainable, map_tags, Tag, update_layers, with_tags
+from ._plan import compiled, Costs, costs, MEMORY, Vectors, vectors
+
+
+class Nothing(AbstractBlock):
+    """Collects nothing: of a layer that is not looked at."""
+
+    weighted = False
+    mixes_positions = False
+    derivatives = True
+
+    def __init__(self):
+        pass
+
+    def empty(self) -> Statistics:
+        return Statistics(inputs=None, outputs=None)
+
+    def slots(self, form: Any, layer: Layer) -> Statistics:
+        return self.empty()
+
+    def statistics(self, rows: Any, slots: Statistics) -> Statistics:
+        return slots
+
+    def factors(self, statistics: Statistics, count: Array, l2: Array) -> Any:
+        return None
+
+    def operator(self, factors: Any) -> Any:
+        raise NotImplementedError
+
+
+def only(model: Model, kept: frozenset[int]) -> Model:
+    """The model, of whose layers only those with these numbers collect anything."""
+    found, treedef = flatten_tags(lambda *_: None, model)
+    numbers = treedef.unflatten(range(len(found)))
+
+    def replace(tag, layer, number):
+        if number is None or number in kept:
+            return tag
+        return Tag(tag.form, Nothing(), swapped=tag.swapped)
+
+    return with_tags(replace, model, numbers)
+
+
+def is_looked_at(tag: Tag, layer: Layer) -> bool:
+    """Whether `only` has left it."""
+    return is_trainable(tag, layer) and not isinstance(tag.block, Nothing)
 
 
 def dense_blocks(
@@ -26,11 +72,12 @@ def dense_blocks(
     model: Model,
     args: Args,
     kwargs: Kwargs,
-    fisher: AbstractFisher,
+    fisher: AbstractFisher | None,
     key: Key | None,
     layer: str,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The approximate block of a layer and the exact one, `[stacked, size, size]`.
+) -> tuple[np.ndarray, np.ndarray, int | None]:
+    """The approximate block of a layer and the exact one, `[stacked, size, size]`; and
+    from how many samples the latter is estimated, if that had to be.
 
     **Arguments:**
 
@@ -38,24 +85,37 @@ def dense_blocks(
     - `layer`: the path of the layer.
     """
     check_whole(fisher, "A picture of a block")
-    layers = {path: (tag, layer) for path, tag, layer in trained_layers(model)}
-    if layer not in layers:
-        there = names(list(layers))
-        raise ValueError(f"There is no tagged layer at {layer!r}, but at {there}.")
-    tag, of_path = layers[layer]
-    limit = size_of(tag, of_path)
+    found, _ = flatten_tags(lambda tag, layer: (tag, layer), model)
+    paths = [path for path, _ in found]
+    if layer not in paths:
+        raise ValueError(f"There is no tagged layer at {layer!r}, but at {names(paths)}.")
+    number = paths.index(layer)
+    size = size_of(*found[number][1])
+    if 8 * size**2 > 4 * MEMORY:
+        raise ValueError(
+            f"The layer {layer!r} has {size} parameters, and a picture of its block "
+            f"would have the square of that: {8e-9 * size**2:.3g} GB. Draw a smaller "
+            "one."
+        )
+    model, every = only(model, frozenset([number])), costs(loss_fn, model, args, kwargs)
+    chosen, fisher, key = vectors(every, fisher, key, size)
 
     def both(model, args, key, kwargs):
-        batch = Batch(loss_fn, args, kwargs).linearise(model)
-        guesses = approximate_blocks(model, batch.curvature(fisher, key), limit)
-        empirical = isinstance(fisher, Empirical)
-        rows = exact_rows(model, loss_fn, args, kwargs, empirical, limit)
-        return jtu.tree_leaves(guesses), rows
+        batch = Batch(loss_fn, args, kwargs).linearise(model, program=every.program)
+        (guess,) = operators(model, batch.curvature(fisher, key), _as_matrix)
+        pull, losses = pulled(model, loss_fn, args, kwargs)
+        along = lambda i: pull(chosen.cotangents(losses, i, key))
+        (exact,) = exact_blocks(along, chosen, chunk(every, chosen.number, size))
+        return guess, exact
 
-    small = [path for path, pair in layers.items() if size_of(*pair) <= limit]
-    found = zip(*eqx.filter_jit(both)(model, args, key, kwargs), strict=True)
-    matrix, rows = dict(zip(small, found, strict=True))[layer]
-    return dense_pair(tag, of_path, matrix, rows)
+    long = every.takes_long(chosen)
+    stacks = compiled(both, model, args, key, kwargs, optimise=long)()
+    guess, exact = (np.asarray(a, float).reshape(-1, size, size) for a in stacks)
+    return guess, exact, chosen.number if chosen.sampled else None
+
+
+def _as_matrix(operator: Any) -> Array:
+    return operator.as_matrix()
 
 
 def size_of(tag: Tag, layer: Layer) -> int:
@@ -64,28 +124,29 @@ def size_of(tag: Tag, layer: Layer) -> int:
     return sizes.d_out * (sizes.d_in + sizes.bias)
 
 
-def approximate_blocks(model: Model, factors: Model, limit: int) -> Model:
-    """`[*stack, size, size]` for every tag of a layer that is not too large."""
+def operators(model: Model, factors: Model, fn: Callable) -> list[Any]:
+    """`fn(operator)` for every layer that is looked at: of its block."""
 
-    def dense(tag, layer, factors):
-        if factors is None or size_of(tag, layer) > limit:
+    def of_layer(tag, layer, factors):
+        if factors is None:
             return None
-        as_matrix = lambda factors: tag.block.operator(factors).as_matrix()
-        return over_stack(as_matrix, factors.l2.ndim)(factors)
+        apply = lambda factors: fn(tag.block.operator(factors))
+        return over_stack(apply, factors.l2.ndim)(factors)
 
-    return map_tags(dense, model, factors)
+    found, _ = flatten_tags(of_layer, model, factors)
+    return [own for _, own in found if own is not None]
 
 
-def exact_rows(
-    model: Model, loss_fn: Callable, args: Any, kwargs: Any, empirical: bool, limit: int
-) -> list[Float[Array, "rows ..."]]:
-    r"""For every tag of a layer that is not too large, matrices `[rows, *stack, d_out,
-    d_in]` whose outer products add up to the exact block."""
+def pulled(
+    model: Model, loss_fn: Callable, args: Args, kwargs: Kwargs
+) -> tuple[Callable, list]:
+    r"""A function of cotangents of the losses' outputs that pulls them back to the layers
+    that are looked at, as matrices `[*stack, d_out, d_in]`: scaled, so that the outer
+    products of what comes back from a root of the Fisher at the outputs add up to the
+    exact block. And the losses."""
 
     def canonical(tag, layer):
-        if not is_trainable(tag, layer) or size_of(tag, layer) > limit:
-            return None
-        return tag.to_matrix(layer)
+        return tag.to_matrix(layer) if is_looked_at(tag, layer) else None
 
     def replace(tag, layer, new, matrix):
         return new if matrix is None else tag.from_matrix(matrix, new)
@@ -106,48 +167,39 @@ def exact_rows(
     def pull(cotangents):
         pairs = zip(cotangents, scales, strict=True)
         scaled = [jtu.tree_map(lambda a: a * s.astype(a.dtype), c) for c, s in pairs]
-        return jtu.tree_leaves(pullback(scaled)[0])
+        matrices = jtu.tree_leaves(pullback(scaled)[0])
+        return [m.astype(accumulator(m.dtype)) for m in matrices]
 
-    losses = [loss for _, loss in terms]
-    return (_of_examples if empirical else _of_outputs)(losses, pull)
-
-
-def dense_pair(
-    tag: Tag, layer: Layer, matrix: Array, rows: Array
-) -> tuple[np.ndarray, np.ndarray]:
-    """The approximate block of a layer and the exact one, `[stacked, size, size]`, from
-    what the two functions above return of it."""
-    size = size_of(tag, layer)
-    each = np.asarray(rows, float).reshape(len(rows), -1, size).swapaxes(0, 1)
-    return np.asarray(matrix, float).reshape(-1, size, size), each.swapaxes(1, 2) @ each
+    return pull, [loss for _, loss in terms]
 
 
-def _of_examples(losses: list[AbstractLoss], pull: Callable) -> list[Array]:
-    """What is pulled back of the score of every example."""
-    scores = [loss.score(loss.targets) for loss in losses]
+def exact_blocks(
+    along: Callable, vectors: Vectors, at_once: int
+) -> list[Float[Array, "*stack size size"]]:
+    """The exact blocks, added up over all vectors `along(index)`, so many at once."""
+    steps = math.ceil(vectors.number / at_once)
 
-    def one(i):
-        return pull([jtu.tree_map(lambda a: _only(a, i), s) for s in scores])
+    def flat(i):
+        rows = [m.reshape(*m.shape[:-2], -1) for m in along(i)]
+        there = i < vectors.number  # The last step may have fewer.
+        return [jnp.where(there, row, 0) for row in rows]
 
-    return jax.vmap(one)(jnp.arange(max(loss.leading[0] for loss in losses)))
+    def add(step, totals):
+        rows = jax.vmap(flat)(step * at_once + jnp.arange(at_once))
+        highest = jax.lax.Precision.HIGHEST
+        products = [
+            jnp.einsum("n...i,n...j->...ij", r, r, precision=highest) for r in rows
+        ]
+        return [t + p for t, p in zip(totals, products, strict=True)]
 
-
-def _of_outputs(losses: list[AbstractLoss], pull: Callable) -> list[Array]:
-    """What is pulled back of a root of the Fisher at the outputs, column by column."""
-    zeros = [jtu.tree_map(jnp.zeros_like, loss.outputs) for loss in losses]
-    rows = []
-    for i, loss in enumerate(losses):
-
-        def along(v, i=i, loss=loss):
-            return pull([*zeros[:i], loss.fisher_root(v), *zeros[i + 1 :]])
-
-        size = int(np.prod(loss.root_shape))
-        basis = jnp.eye(size, dtype=loss.term_weights.dtype)
-        rows.append(jax.vmap(along)(basis.reshape(size, *loss.root_shape)))
-    return [jnp.concatenate(of_tag) for of_tag in zip(*rows, strict=True)]
+    like = jax.eval_shape(flat, 0)
+    zeros = [jnp.zeros((*s.shape, s.shape[-1]), s.dtype) for s in like]
+    totals = jax.lax.fori_loop(0, steps, add, zeros)
+    return [t / vectors.number if vectors.sampled else t for t in totals]
 
 
-def _only(a: Array, i: Any) -> Array:
-    """`a`, zero but for example `i`."""
-    is_i = (jnp.arange(len(a)) == i).astype(a.dtype)
-    return a * trailing(is_i, a)
+def chunk(costs: Costs, number: int, numbers: int, memory: float = MEMORY) -> int:
+    """How many vectors to pull back at once, each with so many `numbers`, in a tenth of
+    the memory."""
+    each = costs.itemsize * (numbers + costs.work.numbers)
+    return int(np.clip(0.1 * memory // each, 1, min(number, 256)))

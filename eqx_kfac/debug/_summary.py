@@ -14,6 +14,7 @@ from .._custom_types import Layer, Model, PerLayer
 from .._inverse import factorise
 from .._solver import AbstractDampedSolver, Cholesky
 from .._tag import flatten_tags, partition_tagged, Tag
+from ._spectra import spectra, Spectrum
 from ._table import block_shown, html_table, sizes_shown, table
 
 
@@ -39,7 +40,8 @@ class LayerSummary:
     - `megabytes`: what both take, in 10⁶ bytes.
     - `trace`: of the block, L2 term included, in units of the loss per squared parameter.
     - `condition`: the largest eigenvalue divided by the smallest, both with the damping;
-        for stacked layers, the worst.
+        for stacked layers, the worst. `None` also for layers with a factor that is wider
+        than 2048, whose decomposition would take long.
     """
 
     path: str
@@ -94,7 +96,11 @@ class Summary:
                 *(s.path or "(the model)", s.layer, s.form, s.block),
                 sizes_shown(s.stack, s.d_out, s.d_in, s.bias),
                 *(s.parameters, s.factors, s.inverse, s.megabytes),
-                *((s.trace, s.condition) if health else ()),
+                *(
+                    (s.trace, "" if s.condition is None else s.condition)
+                    if health
+                    else ()
+                ),
             )
             for s in self.layers
         ]
@@ -175,24 +181,24 @@ def _held(model: Model, factors: Model, inverse: Model) -> list[dict[str, Any]]:
     return [held for _, held in flatten_tags(count, model, factors, inverse)[0]]
 
 
-@eqx.filter_jit
-def _eigenvalues(
+def _health(
     model: Model, curvature: Model, damping: PerLayer
-) -> tuple[Model, Model]:
-    """Those of every layer's block, without damping and with it."""
-    operator = BlockDiagonalOperator(curvature, model)
-    return operator.eigenvalues(), operator.damped(damping).eigenvalues()
-
-
-def _health(model: Model, curvature: Model, damping: PerLayer) -> list[dict[str, float]]:
+) -> list[dict[str, float | None]]:
     """Trace and condition number of every layer."""
-    plain, damped = _eigenvalues(model, curvature, damping)
+    dampings = BlockDiagonalOperator(curvature, model).per_layer(damping, "damping")
+    own, _ = flatten_tags(lambda tag, layer, number: number, model, dampings)
 
-    def of_layer(tag, layer, plain, damped):
-        values = np.asarray(damped).reshape(-1, *damped.shape[-2:])
+    def of_layer(spectrum: Spectrum, number: Any) -> dict[str, float | None]:
+        total = float(np.sum(spectrum.trace))
+        if spectrum.values is None:
+            return {"trace": total, "condition": None}
+        number = np.asarray(number, float)[..., None, None]
+        values = spectrum.values + number
+        values = values.reshape(-1, *values.shape[-2:])
         largest, smallest = np.max(values, axis=(1, 2)), np.min(values, axis=(1, 2))
         with np.errstate(divide="ignore", invalid="ignore"):
             condition = np.max(np.where(smallest > 0, largest / smallest, np.inf))
-        return dict(trace=float(np.sum(plain)), condition=float(condition))
+        return dict(trace=total, condition=float(condition))
 
-    return [found for _, found in flatten_tags(of_layer, model, plain, damped)[0]]
+    pairs = zip(spectra(model, curvature), own, strict=True)
+    return [of_layer(spectrum, number) for spectrum, (_, number) in pairs]

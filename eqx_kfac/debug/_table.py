@@ -1,6 +1,13 @@
 import html
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Measured(NamedTuple):
+    """A number, and its standard error."""
+
+    value: float
+    noise: float
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -39,12 +46,14 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[Any]], *below: str
 def _numeric(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[bool]:
     """Of every column, whether it has numbers only."""
     return [
-        all(isinstance(row[i], (int, float)) or row[i] == "" for row in rows)
+        all(isinstance(row[i], (int, float, Measured)) or row[i] == "" for row in rows)
         for i in range(len(header))
     ]
 
 
 def _shown(cell: Any) -> str:
+    if isinstance(cell, Measured):
+        return f"{cell.value:.3g} ± {cell.noise:.1g}"
     if isinstance(cell, float):
         return f"{cell:.3g}"
     return f"{cell:,}" if isinstance(cell, int) else str(cell)

@@ -1,18 +1,19 @@
 """Approximations of a layer's curvature beside the curvature itself."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Bool
 
+from .._checks import check_number
 from .._curvature import Batch, linearise
 from .._custom_types import Args, Key, Kwargs, Layer, Model
+from .._devices import over_stack
 from .._fisher import AbstractFisher, check_whole, Empirical, Exact
 from .._program import Program
 from .._tag import (
@@ -25,166 +26,67 @@ from .._tag import (
     trained_layers,
     with_tags,
 )
-from ._blocks import approximate_blocks, dense_pair, exact_rows, size_of
-from ._table import block_shown, html_table, sizes_shown, table
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerCheck:
-    r"""The approximate block $\hat F$ of one layer beside its exact block, $F$. Arrays
-    have one number for each stacked layer, `[*stack]`.
-
-    **Fields:**
-
-    - `path`: where the layer is in the model.
-    - `form`: how it is linear in its parameters: the name of a class.
-    - `block`: how its curvature is approximated.
-    - `stack`: the shape of the stack of layers, `()` for one.
-    - `shape`: that of the canonical matrix, as printed.
-    - `unseen`: $\lVert \nabla - \sum g \bar x^\top \rVert / \lVert \nabla \rVert$ of a
-        gradient of the losses: the share of it that did not pass through the tag.
-    - `shared`: whether it has more rows than there are loss terms: by positions, or by
-        several uses.
-    - `error`: $\lVert \hat F - F \rVert / \lVert F \rVert$ (Frobenius); this and the
-        next three are NaN for a layer that is too large.
-    - `cosine`: $\langle \hat F, F \rangle / (\lVert \hat F \rVert \lVert F \rVert)$.
-    - `ratio`: $\operatorname{tr} \hat F / \operatorname{tr} F$: 1 if the scale is
-        right.
-    - `diagonal_error`: like `error`, for the diagonals alone.
-    - `tolerance`: up to which an error is rounding: $10 \sqrt\varepsilon$ of its type.
-    - `scalar`: whether its canonical matrix has one row, or one column.
-    - `too_large`: whether one layer of the stack has more than `limit` parameters.
-    - `consistent`: whether `from_matrix` of its form is the inverse of `to_matrix`.
-    """
-
-    path: str
-    form: str
-    block: str
-    stack: tuple[int, ...]
-    shape: str
-    unseen: np.ndarray
-    shared: bool
-    error: np.ndarray
-    cosine: np.ndarray
-    ratio: np.ndarray
-    diagonal_error: np.ndarray
-    tolerance: float
-    scalar: bool
-    too_large: bool
-    consistent: bool
-
-    @property
-    def exact(self) -> bool:
-        """Whether the two blocks are the same, up to rounding."""
-        return self.consistent and bool(np.all(self.error <= self.tolerance))
-
-    @property
-    def verdict(self) -> str:
-        """The result in words."""
-        error, ratio = _worst(self.error, 0.0), _worst(self.ratio, 1.0)
-        cosine, unseen = float(np.min(self.cosine)), _worst(self.unseen, 0.0)
-        if not self.consistent:
-            return "WRONG: `from_matrix` does not undo `to_matrix`"
-        if not unseen <= self.tolerance:
-            if unseen > 1:
-                return f"WRONG: its tag sees another gradient (off by {unseen:.2%})"
-            return f"WRONG: its tag did not see {unseen:.2%} of its gradient"
-        if self.too_large:
-            return "sees its gradient; too large to compare its block"
-        if not np.isfinite(error):
-            return "WRONG: not finite"
-        if self.exact:
-            return "exact"
-        proportional = np.sqrt(np.clip(1 - cosine**2, 0, 1)) <= self.tolerance
-        if proportional and not self.shared and not self.scalar:
-            return f"WRONG SCALE: exact, but for a factor of {ratio:.4g}"
-        if np.all(self.diagonal_error <= self.tolerance):
-            return "approximate, with the exact diagonal"
-        if not self.shared and (cosine < 0.5 or not 1 / 3 < ratio < 3):
-            return "SUSPICIOUS: see `kfac.verify` with a batch of one example"
-        if not 1e-3 < ratio < 1e3:
-            return f"SUSPICIOUS: its trace is {ratio:.1g} times that of the exact block"
-        return "approximate"
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Verification:
-    """The result of [`eqx_kfac.verify`][], which prints as a table.
-
-    **Fields:**
-
-    - `layers`: one check for each tagged layer, in the order of the model.
-    """
-
-    layers: tuple[LayerCheck, ...]
-
-    def __getitem__(self, path: str) -> LayerCheck:
-        """The check of the layer at `path`."""
-        return next(c for c in self.layers if c.path == path)
-
-    @property
-    def exact(self) -> bool:
-        """Whether every block is exact."""
-        return all(check.exact for check in self.layers)
-
-    def __repr__(self) -> str:
-        return table(*self._table())
-
-    def _repr_html_(self) -> str:
-        return html_table(*self._table())
-
-    def _table(self) -> tuple[Sequence[str], list[tuple]]:
-        """The header, and the rows."""
-        header = "path form block shape unseen error cosine ratio verdict".split()
-        rows = [
-            (
-                *(c.path or "(the model)", c.form, c.block, c.shape),
-                *(_worst(c.unseen, 0.0), _worst(c.error, 0.0)),
-                *(float(np.min(c.cosine)), _worst(c.ratio, 1.0)),
-                c.verdict,
-            )
-            for c in self.layers
-        ]
-        return header, rows
+from ._blocks import exact_blocks, only, operators, pulled
+from ._check import LayerCheck, Verification
+from ._compare import along_vectors, compared, Comparison, densely, ready
+from ._parts import groups, parts, Size, sizes
+from ._plan import compiled, Costs, costs, MEMORY
+from ._table import block_shown, sizes_shown
 
 
 def verify(
     loss_fn: Callable,
     model: Model,
     *args: Any,
-    fisher: AbstractFisher = Exact(),
+    fisher: AbstractFisher | None = None,
     key: Key | None = None,
     limit: int = 4096,
+    memory: float = MEMORY,
     **kwargs: Any,
 ) -> Verification:
-    r"""Compares the approximate curvature of every tagged layer with its exact block, a
-    dense matrix from derivatives of the model that do not know about tags. It finds a
-    wrong scale, a wrong input or a forgotten bias in a layer, a form or a block of your
-    own.
+    r"""Compares the approximate curvature of every tagged layer with its exact block,
+    from derivatives of the model that do not know about tags. It finds a wrong scale, a
+    wrong input or a forgotten bias in a layer, a form or a block of your own.
 
     First, it checks whether every tag sees all of its layer's gradient: `unseen` is the
     share of it that did not pass through the tag, because the layer's parameters are used
     or changed outside of the layer, or its derivative with respect to the input is used.
-    It must be zero.
+    It must be zero. This takes one backward pass, whatever the size of the model.
 
-    Take a few examples and a small model. With *one* example, in which a layer is used
-    once, [`eqx_kfac.Kronecker`][] is exact, whatever the model: then any verdict but
-    `exact` is a mistake. With more examples, an approximation is only approximate;
-    `ratio`, the trace of the approximation divided by the exact one, should be of the
-    order of 1.
+    Take a few examples. With *one* example, in which a layer is used once,
+    [`eqx_kfac.Kronecker`][] is exact, whatever the model: then any verdict but `exact` is
+    a mistake. With more examples, an approximation is only approximate; `ratio`, the
+    trace of the approximation divided by the exact one, should be of the order of 1.
+
+    What is small is compared as a dense matrix, which is exact. What is large is compared
+    along gradients $g$, $F = \sum g g^\top$: those of all columns of a root of the Fisher
+    at the outputs, if there are few, which is also exact; else those of random
+    combinations of them, $F = \mathbb{E}\, g g^\top$, with
+
+    $$\operatorname{tr} F = \mathbb{E} \lVert g \rVert^2, \quad
+    \langle \hat F, F \rangle = \mathbb{E}\, g^\top \hat F g, \quad
+    \lVert F \rVert^2 = \mathbb{E}\, (g^\top g')^2$$
+
+    Estimates are printed with their standard errors. (Where a block is nearly exact, an
+    estimated error is mostly noise: take fewer examples.)
 
     **Arguments:**
 
     - `loss_fn`, `model`, `args`, `kwargs`: as for [`eqx_kfac.curvature`][].
-    - `fisher`: the estimate to approximate with. The exact block is that of the
-        Fisher (for all losses but [`eqx_kfac.NormalNLL`][] also the Gauss-Newton
-        matrix), with which [`eqx_kfac.MonteCarlo`][] agrees up to its noise; for
-        [`eqx_kfac.Empirical`][], it is the mean over examples of the outer products of
-        their gradients.
+    - `fisher`: the estimate to approximate with. `None`: [`eqx_kfac.Exact`][], or, if
+        that takes more than some $10^{12}$ operations, several samples of
+        [`eqx_kfac.CurvatureProp`][], whose noise is in the figures. The exact block is
+        that of the Fisher (for all losses but [`eqx_kfac.NormalNLL`][] also the
+        Gauss-Newton matrix), with which [`eqx_kfac.MonteCarlo`][] agrees up to its noise;
+        for [`eqx_kfac.Empirical`][], it is the mean over examples of the outer products
+        of their gradients.
     - `key`: for the Fisher estimate.
-    - `limit`: the largest number of parameters of a layer whose block is compared; a
-        dense block has the square of that number of entries. Larger layers are only
-        checked for what their tag does not see.
+    - `limit`: the largest number of parameters of a layer that is compared as a dense
+        matrix, which has the square of that number of entries.
+    - `memory`: how many bytes the factors and the gradients that are held at the same
+        time may take, besides those of `unseen`: of a large model, layers are compared
+        group by group. A layer whose factors alone take more is only checked for what its
+        tag does not see.
 
     **Returns:**
 
@@ -203,29 +105,124 @@ def verify(
     check_order("verify", loss_fn, model, "kfac.verify(loss_fn, model, x, y)")
     check_tagged(model)
     check_whole(fisher, "kfac.verify")
-    empirical = isinstance(fisher, Empirical)
-
-    def looked_at(model, args, key, kwargs):
-        batch = Batch(loss_fn, args, kwargs)
-        program = batch.look(model, uses=False)
-        batch = batch.linearise(model, program=program)
-        factors = batch.curvature(fisher, key)
-        shares = _unseen(loss_fn, model, args, kwargs, program)
-        guesses = jtu.tree_leaves(approximate_blocks(model, factors, limit))
-        rows = exact_rows(model, loss_fn, args, kwargs, empirical, limit)
-        inverse = [_is_inverse(tag, layer) for _, tag, layer in trained_layers(model)]
-        shares = [jtu.tree_leaves(s) for s in shares]
-        return (*shares, inverse), batch.terms, guesses, rows
-
-    found = eqx.filter_jit(looked_at)(model, args, key, kwargs)
-    each, terms, guesses, rows = found
-    compared = iter(zip(guesses, rows, strict=True))
-    checks = []
-    for own, share, number, inverse in zip(trained_layers(model), *each, strict=True):
-        matrices = None if size_of(own.tag, own.layer) > limit else next(compared)
-        shared = bool(np.any(np.asarray(number) > terms))
-        checks.append(_check(own, np.asarray(share), shared, bool(inverse), matrices))
+    check_number("memory", memory, "positive", schedule=False)
+    problem = Problem(loss_fn, args, kwargs, fisher, key, limit, memory)
+    checks = _checks(problem, model)
+    doubtful = [c for c in checks if not (c.shared or c.single) and c.is_off(3)]
+    if doubtful:
+        checks = _second_look(problem, model, checks, {c.path for c in doubtful})
     return Verification(tuple(checks))
+
+
+class Problem(NamedTuple):
+    """What `verify` is asked."""
+
+    loss_fn: Callable
+    args: Args
+    kwargs: Kwargs
+    fisher: AbstractFisher | None
+    key: Key | None
+    limit: int
+    memory: float
+
+
+def _second_look(
+    problem: Problem, model: Model, checks: list[LayerCheck], doubtful: set[str]
+) -> list[LayerCheck]:
+    """The checks of layers whose scale looks wrong, with their ratios for the first
+    example by itself, of which all blocks have the right trace. (Of several examples, it
+    may be anything, if those with large inputs have small gradients.)"""
+    try:
+        first = Batch(problem.loss_fn, tuple(problem.args), problem.kwargs).first(1)
+        found = _checks(problem._replace(args=first.args), model)
+    except Exception:  # The loss function may want more of them.
+        return checks
+    alone = {c.path: c.ratio for c in found if c.single and not c.estimated}
+    return [
+        dataclasses.replace(c, alone=alone[c.path])
+        if c.path in doubtful and c.path in alone
+        else c
+        for c in checks
+    ]
+
+
+def _checks(problem: Problem, model: Model) -> list[LayerCheck]:
+    loss_fn, args, kwargs, *_ = problem
+    every = costs(loss_fn, model, args, kwargs)
+
+    def looked_at(model, args, kwargs):
+        shares = _unseen(loss_fn, model, args, kwargs, every.program)
+        inverse = [_is_inverse(tag, layer) for _, tag, layer in trained_layers(model)]
+        return (*map(jtu.tree_leaves, shares), inverse)
+
+    each = compiled(looked_at, model, args, kwargs)()
+    each = [list(map(np.asarray, column)) for column in each]
+    layers = trained_layers(model)
+    measured = sizes(model)
+    found: dict[int, tuple[Comparison, Comparison | None]] = {}
+    fitting = [i for i, size in enumerate(measured) if size.bytes <= problem.memory]
+    # What has no rows has no curvature.
+    used = [i for i in fitting if not np.all(each[1][i] == 0)]
+    for group in groups(used, measured, problem.memory):
+        found.update(_compared(problem, model, every, measured, group))
+    checks = []
+    for i, (own, share, rows, inverse) in enumerate(zip(layers, *each, strict=True)):
+        use = "used"
+        if np.all(rows == 0):
+            use = "unused" if i in every.work.called else "never called"
+        check = _check(problem, every, own, found.get(i), share, rows, bool(inverse), use)
+        too_large = measured[i].bytes > problem.memory
+        size = measured[i].bytes / 1e9
+        checks.append(dataclasses.replace(check, too_large=too_large, gigabytes=size))
+    return checks
+
+
+def _compared(
+    problem: Problem, model: Model, every: Costs, layers: list[Size], group: list[int]
+) -> dict[int, tuple[Comparison, Comparison | None]]:
+    """The comparisons of a group of layers, by their numbers."""
+    loss_fn, args, kwargs, given, key, limit, memory = problem
+    plan = parts(every, given, key, limit, memory, layers, group)
+
+    def collected(model, args, key, kwargs):
+        batch = Batch(loss_fn, args, kwargs)
+        batch = batch.linearise(only(model, frozenset(group)), program=every.program)
+        factors = batch.curvature(plan.fisher, key)
+        found = operators(batch.model, factors, ready)
+        blocks = dict(zip(sorted(group), found, strict=True))
+        if plan.dense is None:
+            return [], blocks
+        own, every_vector, at_once = plan.dense
+        pull, losses = pulled(only(model, frozenset(own)), loss_fn, args, kwargs)
+        along = lambda i: pull(every_vector.cotangents(losses, i, key))
+        exact = exact_blocks(along, every_vector, at_once)
+        axes = lambda i: len(layers[i].stack)
+        pairs = zip(own, exact, strict=True)
+        return [over_stack(densely, axes(i))(blocks.pop(i), e) for i, e in pairs], blocks
+
+    long = plan.dense is not None and every.takes_long(plan.dense.vectors)
+    arguments = model, args, plan.key, kwargs
+    dense, blocks = compiled(collected, *arguments, optimise=long)()
+    found = {}
+    if plan.dense is not None:
+        pairs = zip(plan.dense.layers, dense, strict=True)
+        found = {i: compared(numbers, False) for i, numbers in pairs}
+    if plan.rest is None:
+        return found
+    own, random = plan.rest.layers, plan.rest.vectors
+
+    def back(model, args, key, kwargs, indices):
+        pull, losses = pulled(only(model, frozenset(own)), loss_fn, args, kwargs)
+        along = lambda i: pull(random.cotangents(losses, i, key))
+        return jax.lax.map(along, indices)
+
+    pull = compiled(back, *arguments, optimise=every.takes_long(random))
+    stacks = [len(layers[i].stack) for i in own]
+    numbers = along_vectors(
+        [blocks[i] for i in own], stacks, pull, random, plan.rest.at_once
+    )
+    pairs = zip(own, numbers, strict=True)
+    return found | {i: compared(n, random.sampled) for i, n in pairs}
 
 
 def _unseen(
@@ -240,7 +237,7 @@ def _unseen(
     gradient in its canonical matrix, whatever is pulled back (here: random numbers).
 
     **Returns:** for every tag and member of a stack, the norm of the difference over that
-    of the gradient; and the number of rows.
+    of the gradient (NaN if the outputs are not finite); and the number of rows.
     """
     fill = lambda model, _=None: with_tags(Tag.fill_seen, model)
     lin = linearise(loss_fn, model, args, kwargs, fill=fill, program=program)
@@ -256,6 +253,8 @@ def _unseen(
         return treedef.unflatten(drawn)
 
     pulled = lin.pull([noise(*pair) for pair in zip(lin.curved.losses, keys)])
+    leaves = jtu.tree_leaves([loss.outputs for loss in lin.objective.losses])
+    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
 
     def share(tag, layer):
         if not is_trainable(tag, layer):
@@ -263,23 +262,34 @@ def _unseen(
         seen = tag.held.seen.outputs.gradient
         gradient = tag.to_matrix(layer).astype(seen.dtype)
         norms = [jnp.linalg.norm(a, axis=(-2, -1)) for a in (gradient - seen, gradient)]
-        return jnp.where(norms[0] == 0, 0, norms[0] / norms[1])
+        part = jnp.where(norms[0] == 0, 0, norms[0] / norms[1])
+        return jnp.where(finite, part, jnp.nan)
 
     rows = map_tags(lambda tag, _: tag.held.seen.outputs.rows, pulled)
     return map_tags(share, pulled), rows
 
 
 def _check(
-    own: TaggedLayer, share: np.ndarray, shared: bool, inverse: bool, matrices: Any
+    problem: Problem,
+    every: Costs,
+    own: TaggedLayer,
+    found: tuple[Comparison, Comparison | None] | None,
+    share: np.ndarray,
+    rows: np.ndarray,
+    inverse: bool,
+    use: str,
 ) -> LayerCheck:
     path, tag, layer = own
     sizes = tag.form.sizes(layer)
-    numbers = np.full((4, *sizes.stack), np.nan)
-    if matrices is not None:
-        pairs = zip(*dense_pair(tag, layer, *matrices), strict=True)
-        numbers = np.array([_compare(a, b) for a, b in pairs])
-        numbers = np.moveaxis(numbers.reshape(*sizes.stack, 4), -1, 0)
-    error, cosine, ratio, diagonal_error = map(np.asarray, numbers)
+    nothing = np.full(sizes.stack, np.nan)
+    zero = np.full(sizes.stack, use != "used")
+    comparison = Comparison(nothing, nothing, nothing, nothing, zero)
+    comparison, noise = (comparison, None) if found is None else found
+    zero = np.zeros(sizes.stack)
+    shared = bool(np.any(rows > every.examples))
+    is_noisy = not (
+        problem.fisher is None or isinstance(problem.fisher, (Exact, Empirical))
+    )
     return LayerCheck(
         path=path,
         form=type(tag.form).__name__,
@@ -287,32 +297,21 @@ def _check(
         stack=sizes.stack,
         shape=sizes_shown(*sizes[:4]),
         unseen=share.astype(float),
+        use=use,
         shared=shared,
-        error=error,
-        cosine=cosine,
-        ratio=ratio,
-        diagonal_error=diagonal_error,
+        **comparison._asdict(),
+        estimated=noise is not None,
+        error_noise=zero if noise is None else noise.error,
+        cosine_noise=zero if noise is None else noise.cosine,
+        ratio_noise=zero if noise is None else noise.ratio,
+        alone=nothing,
+        single=every.examples == 1 and not shared and not is_noisy,
         tolerance=float(10 * np.sqrt(np.finfo(share.dtype).eps)),
         scalar=1 in (sizes.d_out, sizes.d_in + sizes.bias),
-        too_large=matrices is None,
+        too_large=False,
+        gigabytes=0.0,
         consistent=inverse,
     )
-
-
-def _compare(guess: np.ndarray, exact: np.ndarray) -> tuple[float, ...]:
-    """Error, cosine, ratio, error of the diagonal; of two zeros they are 0, 1, 1, 0."""
-    of_guess, of_exact = np.linalg.norm(guess), np.linalg.norm(exact)
-    if of_guess == of_exact == 0:
-        return 0.0, 1.0, 1.0, 0.0
-    diagonal, exact_diagonal = np.diag(guess), np.diag(exact)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        numbers = (
-            np.linalg.norm(guess - exact) / of_exact,
-            np.nan_to_num(np.sum(guess * exact) / (of_guess * of_exact)),
-            np.sum(diagonal) / np.sum(exact_diagonal),
-            np.linalg.norm(diagonal - exact_diagonal) / np.linalg.norm(exact_diagonal),
-        )
-    return tuple(map(float, numbers))
 
 
 def _is_inverse(tag: Tag, layer: Layer) -> Bool[Array, ""]:
@@ -322,9 +321,3 @@ def _is_inverse(tag: Tag, layer: Layer) -> Bool[Array, ""]:
     there = tag.to_matrix(tag.from_matrix(other, layer))
     same = there.shape == other.shape
     return jnp.all(there == other) if same else jnp.array(False)
-
-
-def _worst(numbers: np.ndarray, ideal: float) -> float:
-    """The one that is farthest from what it should be."""
-    flat = np.ravel(numbers)
-    return float(flat[np.argmax(np.abs(flat - ideal))])

@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 
 from .._custom_types import Key, Model
-from .._fisher import AbstractFisher, Exact
+from .._fisher import AbstractFisher
 from ..debug import dense_blocks
 from ._axes import image, panels, pyplot, shown_path
 
@@ -14,23 +14,24 @@ def blocks(
     model: Model,
     *args: Any,
     layer: str,
-    fisher: AbstractFisher = Exact(),
+    fisher: AbstractFisher | None = None,
     key: Key | None = None,
     **kwargs: Any,
 ) -> np.ndarray:
     """The exact block of one layer's curvature, its approximation, and the difference, as
     matrices: rows and columns are the parameters of the layer, output by output. This is
-    what [`eqx_kfac.verify`][] says in numbers. For stacked layers, the first is drawn.
+    what [`eqx_kfac.verify`][] says in numbers; where the exact block is too much work, it
+    is estimated as there. For stacked layers, the first is drawn.
 
     **Arguments:**
 
     - `loss_fn`, `model`, `args`, `kwargs`, `fisher`, `key`: as for [`eqx_kfac.verify`][].
-    - `layer`: the path of the layer, as [`eqx_kfac.summary`][] names it. All blocks of
-        layers that are not larger than this one are computed on the way.
+    - `layer`: the path of the layer, as [`eqx_kfac.summary`][] names it.
 
     **Returns:** the three matplotlib axes.
 
-    **Raises:** `ValueError` for a path at which there is no tagged layer.
+    **Raises:** `ValueError` for a path at which there is no tagged layer, or one whose
+        block is too large for a picture.
 
     !!! Example
 
@@ -38,7 +39,7 @@ def blocks(
         kfac.plot.blocks(loss_fn, model, x[:8], y[:8], layer=".layers[0]")
         ```
     """
-    found = dense_blocks(loss_fn, model, args, kwargs, fisher, key, layer)
+    *found, samples = dense_blocks(loss_fn, model, args, kwargs, fisher, key, layer)
     guess, exact = (stack[0] for stack in found)
     pyplot()
     from matplotlib.colors import SymLogNorm
@@ -47,7 +48,8 @@ def blocks(
     norm = SymLogNorm(0.03 * most, vmin=-most, vmax=most)
     axes = panels(1, 3, 3.2, 3.2)[0]
     error = np.linalg.norm(guess - exact) / (np.linalg.norm(exact) or 1.0)
-    titles = f"{shown_path(layer)}: exact", "approximate", f"difference ({error:.0%})"
+    exactly = "exact" if samples is None else f"estimated from {samples} vectors"
+    titles = f"{shown_path(layer)}: {exactly}", "approximate", f"difference ({error:.0%})"
     drawn = [
         image(axis, matrix, title, cmap="RdBu_r", norm=norm)
         for axis, title, matrix in zip(axes, titles, (exact, guess, guess - exact))

@@ -11,6 +11,9 @@ from .._tag import flatten_tags, Tag
 from ._axes import chosen, image, panels, plain, shown_path
 
 
+_MOST_PIXELS = 1024
+
+
 def factors(
     model: Model, curvature: Model, layers: Sequence[str] | None = None
 ) -> np.ndarray:
@@ -19,7 +22,7 @@ def factors(
     (red). ([`eqx_kfac.plot.spectra`][] shows how large they are.) Diagonal factors, such
     as that of an embedding's inputs, are drawn as a line. For blocks without
     factors, the diagonal is drawn, in the shape of the weight. For stacked layers, the
-    first is drawn.
+    first is drawn. Of wide matrices, rows and columns are drawn at regular distances.
 
     **Arguments:**
 
@@ -38,8 +41,9 @@ def factors(
         kfac.plot.factors(model, state.curvature, [".layers[0]"])
         ```
     """
-    found, _ = flatten_tags(_matrices, model, unpacked(curvature))
-    rows = chosen(found, layers)
+    together = lambda tag, layer, own: (tag, layer, own)
+    found, _ = flatten_tags(together, model, unpacked(curvature))
+    rows = [(path, _matrices(*own)) for path, own in chosen(found, layers)]
     axes = panels(len(rows), max(len(row) for _, row in rows), 2.8, 2.8)
     last = None
     for of_layer, (path, matrices) in zip(axes, rows, strict=True):
@@ -49,10 +53,10 @@ def factors(
                 plain(axis).plot(matrix.ravel(), linewidth=0.8)
                 axis.set_title(title, fontsize=9)
             elif name == "diagonal":
-                image(axis, matrix, title, aspect="auto")
+                image(axis, _thinned(matrix), title, aspect="auto")
             else:
                 style = dict(cmap="RdBu_r", vmin=-1, vmax=1)
-                last = image(axis, _correlation(matrix), title, **style)
+                last = image(axis, _correlation(_thinned(matrix)), title, **style)
         for axis in of_layer[len(matrices) :]:
             axis.axis("off")
     if last is not None:
@@ -62,7 +66,7 @@ def factors(
 
 def _matrices(tag: Tag, layer: Layer, own: AbstractFactors) -> dict[str, np.ndarray]:
     """What there is to draw of a layer, by name."""
-    first = lambda a: np.asarray(a, float).reshape(-1, *a.shape[own.l2.ndim :])[0]
+    first = lambda a: np.asarray(a.reshape(-1, *a.shape[own.l2.ndim :])[0])
     if own.symmetric:
         return {name: first(getattr(own, name)) for name in own.symmetric}
     diagonal = lambda own: lx.diagonal(tag.block.operator(own))
@@ -74,3 +78,9 @@ def _correlation(matrix: np.ndarray) -> np.ndarray:
     scale = np.sqrt(np.diag(matrix))
     scale = np.where(scale > 0, scale, 1)
     return matrix / scale[:, None] / scale
+
+
+def _thinned(matrix: np.ndarray) -> np.ndarray:
+    """What a picture of a matrix can show of it."""
+    rows, columns = (-(-size // _MOST_PIXELS) for size in matrix.shape)
+    return matrix[::rows, ::columns].astype(float)

@@ -5,6 +5,7 @@ import numpy as np
 from .._curvature import BlockDiagonalOperator
 from .._custom_types import Model, PerLayer
 from .._tag import flatten_tags
+from ..debug import spectra as layer_spectra
 from ._axes import panels, plain, pyplot, shown_path
 
 
@@ -26,7 +27,8 @@ def spectra(
     """The eigenvalues of every layer's curvature, from the largest down, on logarithmic
     scales. The damping, if drawn, shows its effect: along directions above it,
     steps are scaled by the curvature; along those below it, by the damping. For stacked
-    layers, the eigenvalues of all are one line.
+    layers, the eigenvalues of all are one line. Layers with a factor wider than 2048,
+    whose decomposition would take long, are left out, and counted in the legend.
 
     **Arguments:**
 
@@ -48,7 +50,9 @@ def spectra(
     """
     operator = BlockDiagonalOperator(curvature, model)
     axis = panels(1, 1, 6, 4)[0, 0] if ax is None else ax
-    layers = _of_layers(model, operator.eigenvalues())
+    found = layer_spectra(model, curvature)
+    layers = [(s.path, np.ravel(s.values)) for s in found if s.values is not None]
+    wide = [s.path for s in found if s.values is None]
     colours = pyplot().get_cmap("viridis")(np.linspace(0, 0.92, len(layers)))
     for (path, values), colour in zip(layers, colours, strict=True):
         ordered = np.sort(values)[::-1]
@@ -56,9 +60,13 @@ def spectra(
         points = np.stack([ranks, ordered[ranks - 1]])[:, ordered[ranks - 1] > 0]
         marker = "." if len(ranks) == 1 else None
         axis.plot(*points, label=shown_path(path), color=colour, marker=marker)
-    if damping is not None:
+    if damping is not None and layers:
         dampings = _of_layers(model, operator.per_layer(damping, "damping"))
-        _draw_damping(axis, [own for _, own in dampings], layers, colours)
+        drawn = {path for path, _ in layers}
+        shown = [own for path, own in dampings if path in drawn]
+        _draw_damping(axis, shown, layers, colours)
+    if wide:
+        axis.plot([], [], linestyle="", label=f"{len(wide)} too wide, not drawn")
     plain(axis, xscale="log", yscale="log", xlabel="rank", ylabel="eigenvalue")
     handles, labels = axis.get_legend_handles_labels()
     if len(layers) > _MOST_NAMED:  # The first, the middle, the last.
