@@ -287,14 +287,17 @@ def _value(objective: Sum, share: Share, axes: frozenset) -> Float[Array, ""]:
     counts = iter(share.counts)
 
     def value(term):
-        if isinstance(term, AbstractLoss):
-            total, count = sum_over(term.total, axes), next(counts)
-            if share.is_whole:
-                # As a function of the weights, which may depend on the model.
-                count = sum_over(term.count, axes)
-            return total / count.astype(total.dtype)
-        value, split = term.value * share.fraction, varying_axes(term) & axes
-        return jax.lax.pmean(value, tuple(sorted(split))) if split else value
+        if not isinstance(term, AbstractLoss):
+            value, split = term.value * share.fraction, varying_axes(term) & axes
+            return jax.lax.pmean(value, tuple(sorted(split))) if split else value
+        count = next(counts)
+        if not objective.has_value(term):
+            return jnp.zeros((), jnp.float32)
+        total = sum_over(term.total, axes)
+        if share.is_whole:
+            # As a function of the weights, which may depend on the model.
+            count = sum_over(term.count, axes)
+        return total / count.astype(total.dtype)
 
     coefficients = [c for c, _ in objective.terms]
     return linear_combination(coefficients, [value(o) for _, o in objective.terms])

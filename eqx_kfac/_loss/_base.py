@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, PyTree, Shaped
 
 from .._checks import is_number, plain
@@ -51,7 +52,9 @@ class AbstractObjective(NoNumber):
 
 
 class Sum(AbstractObjective):
-    """A linear combination of objectives. Made by `+` and `*`."""
+    """A linear combination of objectives. Made by `+` and `*`. Beside anything else that
+    is minimised, a loss without targets has a curvature and no value: it says what the
+    model predicts, and the rest says what is wanted of it."""
 
     terms: tuple[tuple[Any, AbstractObjective], ...]
 
@@ -71,10 +74,23 @@ class Sum(AbstractObjective):
         return [loss for _, loss in self.weighted_losses]
 
     @property
+    def is_surrogate(self) -> bool:
+        """Whether a loss without targets stands for the curvature of something else. Then
+        the value is no negative log-likelihood, and does not say how much is left to be
+        gained."""
+        kinds = (AbstractLoss, Penalty)
+        minimised = [_has_targets(o) for _, o in self.terms if isinstance(o, kinds)]
+        return any(minimised) and not all(minimised)
+
+    def has_value(self, objective: AbstractObjective) -> bool:
+        """Whether a term is minimised. (If there is nothing that could be, all are said
+        to be, and whoever asks for their value is told.)"""
+        return _has_targets(objective) or not self.is_surrogate
+
+    @property
     def value(self) -> Float[Array, ""]:
-        return linear_combination(
-            [c for c, _ in self.terms], [o.value for _, o in self.terms]
-        )
+        valued = [(c, o.value) for c, o in self.terms if self.has_value(o)]
+        return linear_combination([c for c, _ in valued], [v for _, v in valued])
 
 
 def linear_combination(
@@ -97,6 +113,10 @@ class Penalty(AbstractObjective):
     def value(self) -> Float[Array, ""]:
         penalty = jnp.asarray(self.penalty)
         return penalty.astype(accumulator(penalty.dtype))
+
+
+def _has_targets(objective: AbstractObjective) -> bool:
+    return not isinstance(objective, AbstractLoss) or objective.targets is not None
 
 
 def terms_of(objective: Any) -> tuple[tuple[Any, AbstractObjective], ...]:
@@ -160,7 +180,8 @@ class AbstractLoss(AbstractObjective):
     - `natural`: whether `outputs` are natural parameters of an exponential family.
     - `joint`: whether a term depends on the others, so micro-batches would change it.
     - `targets`: what was observed, for every term: arrays `[*leading, ...]`; `None` if
-        only curvature is wanted.
+        only curvature is wanted, which may be that of a scalar (a policy's objective, a
+        surrogate) beside it: `scalar + loss`.
     - `weights`: one for every term, `[*leading]` or its first axes; `None`: all are 1.
     """
 
@@ -213,7 +234,8 @@ class AbstractLoss(AbstractObjective):
         if self.targets is None:
             raise ValueError(
                 f"This {type(self).__name__} has no targets, so it has no value. Pass "
-                "targets to train; they may only be left out for curvature alone."
+                "targets to train; or add what is minimised instead, of which this is "
+                "the curvature: `surrogate + loss`."
             )
         losses = self.losses(self.outputs, self.present(self.targets))
         weights = self.term_weights.astype(losses.dtype)
@@ -346,6 +368,13 @@ def check_weights(name: str, weights: Weights, leading: tuple[int, ...]) -> Arra
         raise ValueError(
             f"{name}: weights must have the shape of the loss terms {leading}, or of "
             f"its first axes, but have shape {weights.shape}."
+        )
+    if not isinstance(weights, Tracer) and bool(jnp.any(weights < 0)):
+        raise ValueError(
+            f"{name}: weights must not be negative: the curvature would not be positive "
+            "semidefinite. For an objective that is no weighted likelihood (a policy "
+            "gradient, with its advantages), add the scalar that is minimised to a loss "
+            f"without targets and weights: `surrogate + kfac.{name}(...)`."
         )
     return weights
 

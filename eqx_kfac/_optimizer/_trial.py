@@ -32,6 +32,7 @@ class Start(NamedTuple):
     """Where a step begins, and whether it can."""
 
     value: Float[Array, ""]
+    size: Float[Array, ""]  # What is left to be gained: the loss, or any amount.
     grads: Model
     gradient_norm: Float[Array, ""]
     in_range: Bool[Array, ""]  # The numbers in the state.
@@ -99,7 +100,8 @@ class Trial(PlainModule):
             return None
         if due.turns > 1:  # Some are factorised at every step.
             due = due._replace(period=1)
-        arguments = state.damping, self.curvature, self.model, self.value, self.grads
+        size, grads = self.start.size, self.grads
+        arguments = state.damping, self.curvature, self.model, size, grads
         return due.when(ft.partial(rule, *arguments), state.layer_damping, self.finite)
 
     def strength(self, damping: Any) -> Any:
@@ -215,7 +217,7 @@ class Trial(PlainModule):
             scale = _at_most(state.norm_constraint, rate**2 * norm)
             return (scale * rate, momentum), None
         terms = None if self.linearised is None else self.linearised.terms
-        most, most_of_velocity = region(state.norm_constraint, self.value, terms)
+        most, most_of_velocity = region(state.norm_constraint, self.start.size, terms)
         rate = _at_most(most, rate**2 * norm) * rate
         joint = tree_dot(state.velocity, self._gradient).astype(rate.dtype)
         before = jnp.zeros_like(rate) if state.extent is None else state.extent
@@ -239,7 +241,7 @@ class Trial(PlainModule):
         ruled = [self.rules.learning_rate is not None, self.rules.momentum is not None]
         model = self._quadratic(damping, direction, self.state.velocity)
         rate, momentum = (None if r else g for r, g in zip(ruled, given))
-        best = rule(model, (rate, momentum), self.value)
+        best = rule(model, (rate, momentum), self.start.size)
         lengths = [
             best[i].astype(g.dtype) if ruled[i] else g for i, g in enumerate(given)
         ]
@@ -356,11 +358,21 @@ def start(
     state: KFACState,
     rules: Rules,
     watched: bool = True,
+    is_surrogate: bool = False,
 ) -> Start:
-    """Where a step begins. Numbers that a rule chooses may be any."""
+    """Where a step begins. Numbers that a rule chooses may be any. The value of a
+    surrogate says neither how much is left to be gained, nor whether it has diverged."""
     numbers = state.numbers
     for name in ("learning_rate", "momentum"):
         if getattr(rules, name) is not None:
             numbers = numbers._replace(**{name: None})
-    diverged = state.rollback.diverged(value) & watched
-    return Start(value, grads, tree_norm(grads), in_range(numbers), diverged, watched)
+    watched = watched and not is_surrogate
+    return Start(
+        value=value,
+        size=jnp.full_like(value, jnp.inf) if is_surrogate else value,
+        grads=grads,
+        gradient_norm=tree_norm(grads),
+        in_range=in_range(numbers),
+        diverged=state.rollback.diverged(value) & watched,
+        watched=watched,
+    )
