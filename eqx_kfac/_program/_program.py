@@ -230,7 +230,7 @@ def _through_derivatives(layers: list[TaggedLayer]) -> str:
 
 def _unseen(tag: Tag) -> str:
     """Why a tag does not see a derivative, and what to do."""
-    form, block = type(tag.form).__name__, type(tag.block).__name__
+    form, block = tag.form.label, type(tag.block).__name__
     if not tag.form.linear:
         return (
             f"its form, `{form}`, does not say that the layer is linear in its input "

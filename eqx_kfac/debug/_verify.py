@@ -292,7 +292,7 @@ def _check(
     )
     return LayerCheck(
         path=path,
-        form=type(tag.form).__name__,
+        form=tag.form.label,
         block=block_shown(tag.block),
         stack=sizes.stack,
         shape=sizes_shown(*sizes[:4]),
