@@ -156,7 +156,8 @@ class KFAC(eqx.Module):
         - `ema`: $\rho \in [0, 1]$, the decay of the moving average of the curvature; or
             [`eqx_kfac.MovingAverage`][].
         - `fallback`: an optax optimizer for the parameters that no tag covers, e.g.
-            `optax.adam(1e-3)`. Its updates are applied unchanged.
+            `optax.adam(1e-3)`. It gets the direction of steepest ascent, also of complex
+            parameters, and its updates are applied unchanged.
 
         If learning rate, momentum or damping is chosen by a rule, which considers every
         step, `"auto"` stands for a damping of 0.03, no norm constraint, no averaging,
@@ -290,7 +291,8 @@ class KFAC(eqx.Module):
 
         **Arguments:**
 
-        - `grads`: shaped like the model.
+        - `grads`: shaped like the model, as `jax.grad` returns them: of a complex
+            parameter, the conjugate of the direction of steepest ascent.
         - `state`, `model`: as in `step`. `model` may be filtered to its arrays.
         - `curvature`: from [`eqx_kfac.value_grad_and_curvature`][] or
             [`eqx_kfac.curvature`][]; `None` keeps the average as it is (steps are
@@ -315,8 +317,7 @@ class KFAC(eqx.Module):
         old = state.curvature, state.weight
         averaged = Average(*old, begun.fine & (state.weight > 0))
         if curvature is not None:
-            new = include(*old, grads, curvature, state.ema, begun.fine)
-            averaged = Average(*new)
+            averaged = Average(*include(*old, grads, curvature, state.ema, begun.fine))
         updates, state, _ = self._updates(model, state, averaged, begun, None, None)
         return (state.rollback.led(updates, model) if watched else updates), state
 

@@ -9,6 +9,7 @@ import jax.tree_util as jtu
 import optax
 from jaxtyping import PyTree
 
+from .._complex import steepest
 from .._curvature import include
 from .._custom_types import Model, Numeric
 from .._devices import beside
@@ -42,6 +43,8 @@ def scale_by_kfac(
     transformation to be chained with others. Its `update` takes the curvature as an extra
     argument; `curvature=None` keeps the average as it is. Before there is any curvature,
     and while a number is out of its range, the updates of tagged layers are zero.
+    Gradients are as `jax.grad` returns them, also of complex parameters: they are
+    conjugated here.
 
     **Arguments:**
 
@@ -132,7 +135,8 @@ class _ScaleByKFAC:
         natural = precondition(gradient, *factorised)
         ready = fine & (weight > 0)
         natural = jtu.tree_map(lambda n: jnp.where(ready, n, 0), natural)
-        others, fallback = update_fallback(updates, state.fallback, params, self.fallback)
+        others = steepest(updates), state.fallback, params, self.fallback
+        others, fallback = update_fallback(*others)
         averaged, inverse = split_still((averaged, inverse))
         state = ScaleByKFACState(state.step + 1, averaged, inverse, weight, fallback)
         return eqx.combine(natural, others), state

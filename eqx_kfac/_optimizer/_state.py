@@ -114,7 +114,7 @@ class Iterates(eqx.Module):
     **Fields:**
 
     - `mean`: the averaged parameters, by path: an array for each inexact one of the
-        model, in at least float32.
+        model, in at least float32 (or complex64).
     - `weight`: $w$, the total weight of the average, a scalar; 0 before the first step.
     """
 
@@ -303,7 +303,8 @@ def init_iterates(model: Model) -> Iterates:
     """No iterates yet."""
 
     def zeros(p):
-        return zeros_split_as(p, accumulator(p.dtype))
+        dtype = p.dtype if jnp.iscomplexobj(p) else accumulator(p.dtype)
+        return zeros_split_as(p, dtype)
 
     return Iterates(jtu.tree_map(zeros, by_path(model)), jnp.zeros((), float))
 

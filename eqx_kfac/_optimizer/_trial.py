@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float
 
+from .._complex import steepest
 from .._curvature import check_pushes_forward, GradientRows, LinearisedBatch, unseen
 from .._custom_types import Model
 from .._inverse import precondition, precondition_through_rows
@@ -357,7 +358,9 @@ def start(
     rules: Rules,
     watched: bool = True,
 ) -> Start:
-    """Where a step begins. Numbers that a rule chooses may be any."""
+    """Where a step begins, given the gradient as JAX has it. Numbers that a rule chooses
+    may be any."""
+    grads = steepest(grads)
     numbers = state.numbers
     for name in ("learning_rate", "momentum"):
         if getattr(rules, name) is not None:

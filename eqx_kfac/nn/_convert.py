@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from .._block import AbstractBlock, AbstractSharing, check_block, Kronecker
+from .._complex import is_complex
 from .._custom_types import Layer
 from .._misc import names
 from .._tag import is_tagged, Tag
@@ -190,7 +191,7 @@ def revert_layers(model: _T) -> _T:
 def cast(model: _T, dtype: DTypeLike) -> _T:
     """Casts the floating-point parameters of a model, for mixed precision: to be used
     inside a loss function, on the model or on any part of it. The statistics that tags
-    collect stay in (at least) float32.
+    collect stay in (at least) float32, and complex parameters what they are.
 
     **Arguments:**
 
@@ -208,6 +209,7 @@ def cast(model: _T, dtype: DTypeLike) -> _T:
     """
 
     def to_dtype(node):
-        return node.astype(dtype) if eqx.is_inexact_array(node) else node
+        is_real = eqx.is_inexact_array(node) and not is_complex(node)
+        return node.astype(dtype) if is_real else node
 
     return jtu.tree_map(to_dtype, model, is_leaf=lambda node: isinstance(node, Tag))
