@@ -9,7 +9,7 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from .._checks import check_count, plain
-from .._curvature import Batch, GradientRows, include, LinearisedBatch
+from .._curvature import Batch, GradientRows, LinearisedBatch
 from .._custom_types import Key, Model, Numeric
 from .._devices import beside, cast_varying, varying_axes, zeros_split_as
 from .._fisher import AbstractFisher, MonteCarlo
@@ -314,10 +314,10 @@ class KFAC(eqx.Module):
         watched = value is not None and model is not None
         value = jnp.zeros(()) if value is None else jnp.asarray(value)
         begun = start(value, grads, state, self._rules, watched)
-        old = state.curvature, state.weight
-        averaged = Average(*old, begun.fine & (state.weight > 0))
+        old = Average(state.curvature, state.weight, begun.fine)
+        averaged = old._replace(fine=old.fine & (old.weight > 0))
         if curvature is not None:
-            averaged = Average(*include(*old, grads, curvature, state.ema, begun.fine))
+            averaged = old.including(grads, curvature, state.ema)
         updates, state, _ = self._updates(model, state, averaged, begun, None, None)
         return (state.rollback.led(updates, model) if watched else updates), state
 
@@ -362,7 +362,8 @@ class KFAC(eqx.Module):
         linearised: LinearisedBatch | None,
     ) -> tuple[Model, KFACState, Info]:
         """Factorise (if due), precondition, choose the length, look (if due), decide."""
-        due = self._due(state, "inverse_period", again=state.refactorise)
+        again = state.refactorise | averaged.first
+        due = self._due(state, "inverse_period", again)
         factorising = Factorising(begun.grads, self.solver, due, averaged.fine)
         curvature = factorising.in_own_bases(averaged.curvature)
         trial = Trial(
@@ -373,8 +374,7 @@ class KFAC(eqx.Module):
             model=model,
             start=begun,
             rows=rows,
-            curvature=curvature,
-            finite=averaged.fine,
+            averaged=averaged._replace(curvature=curvature),
             linearised=linearised,
         )
         damping = trial.calibrated(factorising.anew)

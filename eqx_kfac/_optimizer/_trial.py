@@ -12,7 +12,13 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float
 
 from .._complex import steepest
-from .._curvature import check_pushes_forward, GradientRows, LinearisedBatch, unseen
+from .._curvature import (
+    check_pushes_forward,
+    GradientRows,
+    LinearisedBatch,
+    missing,
+    unseen,
+)
 from .._custom_types import Model
 from .._inverse import precondition, precondition_through_rows
 from .._loss import Penalty
@@ -21,6 +27,7 @@ from .._module import PlainModule
 from .._solver import AbstractDampedSolver
 from .._tag import partition_tagged
 from ._choices import Rules
+from ._collect import Average
 from ._damping import calibrated
 from ._guard import AbstractGuard
 from ._numbers import in_range
@@ -57,6 +64,7 @@ class Proposal(NamedTuple):
     extent: Float[Array, ""] | None  # The squared length of the former, if it is bounded.
     # For the former, by the quadratic model; `None` if it was not needed so far.
     predicted: Float[Array, ""] | None
+    still: Model | None  # Which layers are left where they are: without curvature.
 
     @property
     def updates(self) -> Model:
@@ -74,8 +82,7 @@ class Trial(PlainModule):
     model: Model
     start: Start
     rows: GradientRows | None  # Of the gradient, if it may be preconditioned by them.
-    curvature: Model
-    finite: Bool[Array, ""]  # Loss, gradient and curvature.
+    averaged: Average  # It is fine, if loss, gradient and curvature are.
     linearised: Any  # A `LinearisedBatch`; `None` if the loss function is not there.
 
     def calibrated(self, factorise: Callable) -> Float[Array, ""]:
@@ -118,8 +125,8 @@ class Trial(PlainModule):
     ) -> Proposal:
         r"""$\delta = \alpha d + \mu \delta_\text{prev}$ with $d = -\hat F^{-1} \nabla h$,
         given the factorisation of $\hat F$, damped with `strength`."""
-        state, gradient = self.state, self._gradient
-        factorised = self.curvature, inverse, self.solver, strength
+        state, gradient, still = self.state, self._gradient, self._still()
+        factorised = self.curvature, inverse, self.solver, strength, still
         if self.rows is None:
             natural = precondition(gradient, *factorised)
         else:
@@ -136,7 +143,7 @@ class Trial(PlainModule):
         learning_rate = state.learning_rate if self.rules.learning_rate is None else scale
         momentum = state.momentum if self.rules.momentum is None else momentum
         chosen = damping, learning_rate, momentum
-        return Proposal(*chosen, velocity, others, extent, predicted)
+        return Proposal(*chosen, velocity, others, extent, predicted, still)
 
     def _ratio_of_tagged(
         self, damping: Float[Array, ""], inverse: Model, strength: Any
@@ -161,7 +168,9 @@ class Trial(PlainModule):
         finite = self.finite & finite_grads
         lost = ~(finite_value & finite_grads)
         leads_back = self.state.rollback.due & self.start.watched
-        missed = finite & self._unseen()
+        without = finite & self._without(proposal.still)
+        # Of this step's examples, there should have been some.
+        missed = without & self.averaged.fresh
         known = finite & ~missed
         finite_update = known & all_finite(update_norm)
         faults = Faults.of(
@@ -170,6 +179,7 @@ class Trial(PlainModule):
             gradient=finite_value & ~finite_grads,
             curvature=self.start.fine & ~self.finite,
             unseen=missed,
+            waiting=without & ~missed,
             factorisation=self.finite & ~factorised,
             update=known & ~finite_update,
             increase=finite_update & self._risen(new_loss),
@@ -189,6 +199,15 @@ class Trial(PlainModule):
             rejected=faults.rejecting,
             faults=faults,
         )
+
+    @property
+    def curvature(self) -> Model:
+        return self.averaged.curvature
+
+    @property
+    def finite(self) -> Bool[Array, ""]:
+        """Loss, gradient and curvature."""
+        return self.averaged.fine
 
     @property
     def value(self) -> Float[Array, ""]:
@@ -286,11 +305,18 @@ class Trial(PlainModule):
             return compute() if due else None
         return jax.lax.cond(due, compute, lambda: jnp.full_like(self.value, jnp.nan))
 
-    def _unseen(self) -> Bool[Array, ""]:
-        """Whether a gradient has come from elsewhere than through a tag."""
+    def _still(self) -> Model | None:
+        """Which layers have no curvature, so that nothing says how far they may go;
+        `None`: there is a penalty, of which there is none anyway."""
         if self.linearised is not None and _is_penalised(self.linearised):
+            return None
+        return missing(self.curvature)
+
+    def _without(self, still: Model | None) -> Bool[Array, ""]:
+        """Whether any layer has a gradient and no curvature."""
+        if still is None:
             return jnp.zeros_like(self.finite)
-        return unseen(self.grads, self.curvature)
+        return unseen(self.grads, still)
 
     def _risen(self, new_loss: Float[Array, ""] | None) -> Bool[Array, ""]:
         """Whether the loss, as far as it was looked at, forbids the step."""
