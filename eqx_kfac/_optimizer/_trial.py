@@ -163,12 +163,13 @@ class Trial(PlainModule):
         # Of faults that follow from each other, the first.
         finite_value = all_finite(self.value)
         norm = self.start.gradient_norm
-        overflows = jnp.isinf(norm) & all_finite(update_norm)
+        without = self.finite & self._without(proposal.still)
+        overflows = jnp.isinf(norm) & all_finite(update_norm) & ~without
         finite_grads = all_finite(norm) | overflows
         finite = self.finite & finite_grads
         lost = ~(finite_value & finite_grads)
         leads_back = self.state.rollback.due & self.start.watched
-        without = finite & self._without(proposal.still)
+        without &= finite
         # Of this step's examples, there should have been some.
         missed = without & self.averaged.fresh
         known = finite & ~missed
