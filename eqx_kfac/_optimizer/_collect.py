@@ -23,8 +23,13 @@ class Average(NamedTuple):
     # and any layer's first curvature.
     first: Bool[Array, ""] | bool = False
 
-    def including(self, model: Model, new: Model, ema: Float[Array, ""]) -> "Average":
-        """With an estimate from elsewhere, of this step's examples."""
+    def including(
+        self, model: Model, new: Model | None, ema: Float[Array, ""]
+    ) -> "Average":
+        """With an estimate from elsewhere, of this step's examples; with none, only what
+        there is already is fine."""
+        if new is None:
+            return self._replace(fine=self.fine & (self.weight > 0))
         curvature, weight, fine = include(*self[:2], model, new, ema, self.fine)
         first = any_first(self.curvature, curvature)
         return Average(curvature, weight, fine, True, first)

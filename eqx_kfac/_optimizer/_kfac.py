@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 from .._checks import check_count, plain
 from .._curvature import Batch, GradientRows, LinearisedBatch
 from .._custom_types import Key, Model, Numeric
-from .._devices import beside, cast_varying, varying_axes, zeros_split_as
+from .._devices import beside, cast_varying, putting, varying_axes, zeros_split_as
 from .._fisher import AbstractFisher, MonteCarlo
 from .._inverse import for_each
 from .._misc import tree_where
@@ -172,12 +172,13 @@ class KFAC(eqx.Module):
         **Raises:** `ValueError` for a number out of its range or choices that exclude
         each other, `TypeError` for something of another kind.
         """
-        given = {name: value for name, value in locals().items() if name != "self"}
-        chosen, self._early = resolved(given)
+        given = locals()
+        chosen, self._early = resolved({n: v for n, v in given.items() if n != "self"})
         for name, value in chosen.items():
             setattr(self, name, value)
         check_choices(chosen)
 
+    @putting
     def init(self, model: Model) -> KFACState:
         """**Arguments:**
 
@@ -314,10 +315,8 @@ class KFAC(eqx.Module):
         watched = value is not None and model is not None
         value = jnp.zeros(()) if value is None else jnp.asarray(value)
         begun = start(value, grads, state, self._rules, watched)
-        old = Average(state.curvature, state.weight, begun.fine)
-        averaged = old._replace(fine=old.fine & (old.weight > 0))
-        if curvature is not None:
-            averaged = old.including(grads, curvature, state.ema)
+        averaged = Average(state.curvature, state.weight, begun.fine)
+        averaged = averaged.including(grads, curvature, state.ema)
         updates, state, _ = self._updates(model, state, averaged, begun, None, None)
         return (state.rollback.led(updates, model) if watched else updates), state
 

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from .._complex import steepest
 from .._curvature import missing
 from .._custom_types import Model, Numeric
-from .._devices import beside
+from .._devices import beside, putting
 from .._inverse import precondition
 from .._operator import split_still
 from .._solver import AbstractDampedSolver, Cholesky
@@ -103,6 +103,7 @@ class _ScaleByKFAC:
         nothing = Numbers(*[None] * len(Numbers._fields))
         return nothing._replace(damping=self.damping, ema=self.ema)
 
+    @putting
     def init(self, params: Model) -> Any:
         params = _unmask(params)
         if _is_placeholder(params):
@@ -210,6 +211,7 @@ class _KFAC:
 
     optimizer: KFAC
 
+    @putting
     def init(self, params: Model) -> Any:
         params, optimizer = _unmask(params), self.optimizer
         if _is_placeholder(params):

@@ -215,7 +215,7 @@ class ScaleByKFACState(NamedTuple):
 
 class Info(eqx.Module):
     """What happened in one step of [`eqx_kfac.KFAC`][]. A value that was not measured in
-    this step is NaN; one that never is, `None`.
+    this step is infinite; one that never is, `None`.
 
     **Fields:**
 

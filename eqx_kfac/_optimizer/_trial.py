@@ -280,8 +280,8 @@ class Trial(PlainModule):
     def _look(
         self, proposal: Proposal
     ) -> tuple[Float[Array, ""] | None, Float[Array, ""] | None]:
-        """The loss after the step, and the reduction ratio: NaN if they are not due,
-        `None` if they never are."""
+        """The loss after the step, and the reduction ratio: infinite if they are not due
+        (NaN would look like a mistake to `jax_debug_nans`), `None` if they never are."""
 
         new_loss = self._when(self._looks, lambda: self._new_loss(proposal))
         rule, known = self.rules.damping, proposal.predicted is not None
@@ -289,7 +289,7 @@ class Trial(PlainModule):
         predicted = self._when(due, lambda: self._predicted(proposal))
         if new_loss is None or predicted is None:
             return new_loss, None
-        return new_loss, self._ratio(new_loss, predicted)
+        return new_loss, self._ratio(new_loss, predicted, due & self._looks)
 
     @property
     def _looks(self) -> Bool[Array, ""] | bool:
@@ -301,10 +301,10 @@ class Trial(PlainModule):
     def _when(
         self, due: Bool[Array, ""] | bool, compute: Callable
     ) -> Float[Array, ""] | None:
-        """A number if it is `due`, else not a number; `None` if it never is."""
+        """A number if it is `due`, else infinity; `None` if it never is."""
         if isinstance(due, bool):
             return compute() if due else None
-        return jax.lax.cond(due, compute, lambda: jnp.full_like(self.value, jnp.nan))
+        return jax.lax.cond(due, compute, lambda: jnp.full_like(self.value, jnp.inf))
 
     def _still(self) -> Model | None:
         """Which layers have no curvature, so that nothing says how far they may go;
@@ -343,11 +343,11 @@ class Trial(PlainModule):
     def _new_loss(self, proposal: Proposal) -> Float[Array, ""]:
         return self.linearised.value_at(eqx.apply_updates(self.model, proposal.updates))
 
-    def _ratio(
-        self, new_loss: Float[Array, ""], predicted: Float[Array, ""]
-    ) -> Float[Array, ""]:
+    def _ratio(self, new_loss: Array, predicted: Array, due: Any = True) -> Array:
         no_descent = (predicted >= 0) & ~jnp.isnan(new_loss)
-        return jnp.where(no_descent, -jnp.inf, (new_loss - self.value) / predicted)
+        change = jnp.where(due, new_loss - self.value, 1)
+        ratio = change / jnp.where(no_descent, -1, jnp.where(due, predicted, 1))
+        return jnp.where(due, jnp.where(no_descent, -jnp.inf, ratio), jnp.inf)
 
 
 def _at_most(most: Float[Array, ""], norm: Float[Array, ""]) -> Float[Array, ""]:
