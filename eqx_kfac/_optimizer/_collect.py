@@ -23,9 +23,7 @@ class Average(NamedTuple):
     # and any layer's first curvature.
     first: Bool[Array, ""] | bool = False
 
-    def including(
-        self, model: Model, new: Model | None, ema: Float[Array, ""]
-    ) -> "Average":
+    def including(self, model: Model, new: Model | None, ema: Array) -> "Average":
         """With an estimate from elsewhere, of this step's examples; with none, only what
         there is already is fine."""
         if new is None:

@@ -123,7 +123,7 @@ class _ScaleByKFAC:
         check_belongs(state, self.init, updates)
         numbers = initial(self._numbers, state.step)
         fine = in_range(numbers) if any(map(_may_change, self._numbers)) else True
-        old = Average(state.curvature, state.weight, fine)
+        old = Average(state.curvature, state.weight, jnp.asarray(fine))
         if curvature is not None:
             old = old.including(updates, _trained(curvature, updates), numbers.ema)
         averaged, weight = old.curvature, old.weight

@@ -49,5 +49,6 @@ def check_covered(model: Model, fallback: object) -> None:
         "their layers with `kfac.Linear` and the like (a raw array as a "
         "`kfac.Parameter`), or freeze them (`eqx.partition` them out of the model that "
         "is trained), or pass `fallback=` with any optax transformation for them, such "
-        "as `fallback=optax.adam(1e-3)`."
+        "as `fallback=optax.adam(1e-3)`. Constants, and arrays in a "
+        "`jax.lax.stop_gradient`, stay as they are with `fallback=optax.set_to_zero()`."
     )
