@@ -781,6 +781,7 @@ def test_constants_are_left_as_they_are():
 
 PARTS = {
     "a frozen layer": (lambda m: m.layers[0], r"`\.layers\[0\]` has.*`weight`, `bias`"),
+    "arrays": (lambda m: m.activation, "The model has.*its `activation`"),
     "a frozen bias": (lambda m: m.layers[1].bias, r"`\.layers\[1\]` has.*its `bias`"),
 }
 
@@ -789,7 +790,7 @@ PARTS = {
 def test_parts_of_models_are_not_converted(name):
     where, phrase = PARTS[name]
     model = eqx.nn.MLP(3, 2, 4, 1, key=jr.key(0))
-    spec = jtu.tree_map(eqx.is_array, model)
+    spec = jtu.tree_map(lambda _: True, model)
     spec = eqx.tree_at(where, spec, jtu.tree_map(lambda _: False, where(model)))
     trained, _ = eqx.partition(model, spec)
     with pytest.raises(ValueError, match=phrase + ".*Convert the whole model first"):
