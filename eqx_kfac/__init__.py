@@ -22,6 +22,11 @@ from ._block import (
     TensorNormal as TensorNormal,
     TNT as TNT,
 )
+from ._complex import (
+    as_complex as as_complex,
+    as_real as as_real,
+    ComplexParts as ComplexParts,
+)
 from ._curvature import (
     Accumulator as Accumulator,
     BlockDiagonalOperator as BlockDiagonalOperator,

@@ -33,6 +33,23 @@ class Mutant(NamedTuple):
 M = Mutant
 # fmt: off
 MUTANTS = [
+    # Complex parameters.
+    M("_complex.py", "jnp.conj(g) if is_complex(g) else g", "g", "complex"),
+    M("_complex.py", "return as_complex(fn(as_real(vector)))", "return as_complex(fn(as_real(jtu.tree_map(jnp.conj, vector))))", "complex"),
+    M("_curvature/_model_operator.py", "parameters = steepest(as_complex(parameters))", "parameters = as_complex(parameters)", "complex"),
+    M("_optimizer/_state.py", "dtype = p.dtype if jnp.iscomplexobj(p) else accumulator(p.dtype)", "dtype = accumulator(p.dtype)", "complex"),
+    M("_optimizer/_optax.py", "others = steepest(updates), state", "others = updates, state", "complex"),
+    # Layers without curvature so far.
+    M("_inverse/_precondition.py", "jnp.where(still, 0, solution)", "solution", "run"),
+    M("_optimizer/_kfac.py", "again = state.refactorise | averaged.first", "again = state.refactorise", "run"),
+    M("_optimizer/_trial.py", "missed = without & self.averaged.fresh", "missed = without", "run"),
+    M("_optimizer/_collect.py", "jnp.full_like(first, fisher.examples is None)", "jnp.full_like(first, True)", "run"),
+    M("_optimizer/_optax.py", "due = Due.of(state, self.inverse_period, old.first)", "due = Due.of(state, self.inverse_period)", "run"),
+    # What JAX has for finding mistakes.
+    M("_optimizer/_trial.py", "jnp.full_like(self.value, jnp.inf))", "jnp.full_like(self.value, jnp.nan))", "debugging"),
+    M("_devices.py", 'jax.transfer_guard_host_to_device("allow")', 'jax.transfer_guard_host_to_device("disallow")', "debugging"),
+    M("_program/_run.py", "if not any(tag.block.weighted for _, tag, _ in layers):", "if not all(tag.block.weighted for _, tag, _ in layers):", "several_losses"),
+    M("_posterior/_laplace.py", "size = len(out), self.curvature.in_size()", "size = len(out), 1", "laplace"),
     # After training.
     M("_posterior/_laplace.py", "self.num_examples / (self.sigma_noise**2 * self.temperature)", "self.num_examples / self.sigma_noise**2", "laplace"),
     M("_posterior/_laplace.py", "whole.without_l2().spectral()", "whole.spectral()", "laplace"),

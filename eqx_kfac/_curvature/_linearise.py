@@ -18,7 +18,7 @@ from .._loss import AbstractLoss, L2, linear_combination, Sum
 from .._misc import accumulator, symmetric, tree_dot
 from .._module import PlainModule
 from .._program import depends, example_weights, look, prepared, Program, run
-from .._tag import fill_tags, is_trainable, map_tags, only_raw, Tag
+from .._tag import fill_tags, is_trainable, map_tags, only_raw, Tag, trained_layers
 
 
 class Share(PlainModule):
@@ -238,7 +238,7 @@ def linearise(
         _check_apart(objective)
         _check_constant_weights(pushforward, filled)
     share = whole(objective, model) if share is None else share
-    weights = example_weights(objective.losses)
+    weights = example_weights(objective.losses, trained_layers(model))
     curved, collect = objective, pullback
     if collects and (weights is not None or len(objective.curved) < len(objective.terms)):
         # The moments of a layer's inputs have to know the weights, which only the loss

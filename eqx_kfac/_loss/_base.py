@@ -116,6 +116,11 @@ def terms_of(objective: Any) -> tuple[tuple[Any, AbstractObjective], ...]:
             "Only scalars can be added to a loss, but got an array of shape "
             f"{jnp.shape(objective)}. Reduce it first, e.g. with `jnp.mean`."
         )
+    if jnp.iscomplexobj(objective):
+        raise TypeError(
+            "Only real scalars can be added to a loss, but got one of type "
+            f"{objective.dtype}. Take its `jnp.real`, or `jnp.abs` of what it is made of."
+        )
     if is_number(objective) and objective == 0:
         return ()  # So that `sum(losses)` works.
     return ((1.0, Penalty(objective)),)
@@ -360,4 +365,6 @@ def check_targets(name: str, targets: object, shape: tuple[int, ...]) -> Array |
             f"{name}: targets must have shape {shape} to match the model's outputs, "
             f"but have shape {targets.shape}."
         )
+    if jnp.iscomplexobj(targets):
+        raise TypeError(f"{name}: targets must be real, but are {targets.dtype}.")
     return targets

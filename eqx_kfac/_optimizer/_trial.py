@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float
 
-from .._curvature import check_pushes_forward, GradientRows, LinearisedBatch, unseen
+from .._complex import steepest
+from .._curvature import (
+    check_pushes_forward,
+    GradientRows,
+    LinearisedBatch,
+    missing,
+    unseen,
+)
 from .._custom_types import Model
 from .._inverse import precondition, precondition_through_rows
 from .._loss import Penalty
@@ -20,6 +27,7 @@ from .._module import PlainModule
 from .._solver import AbstractDampedSolver
 from .._tag import partition_tagged
 from ._choices import Rules
+from ._collect import Average
 from ._damping import calibrated
 from ._guard import AbstractGuard
 from ._numbers import in_range
@@ -56,6 +64,7 @@ class Proposal(NamedTuple):
     extent: Float[Array, ""] | None  # The squared length of the former, if it is bounded.
     # For the former, by the quadratic model; `None` if it was not needed so far.
     predicted: Float[Array, ""] | None
+    still: Model | None  # Which layers are left where they are: without curvature.
 
     @property
     def updates(self) -> Model:
@@ -73,8 +82,7 @@ class Trial(PlainModule):
     model: Model
     start: Start
     rows: GradientRows | None  # Of the gradient, if it may be preconditioned by them.
-    curvature: Model
-    finite: Bool[Array, ""]  # Loss, gradient and curvature.
+    averaged: Average  # It is fine, if loss, gradient and curvature are.
     linearised: Any  # A `LinearisedBatch`; `None` if the loss function is not there.
 
     def calibrated(self, factorise: Callable) -> Float[Array, ""]:
@@ -117,8 +125,8 @@ class Trial(PlainModule):
     ) -> Proposal:
         r"""$\delta = \alpha d + \mu \delta_\text{prev}$ with $d = -\hat F^{-1} \nabla h$,
         given the factorisation of $\hat F$, damped with `strength`."""
-        state, gradient = self.state, self._gradient
-        factorised = self.curvature, inverse, self.solver, strength
+        state, gradient, still = self.state, self._gradient, self._still()
+        factorised = self.curvature, inverse, self.solver, strength, still
         if self.rows is None:
             natural = precondition(gradient, *factorised)
         else:
@@ -135,7 +143,7 @@ class Trial(PlainModule):
         learning_rate = state.learning_rate if self.rules.learning_rate is None else scale
         momentum = state.momentum if self.rules.momentum is None else momentum
         chosen = damping, learning_rate, momentum
-        return Proposal(*chosen, velocity, others, extent, predicted)
+        return Proposal(*chosen, velocity, others, extent, predicted, still)
 
     def _ratio_of_tagged(
         self, damping: Float[Array, ""], inverse: Model, strength: Any
@@ -155,12 +163,15 @@ class Trial(PlainModule):
         # Of faults that follow from each other, the first.
         finite_value = all_finite(self.value)
         norm = self.start.gradient_norm
-        overflows = jnp.isinf(norm) & all_finite(update_norm)
+        without = self.finite & self._without(proposal.still)
+        overflows = jnp.isinf(norm) & all_finite(update_norm) & ~without
         finite_grads = all_finite(norm) | overflows
         finite = self.finite & finite_grads
         lost = ~(finite_value & finite_grads)
         leads_back = self.state.rollback.due & self.start.watched
-        missed = finite & self._unseen()
+        without &= finite
+        # Of this step's examples, there should have been some.
+        missed = without & self.averaged.fresh
         known = finite & ~missed
         finite_update = known & all_finite(update_norm)
         faults = Faults.of(
@@ -169,6 +180,7 @@ class Trial(PlainModule):
             gradient=finite_value & ~finite_grads,
             curvature=self.start.fine & ~self.finite,
             unseen=missed,
+            waiting=without & ~missed,
             factorisation=self.finite & ~factorised,
             update=known & ~finite_update,
             increase=finite_update & self._risen(new_loss),
@@ -188,6 +200,15 @@ class Trial(PlainModule):
             rejected=faults.rejecting,
             faults=faults,
         )
+
+    @property
+    def curvature(self) -> Model:
+        return self.averaged.curvature
+
+    @property
+    def finite(self) -> Bool[Array, ""]:
+        """Loss, gradient and curvature."""
+        return self.averaged.fine
 
     @property
     def value(self) -> Float[Array, ""]:
@@ -259,8 +280,8 @@ class Trial(PlainModule):
     def _look(
         self, proposal: Proposal
     ) -> tuple[Float[Array, ""] | None, Float[Array, ""] | None]:
-        """The loss after the step, and the reduction ratio: NaN if they are not due,
-        `None` if they never are."""
+        """The loss after the step, and the reduction ratio: infinite if they are not due
+        (NaN would look like a mistake to `jax_debug_nans`), `None` if they never are."""
 
         new_loss = self._when(self._looks, lambda: self._new_loss(proposal))
         rule, known = self.rules.damping, proposal.predicted is not None
@@ -268,7 +289,7 @@ class Trial(PlainModule):
         predicted = self._when(due, lambda: self._predicted(proposal))
         if new_loss is None or predicted is None:
             return new_loss, None
-        return new_loss, self._ratio(new_loss, predicted)
+        return new_loss, self._ratio(new_loss, predicted, due & self._looks)
 
     @property
     def _looks(self) -> Bool[Array, ""] | bool:
@@ -280,16 +301,23 @@ class Trial(PlainModule):
     def _when(
         self, due: Bool[Array, ""] | bool, compute: Callable
     ) -> Float[Array, ""] | None:
-        """A number if it is `due`, else not a number; `None` if it never is."""
+        """A number if it is `due`, else infinity; `None` if it never is."""
         if isinstance(due, bool):
             return compute() if due else None
-        return jax.lax.cond(due, compute, lambda: jnp.full_like(self.value, jnp.nan))
+        return jax.lax.cond(due, compute, lambda: jnp.full_like(self.value, jnp.inf))
 
-    def _unseen(self) -> Bool[Array, ""]:
-        """Whether a gradient has come from elsewhere than through a tag."""
+    def _still(self) -> Model | None:
+        """Which layers have no curvature, so that nothing says how far they may go;
+        `None`: there is a penalty, of which there is none anyway."""
         if self.linearised is not None and _is_penalised(self.linearised):
+            return None
+        return missing(self.curvature)
+
+    def _without(self, still: Model | None) -> Bool[Array, ""]:
+        """Whether any layer has a gradient and no curvature."""
+        if still is None:
             return jnp.zeros_like(self.finite)
-        return unseen(self.grads, self.curvature)
+        return unseen(self.grads, still)
 
     def _risen(self, new_loss: Float[Array, ""] | None) -> Bool[Array, ""]:
         """Whether the loss, as far as it was looked at, forbids the step."""
@@ -315,11 +343,11 @@ class Trial(PlainModule):
     def _new_loss(self, proposal: Proposal) -> Float[Array, ""]:
         return self.linearised.value_at(eqx.apply_updates(self.model, proposal.updates))
 
-    def _ratio(
-        self, new_loss: Float[Array, ""], predicted: Float[Array, ""]
-    ) -> Float[Array, ""]:
+    def _ratio(self, new_loss: Array, predicted: Array, due: Any = True) -> Array:
         no_descent = (predicted >= 0) & ~jnp.isnan(new_loss)
-        return jnp.where(no_descent, -jnp.inf, (new_loss - self.value) / predicted)
+        change = jnp.where(due, new_loss - self.value, 1)
+        ratio = change / jnp.where(no_descent, -1, jnp.where(due, predicted, 1))
+        return jnp.where(due, jnp.where(no_descent, -jnp.inf, ratio), jnp.inf)
 
 
 def _at_most(most: Float[Array, ""], norm: Float[Array, ""]) -> Float[Array, ""]:
@@ -357,7 +385,9 @@ def start(
     rules: Rules,
     watched: bool = True,
 ) -> Start:
-    """Where a step begins. Numbers that a rule chooses may be any."""
+    """Where a step begins, given the gradient as JAX has it. Numbers that a rule chooses
+    may be any."""
+    grads = steepest(grads)
     numbers = state.numbers
     for name in ("learning_rate", "momentum"):
         if getattr(rules, name) is not None:
