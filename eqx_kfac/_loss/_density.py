@@ -16,7 +16,7 @@ class NegativeLogLikelihood(AbstractLoss):
 
     The curvature is the second moment of the scores,
 
-    $$F = \frac1N \sum_n w_n \nabla \log p_\theta(x_n) \, \nabla \log p_\theta(x_n)^\top.$$
+    $$F = \frac1N \sum_n w_n s_n s_n^\top, \qquad s_n = \nabla \log p_\theta(x_n).$$
 
     If the examples are drawn from the model itself, its expectation is the Fisher, and
     it is their covariance, because scores then have mean zero. If they are data, it is

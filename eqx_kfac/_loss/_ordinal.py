@@ -73,9 +73,9 @@ class OrdinalCrossEntropy(AbstractLoss):
 
     def losses(self, outputs, targets) -> Float[Array, "*leading"]:
         log_p = _log_probabilities(at_least_float32(outputs))
-        known = self.valid(targets)
-        chosen = jnp.where(_one_hot(targets, log_p) == 1, log_p, 0)
-        return -jnp.where(known, jnp.sum(chosen, axis=-1), jnp.nan)
+        known = self.valid(targets)[..., None]
+        chosen = jnp.where(known, _one_hot(targets, log_p), jnp.nan)
+        return -jnp.sum(jnp.where(chosen == 0, 0, chosen * log_p), axis=-1)
 
     def valid(self, targets):
         return (targets >= 0) & (targets < self.root_shape[-1])

@@ -92,7 +92,7 @@ class QuantileLoss(AbstractLoss):
     def losses(self, outputs, targets) -> Float[Array, "*leading"]:
         y = at_least_float32(outputs)
         q, r = self._levels(y), targets.astype(y.dtype) - y
-        return jnp.sum((q - 0.5) * r + 0.5 * jnp.abs(r), axis=-1)
+        return jnp.sum(jnp.maximum(q * r, (q - 1) * r), axis=-1)
 
     def sample(self, key: Key):
         # The difference of two exponential variables, of rates q and 1 - q.
