@@ -469,7 +469,7 @@ def test_a_shared_variance_is_learnt():
     for i in range(200):
         model, state, info = step(noisy, model, state, x, t, key=jax.random.key(i))
     residual = np.asarray(jax.vmap(model)(x)[0] - t)
-    variance = np.exp(float(jnp.ravel(model.log_variance.weight)[0]))
+    variance = np.exp(float(model.log_variance.value))
     np.testing.assert_allclose(variance, np.mean(residual**2), rtol=0.2)
     assert variance < 0.1
 

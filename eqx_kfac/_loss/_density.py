@@ -90,9 +90,10 @@ class NegativeLogLikelihood(AbstractLoss):
 
     def sample(self, key: Key):
         # No example can be drawn from its log-density. With random signs, scores have
-        # mean zero, and the second moment that they have with their own sign.
-        signs = self.targets
-        return draw(jax.random.rademacher, key, signs.shape, signs.dtype)
+        # mean zero, and the second moment that they have with their own sign. (Times
+        # ones, which are where the terms are.)
+        ones = self.targets
+        return ones * draw(jax.random.rademacher, key, ones.shape, ones.dtype)
 
     def fisher_root(self, v):
         return v.astype(self.log_probs.dtype)
