@@ -237,6 +237,15 @@ def test_all_estimates_are_the_second_moment(name, weights):
         assert reference.error(found, all_of_it) > 1e-2
 
 
+def test_random_signs():
+    """Scores are one in size, of either sign, and independent."""
+    loss = kfac.NegativeLogLikelihood(jnp.zeros((200, 2)))
+    score = np.asarray(loss.score(loss.sample(KEY)))
+    assert set(score.ravel()) == {-1.0, 1.0}
+    assert abs(score.mean()) < 0.15 and abs(np.mean(score[:, 0] * score[:, 1])) < 0.25
+    assert np.all(np.asarray(loss.score(loss.targets)) == -1)
+
+
 def test_centred_is_the_covariance():
     model, (_, scores) = flow(), expected()
     tree = collect(density, kfac.Centred(), model, X)

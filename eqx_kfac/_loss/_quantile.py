@@ -69,7 +69,9 @@ class QuantileLoss(AbstractLoss):
         shape = self.predictions.shape
         self.targets = check_targets(name, targets, shape)
         self.weights = check_weights(name, weights, shape[:-1])
-        each = [quantiles] * shape[-1] if np.ndim(quantiles) == 0 else quantiles
+        each = np.ravel(quantiles).tolist() * (
+            shape[-1] if np.ndim(quantiles) == 0 else 1
+        )
         checked = [check_number("quantiles", q, "in (0, 1)", False) for q in each]
         if len(checked) != shape[-1]:
             raise ValueError(
