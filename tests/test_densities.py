@@ -168,8 +168,8 @@ def test_flows_are_densities(name):
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["plain", "weighted"])
 def test_value_and_gradient(weights):
     log_p, scores = expected()
-    value = lambda model: density(model, X, weights).value
-    got, grads = eqx.filter_jit(eqx.filter_value_and_grad(value))(flow())
+    value = lambda model, weights: density(model, X, weights).value
+    got, grads = eqx.filter_jit(eqx.filter_value_and_grad(value))(flow(), weights)
     w = np.ones(N) if weights is None else weights
     assert reference.error(got, -(w @ log_p) / w.sum()) < TOLERANCE
     slope = np.concatenate([a.ravel() for a in arrays(kfac.revert(grads))])
