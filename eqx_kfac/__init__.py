@@ -52,12 +52,17 @@ from ._fisher import (
 from ._loss import (
     AbstractLoss as AbstractLoss,
     Energy as Energy,
+    HuberLoss as HuberLoss,
     L2 as L2,
+    NegativeLogLikelihood as NegativeLogLikelihood,
     NormalNLL as NormalNLL,
+    OrdinalCrossEntropy as OrdinalCrossEntropy,
     PoissonNLL as PoissonNLL,
+    QuantileLoss as QuantileLoss,
     SigmoidCrossEntropy as SigmoidCrossEntropy,
     SoftmaxCrossEntropy as SoftmaxCrossEntropy,
     SquaredError as SquaredError,
+    StudentTNLL as StudentTNLL,
 )
 from ._operator import (
     KroneckerOperator as KroneckerOperator,

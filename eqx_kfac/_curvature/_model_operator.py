@@ -193,8 +193,8 @@ class Fisher(AbstractOuterProduct):
     s_n(t)^\top\right] J_n, \qquad s_n(t) = \nabla_{\text{outputs}} \ell_n(t),$$
 
     with targets from the model's own predictive distribution. It equals the
-    [`eqx_kfac.GaussNewton`][] matrix if the outputs are natural parameters (all losses
-    here but [`eqx_kfac.NormalNLL`][]); unlike that matrix, it is always positive
+    [`eqx_kfac.GaussNewton`][] matrix if the outputs are natural parameters (softmax,
+    sigmoid, squared error, Poisson); unlike that matrix, it is always positive
     semidefinite, and never needs targets. Otherwise it is like
     [`eqx_kfac.GaussNewton`][].
 

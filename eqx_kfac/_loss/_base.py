@@ -244,6 +244,16 @@ class AbstractLoss(AbstractObjective):
         return jtu.tree_map(fill, targets)
 
     @property
+    def observed(self) -> PyTree:
+        """The targets of all terms that count, for a Hessian that depends on them."""
+        if self.targets is None:
+            raise ValueError(
+                f"This {type(self).__name__} has no targets, which its Hessian depends "
+                "on. Pass targets to the loss, or use the Fisher (`fisher_product`)."
+            )
+        return self.present(self.targets)
+
+    @property
     def count(self) -> Float[Array, ""]:
         r"""$N = \sum_n w_n$."""
         return jnp.sum(self.term_weights)
@@ -296,12 +306,7 @@ class AbstractLoss(AbstractObjective):
         natural parameters. Like `fisher_product`, it ignores weights."""
         if self.targets is None and self.natural:
             return self.fisher_product(v)
-        if self.targets is None:
-            raise ValueError(
-                f"This {type(self).__name__} has no targets, which its Hessian depends "
-                "on. Pass targets to the loss, or use `fisher_product`."
-            )
-        targets = self.present(self.targets)
+        targets = self.observed
         score = jax.grad(lambda outputs: jnp.sum(self.losses(outputs, targets)))
         v = jtu.tree_map(_like, v, self.outputs)
         return jax.jvp(score, (self.outputs,), (v,))[1]

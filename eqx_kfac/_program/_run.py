@@ -57,15 +57,19 @@ def example_weights(
 
 def _check_objective(objective: object) -> Sum:
     if not isinstance(objective, AbstractObjective):
-        got = type(objective).__name__
+        got, density = type(objective).__name__, ""
         if isinstance(objective, jax.Array):
             got = f"an array of type {objective.dtype} and shape {objective.shape}"
+            density = (
+                " If it is made of log-densities, such as `-jnp.mean(log_probs)`, return "
+                "`kfac.NegativeLogLikelihood(log_probs)`, given those of all examples."
+            )
         raise TypeError(
             "`loss_fn` must return a loss that knows its predictive distribution, such "
             "as `kfac.SoftmaxCrossEntropy(logits, targets)`, `kfac.SigmoidCrossEntropy` "
             "or `kfac.SquaredError` (or `(loss, aux)`), but returned "
             f"{got}. A bare number has no curvature to collect; add penalties to the "
-            "loss object instead: `loss + penalty`."
+            f"loss object instead: `loss + penalty`.{density}"
         )
     objective = objective + 0
     if not objective.losses:
