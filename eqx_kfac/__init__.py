@@ -22,6 +22,11 @@ from ._block import (
     TensorNormal as TensorNormal,
     TNT as TNT,
 )
+from ._complex import (
+    as_complex as as_complex,
+    as_real as as_real,
+    ComplexParts as ComplexParts,
+)
 from ._curvature import (
     Accumulator as Accumulator,
     BlockDiagonalOperator as BlockDiagonalOperator,
@@ -47,12 +52,17 @@ from ._fisher import (
 from ._loss import (
     AbstractLoss as AbstractLoss,
     Energy as Energy,
+    HuberLoss as HuberLoss,
     L2 as L2,
+    NegativeLogLikelihood as NegativeLogLikelihood,
     NormalNLL as NormalNLL,
+    OrdinalCrossEntropy as OrdinalCrossEntropy,
     PoissonNLL as PoissonNLL,
+    QuantileLoss as QuantileLoss,
     SigmoidCrossEntropy as SigmoidCrossEntropy,
     SoftmaxCrossEntropy as SoftmaxCrossEntropy,
     SquaredError as SquaredError,
+    StudentTNLL as StudentTNLL,
 )
 from ._operator import (
     KroneckerOperator as KroneckerOperator,

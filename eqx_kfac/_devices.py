@@ -1,9 +1,10 @@
 """Arrays that live on several devices: axes that vary within a `shard_map`, explicit
 meshes, and what is made beside arrays that are there."""
 
+import functools as ft
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, cast, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -15,6 +16,21 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int, PyTree, Shaped
 
 from ._custom_types import Like
+
+
+_Function = TypeVar("_Function", bound=Callable)
+
+
+def putting(fn: _Function) -> _Function:
+    """`fn`, which makes arrays of numbers, and is meant to: a `jax.transfer_guard`
+    against transfers that nobody has asked for lets these pass."""
+
+    @ft.wraps(fn)
+    def wrapped(*args, **kwargs):
+        with jax.transfer_guard_host_to_device("allow"):
+            return fn(*args, **kwargs)
+
+    return cast(_Function, wrapped)
 
 
 def varying_axes(tree: PyTree) -> frozenset:

@@ -12,14 +12,17 @@ import jax.tree_util as jtu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Inexact, PyTree, Shaped
 
+from ._complex import as_real
 from ._custom_types import Key, Like
 from ._devices import explicit_sharding, split_along
 
 
 def accumulator(*dtypes: Any) -> Any:
-    """The type to add things up in: at least float32, and no narrower than any input."""
-    double = jnp.dtype(jnp.float64)
-    return double if double in dtypes else jnp.dtype(jnp.float32)
+    """The real type to add things up in: at least float32, and no narrower than any
+    input."""
+    doubles = jnp.dtype(jnp.float64), jnp.dtype(jnp.complex128)
+    is_double = any(double in dtypes for double in doubles)
+    return doubles[0] if is_double else jnp.dtype(jnp.float32)
 
 
 def moment(
@@ -163,7 +166,9 @@ def tree_where(pred: Bool[Array, ""], true: PyTree, false: PyTree) -> PyTree:
 
 
 def tree_dot(a: PyTree, b: PyTree) -> Shaped[Array, ""]:
-    """The inner product of two trees of arrays, accumulated in at least float32."""
+    """The inner product of two trees of arrays, accumulated in at least float32. A
+    complex number is a pair of real ones: of those, the real part of $a^* b$."""
+    a, b = as_real(a), as_real(b)
     dtype = accumulator(*[x.dtype for x in jtu.tree_leaves(a)])
 
     def dot(x, y):

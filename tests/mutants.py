@@ -33,6 +33,23 @@ class Mutant(NamedTuple):
 M = Mutant
 # fmt: off
 MUTANTS = [
+    # Complex parameters.
+    M("_complex.py", "jnp.conj(g) if is_complex(g) else g", "g", "complex"),
+    M("_complex.py", "return as_complex(fn(as_real(vector)))", "return as_complex(fn(as_real(jtu.tree_map(jnp.conj, vector))))", "complex"),
+    M("_curvature/_model_operator.py", "parameters = steepest(as_complex(parameters))", "parameters = as_complex(parameters)", "complex"),
+    M("_optimizer/_state.py", "dtype = p.dtype if jnp.iscomplexobj(p) else accumulator(p.dtype)", "dtype = accumulator(p.dtype)", "complex"),
+    M("_optimizer/_optax.py", "others = steepest(updates), state", "others = updates, state", "complex"),
+    # Layers without curvature so far.
+    M("_inverse/_precondition.py", "jnp.where(still, 0, solution)", "solution", "run"),
+    M("_optimizer/_kfac.py", "again = state.refactorise | averaged.first", "again = state.refactorise", "run"),
+    M("_optimizer/_trial.py", "missed = without & self.averaged.fresh", "missed = without", "run"),
+    M("_optimizer/_collect.py", "jnp.full_like(first, fisher.examples is None)", "jnp.full_like(first, True)", "run"),
+    M("_optimizer/_optax.py", "due = Due.of(state, self.inverse_period, old.first)", "due = Due.of(state, self.inverse_period)", "run"),
+    # What JAX has for finding mistakes.
+    M("_optimizer/_trial.py", "jnp.full_like(self.value, jnp.inf))", "jnp.full_like(self.value, jnp.nan))", "debugging"),
+    M("_devices.py", 'jax.transfer_guard_host_to_device("allow")', 'jax.transfer_guard_host_to_device("disallow")', "debugging"),
+    M("_program/_run.py", "if not any(tag.block.weighted for _, tag, _ in layers):", "if not all(tag.block.weighted for _, tag, _ in layers):", "several_losses"),
+    M("_posterior/_laplace.py", "size = len(out), self.curvature.in_size()", "size = len(out), 1", "laplace"),
     # After training.
     M("_posterior/_laplace.py", "self.num_examples / (self.sigma_noise**2 * self.temperature)", "self.num_examples / self.sigma_noise**2", "laplace"),
     M("_posterior/_laplace.py", "whole.without_l2().spectral()", "whole.spectral()", "laplace"),
@@ -122,6 +139,23 @@ MUTANTS = [
     M("_loss/_sigmoid.py", "deviation = jnp.exp(-0.5 *", "deviation = jnp.exp(-1.0 *", "losses"),
     M("_loss/_poisson.py", "jnp.sqrt(rate) * noise", "rate * noise", "losses"),
     M("_loss/_l2.py", "0.5 *", "1.0 *", "losses"),
+    M("_loss/_density.py", "return -targets.astype(log_p.dtype) * log_p", "return -log_p", "densities"),
+    M("_loss/_density.py", "return self.fisher_product(v)", "return super().hessian_product(v)", "densities"),
+    M("_loss/_density.py", "return ones * draw(jax.random.rademacher, key, ones.shape, ones.dtype)", "return draw(jax.random.normal, key, ones.shape, ones.dtype)", "densities"),
+    M("_loss/_huber.py", "near * (size - near / 2)", "near * (size - near)", "likelihoods"),
+    M("_loss/_huber.py", "2 * jnp.exp(-(delta**2) / 2) / delta", "jnp.exp(-(delta**2) / 2) / delta", "likelihoods"),
+    M("_loss/_huber.py", "jnp.log((1 - u) / (1 - central)) / delta", "jnp.log((1 - u) / (1 - central))", "likelihoods"),
+    M("_loss/_huber.py", "near = size <= jnp.asarray", "near = size > jnp.asarray", "normal"),
+    M("_loss/_quantile.py", "jnp.sqrt(q * (1 - q))", "jnp.sqrt(q)", "likelihoods"),
+    M("_loss/_quantile.py", "y + above / q - below / (1 - q)", "y + above / (1 - q) - below / q", "likelihoods"),
+    M("_loss/_student_t.py", "(nu + 1) / (nu + 3)", "nu / (nu + 3)", "likelihoods"),
+    M("_loss/_student_t.py", "jnp.expm1(-2 / nu *", "jnp.expm1(-1 / nu *", "likelihoods"),
+    M("_loss/_student_t.py", " + jnp.log(s)", "", "likelihoods"),
+    M("_loss/_ordinal.py", "return (below - above).astype", "return (below + above).astype", "likelihoods"),
+    M("_loss/_ordinal.py", "0.5 / jnp.sinh(gap / 2)", "0.5 / jnp.sinh(gap)", "likelihoods"),
+    M("_loss/_ordinal.py", "_padded(below, 0, 1) + _padded(above, 1, 0)", "_padded(below, 1, 0) + _padded(above, 0, 1)", "likelihoods"),
+    M("_loss/_ordinal.py", "jnp.argmax(log_p + noise, axis=-1)", "jnp.argmax(log_p - noise, axis=-1)", "likelihoods"),
+    M("_loss/_ordinal.py", "return (targets >= 0) & (targets < self.root_shape[-1])", "return targets >= 0", "losses"),
     M("_fisher/_sampled.py", "s * self.num_samples**-0.5", "s * 1.0", "estimators"),
     M("_fisher/_sampled.py", "keys = own(index * number + jnp.arange(number))", "keys = own(0 * index + jnp.arange(number))", "estimators"),
     # The tag.

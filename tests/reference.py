@@ -45,6 +45,17 @@ def normal(z, t):
     return 0.5 * jnp.sum((t - mean) ** 2 / jnp.exp(s) + s)
 
 
+def student(z, t):
+    """Of three degrees of freedom and the scale 0.7."""
+    return jnp.sum(2 * jnp.log(1 + ((t - z) / 0.7) ** 2 / 3) + np.log(0.7))
+
+
+def huber(z, t):
+    """Up to a residual of 0.8, quadratic."""
+    size = jnp.abs(t - z)
+    return jnp.sum(jnp.where(size <= 0.8, size**2 / 2, 0.8 * (size - 0.4)))
+
+
 @ft.partial(jax.jit, static_argnums=0)
 def slopes(term_loss, z, targets):
     """The gradient of every term, `[terms, k]`."""

@@ -31,6 +31,9 @@ LOSSES = {
     "squared": lambda z, w=None: kfac.SquaredError(z, weights=w),
     "poisson": lambda z, w=None: kfac.PoissonNLL(z, weights=w),
     "normal": normal_of,
+    "huber": lambda z, w=None: kfac.HuberLoss(z, weights=w),
+    "quantile": lambda z, w=None: kfac.QuantileLoss(z, weights=w, quantiles=0.8),
+    "student": lambda z, w=None: kfac.StudentTNLL(z, weights=w),
 }
 
 
@@ -94,7 +97,9 @@ def test_keys(getkey):
         run()
 
 
-@pytest.mark.parametrize("name", ["sigmoid", "squared", "poisson"])
+@pytest.mark.parametrize(
+    "name", ["sigmoid", "squared", "poisson", "huber", "quantile", "student"]
+)
 def test_one_output_has_no_noise(name, getkey):
     loss_fn, model = problem(LOSSES[name], outputs=1)
     exact = collect(loss_fn, kfac.Exact(), model)

@@ -110,6 +110,16 @@ def test_not_a_loss_under_jit(entry, unharmed):
             eqx.filter_jit(entry)(lambda *args: softmax(*args).value, *unharmed)
 
 
+def test_a_mean_of_log_densities(unharmed):
+    """... may be what an array is; a number of Python's or a tuple is not."""
+    density = lambda model, x, y: -jnp.mean(jax.vmap(model)(x))
+    with raises(TypeError, "`kfac.NegativeLogLikelihood(log_probs)`"):
+        curvature(density, *unharmed)
+    with pytest.raises(TypeError) as error:
+        curvature(lambda *args: 1.5, *unharmed)
+    assert "NegativeLogLikelihood" not in str(error.value)
+
+
 @pytest.mark.parametrize("entry", entries)
 def test_only_penalties(entry, unharmed):
     for penalty in (lambda m: kfac.L2(m, 0.1), lambda m: 2 * kfac.L2(m, 0.1) + 1.0):
@@ -154,7 +164,15 @@ def test_negative_l2(unharmed):
 #
 
 
-losses = [kfac.SoftmaxCrossEntropy, kfac.SigmoidCrossEntropy, kfac.SquaredError]
+losses = [
+    kfac.SoftmaxCrossEntropy,
+    kfac.SigmoidCrossEntropy,
+    kfac.SquaredError,
+    kfac.HuberLoss,
+    kfac.OrdinalCrossEntropy,
+    kfac.QuantileLoss,
+    kfac.StudentTNLL,
+]
 with_targets = [
     (kfac.SoftmaxCrossEntropy, jnp.zeros((5, 3))),
     (kfac.SoftmaxCrossEntropy, jnp.zeros(5, int)),
@@ -164,6 +182,10 @@ with_targets = [
     (kfac.SquaredError, jnp.zeros((5, 3))),
     (kfac.SquaredError, jnp.zeros((4, 1))),
     (kfac.SquaredError, jnp.zeros(4)),
+    (kfac.HuberLoss, jnp.zeros(4)),
+    (kfac.OrdinalCrossEntropy, jnp.zeros((4, 3), int)),
+    (kfac.QuantileLoss, jnp.zeros((4, 1))),
+    (kfac.StudentTNLL, jnp.zeros((5, 3))),
 ]
 
 

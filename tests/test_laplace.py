@@ -13,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 
 import eqx_kfac as kfac
 
-from .helpers import assert_same, close, flat, normal, params_of
+from .helpers import assert_same, close, flat, normal, params_of, squared
 from .test_block_diagonal import batch, Grouped, mlp, Recurrent, Stacked, Words
 
 
@@ -337,6 +337,57 @@ def test_classes():
 def softmax(z):
     z = np.exp(z - z.max(axis=-1, keepdims=True))
     return z / z.sum(axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("kind", ["variance", "probit", "samples"])
+def test_memory_does_not_grow_with_the_jacobian(kind):
+    """Of a last layer of many classes: that has as many numbers as classes squared times
+    features."""
+    classes, features = 300, 40
+    layer = kfac.Linear(features, classes, dtype=jnp.float32, key=jr.key(0))
+    calls = {
+        "variance": lambda p, x: p.functional_variance(lambda m, x: m(x), x),
+        "probit": lambda p, x: p.predict_classes(lambda m, x: m(x), x),
+        "samples": lambda p, x: p.predict_classes(lambda m, x: m(x), x, jr.key(0), 10),
+    }
+
+    def run(layer, x):
+        rows = normal(2, features, dtype=jnp.float32)
+        loss_fn = lambda m, x: kfac.SoftmaxCrossEntropy(jax.vmap(m)(x), jnp.arange(2))
+        curvature = kfac.curvature(loss_fn, kfac.MonteCarlo())(layer, rows, key=jr.key(0))
+        return kfac.Laplace(curvature, layer, 2)
+
+    x = jax.ShapeDtypeStruct((features,), jnp.float32)
+    posterior = eqx.filter_eval_shape(run, layer, x)
+    arrays, static = eqx.partition(posterior, lambda a: hasattr(a, "dtype"))
+    call = jax.jit(lambda arrays, x: calls[kind](eqx.combine(arrays, static), x))
+    compiled = call.lower(arrays, x).compile()
+    used = compiled.memory_analysis().temp_size_in_bytes
+    parameters, result = 4 * classes * (features + 1), 4 * classes**2
+    assert used < 12 * result + 12 * parameters
+    assert 12 * (result + parameters) < 0.5 * classes * parameters
+
+
+def test_functions_with_a_derivative_of_their_own():
+    """Their derivatives in forward mode are not known."""
+
+    @jax.custom_vjp
+    def doubled(x):
+        return 2 * x
+
+    doubled.defvjp(lambda x: (2 * x, None), lambda _, ct: (2 * ct,))
+    layer = kfac.Linear(3, 4, dtype=float, key=jr.key(0))
+    x, y = normal(6, 3), normal(6, 4)
+
+    @eqx.filter_jit
+    def variances(layer, x, y):
+        curvature = kfac.curvature(squared, kfac.Exact())(layer, x, y)
+        posterior = kfac.Laplace(curvature, layer, 6)
+        plain = posterior.functional_variance(lambda m, x: m(x), x[0])
+        return plain, posterior.functional_variance(lambda m, x: doubled(m(x)), x[0])
+
+    once, twice = variances(layer, x, y)
+    close(twice, 4 * once)
 
 
 @pytest.mark.parametrize(

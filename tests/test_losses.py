@@ -286,6 +286,16 @@ def normal(outputs, targets=None, weights=None):
     return kfac.NormalNLL(*jnp.split(outputs, [K], axis=-1), targets, weights)
 
 
+def ordered(z, targets=None, weights=None):
+    """Any outputs, made to increase."""
+    z = jnp.cumsum(jnp.exp(z), axis=-1)
+    return kfac.OrdinalCrossEntropy(z, targets, weights)
+
+
+def levels(rng, leading):
+    return jax.device_put(rng.integers(K + 1, size=leading))
+
+
 class Waiting(kfac.AbstractLoss):
     """Exponentially distributed times, by the logarithm of their rate."""
 
@@ -314,6 +324,9 @@ absent = {
     "squared": (kfac.SquaredError, K, vectors, [jnp.nan, -jnp.inf]),
     "amounts": (kfac.PoissonNLL, K, amounts, [jnp.nan]),
     "normal": (normal, 2 * K, vectors, [jnp.nan]),
+    "huber": (kfac.HuberLoss, K, vectors, [jnp.nan]),
+    "student": (kfac.StudentTNLL, K, vectors, [jnp.nan, jnp.inf]),
+    "ordered": (ordered, K, levels, [-1, -100, K + 1, 255]),
     "a loss of one's own": (Waiting, K, amounts, [jnp.nan]),
 }
 

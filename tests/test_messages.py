@@ -746,3 +746,87 @@ def test_a_missing_axis_is_not_a_batch():
         layer(image)
     with pytest.raises(ValueError, match="`jax.vmap"):
         layer(batch)
+
+
+#
+# What is not to be trained, and parts of models
+#
+
+
+class Features(eqx.Module):
+    frequencies: jax.Array
+    out: kfac.Linear
+
+    def __init__(self):
+        self.frequencies = jnp.ones((4, 3))
+        self.out = kfac.Linear(4, 2, key=jr.key(0))
+
+    def __call__(self, x):
+        return self.out(jnp.matmul(jax.lax.stop_gradient(self.frequencies), x))
+
+
+def test_constants_are_left_as_they_are():
+    model = Features()
+    with pytest.raises(ValueError, match=r"frequencies.*`fallback=optax.set_to_zero"):
+        kfac.KFAC().init(model)
+    optimizer = plain_kfac(0.1, fisher=kfac.Exact(), fallback=optax.set_to_zero())
+    loss_fn = lambda m, x, y: kfac.SquaredError(jax.vmap(m)(x), y)
+    x, y = jnp.ones((5, 3)), jnp.zeros((5, 2))
+    step = eqx.filter_jit(optimizer.step)
+    new, _, info = step(loss_fn, model, optimizer.init(model), x, y)
+    assert not bool(info.rejected)
+    assert np.array_equal(new.frequencies, model.frequencies)
+    assert not np.array_equal(new.out.weight, model.out.weight)
+
+
+PARTS = {
+    "a frozen layer": (lambda m: m.layers[0], r"`\.layers\[0\]` has.*`weight`, `bias`"),
+    "arrays": (lambda m: m.activation, "The model has.*its `activation`"),
+    "a frozen bias": (lambda m: m.layers[1].bias, r"`\.layers\[1\]` has.*its `bias`"),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_models_are_not_converted(name):
+    where, phrase = PARTS[name]
+    model = eqx.nn.MLP(3, 2, 4, 1, key=jr.key(0))
+    spec = jtu.tree_map(lambda _: True, model)
+    spec = eqx.tree_at(where, spec, jtu.tree_map(lambda _: False, where(model)))
+    trained, _ = eqx.partition(model, spec)
+    with pytest.raises(ValueError, match=phrase + ".*Convert the whole model first"):
+        kfac.convert(trained)
+    # What is advised: the whole first.
+    whole = kfac.convert(model)
+    assert eqx.tree_equal(eqx.combine(*eqx.partition(whole, eqx.is_array)), whole)
+
+
+def test_layers_without_some_parameters_are_whole():
+    layers = [
+        eqx.nn.Linear(3, 2, use_bias=False, key=jr.key(0)),
+        eqx.nn.LayerNorm(3, use_weight=False, use_bias=False),
+        eqx.nn.LayerNorm(3, use_bias=False),
+        eqx.nn.GroupNorm(1, 3, channelwise_affine=False),
+        eqx.nn.GRUCell(3, 2, use_bias=False, key=jr.key(0)),
+    ]
+    converted = kfac.convert(layers)
+    assert type(converted[0]) is kfac.Linear
+
+
+class Outside(eqx.Module):
+    shift: kfac.Parameter
+    out: kfac.Linear
+
+
+def test_a_parameter_outside_of_the_vmap():
+    """It is one already."""
+    model = Outside(kfac.Parameter(jnp.ones(3)), kfac.Linear(3, 2, key=jr.key(0)))
+
+    def loss_fn(model, x, y):
+        shifted = x + model.shift(x)[None]
+        return kfac.SquaredError(jax.vmap(model.out)(shifted), y)
+
+    x, y = jnp.ones((5, 3)), jnp.zeros((5, 2))
+    with pytest.raises(ValueError, match="outside of the `vmap`") as error:
+        kfac.curvature(loss_fn, kfac.Exact())(model, x, y)
+    assert "self.position(x)" in str(error.value)
+    assert "`kfac.Parameter`" not in str(error.value)

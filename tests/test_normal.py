@@ -49,6 +49,14 @@ def normal_of(z, targets=None, weights=None):
     return kfac.NormalNLL(*jnp.split(z, 2, axis=-1), targets, weights)
 
 
+def student_of(z, targets=None, weights=None):
+    return kfac.StudentTNLL(z, targets, weights, 3.0, 0.7)
+
+
+def huber_of(z, targets=None, weights=None):
+    return kfac.HuberLoss(z, targets, weights, 0.8)
+
+
 def exponential(z, t):
     return jnp.sum(t * jnp.exp(z) - z)
 
@@ -56,6 +64,19 @@ def exponential(z, t):
 def normal_fisher(z):
     mean, s = jnp.split(z, 2)
     return jnp.diag(jnp.concatenate([jnp.exp(-s), jnp.full_like(s, 0.5)]))
+
+
+def student_fisher(z):
+    return 4 / 6 / 0.7**2 * jnp.eye(len(z))
+
+
+def huber_fisher(z):
+    """The probability of the centre, by quadrature."""
+    points, weights = np.polynomial.legendre.leggauss(100)
+    over = lambda f, a, b: (b - a) / 2 * weights @ f((a + b + (b - a) * points) / 2)
+    centre = over(lambda r: np.exp(-(r**2) / 2), 0, 0.8)
+    tail = over(lambda r: np.exp(-0.8 * (r - 0.4)), 0.8, 60)
+    return centre / (centre + tail) * jnp.eye(len(z))
 
 
 def normal_targets(rng, leading):
@@ -70,6 +91,8 @@ def waiting_times(rng, leading):
 CASES = {
     "normal": (normal_of, 2 * K, normal_targets, reference.normal, normal_fisher),
     "exponential": (Convex, K, waiting_times, exponential, lambda z: jnp.eye(K)),
+    "student": (student_of, K, normal_targets, reference.student, student_fisher),
+    "huber": (huber_of, K, normal_targets, reference.huber, huber_fisher),
 }
 LOSSES = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
@@ -286,7 +309,15 @@ def dense_blocks(jacobians, matrices):
 
 
 @pytest.mark.parametrize(
-    "name, ggn", [("normal", False), ("exponential", False), ("exponential", True)]
+    "name, ggn",
+    [
+        ("normal", False),
+        ("exponential", False),
+        ("exponential", True),
+        ("student", False),
+        ("huber", False),
+        ("huber", True),
+    ],
 )
 def test_curvature_of_one_example(name, ggn):
     case = CASES[name]

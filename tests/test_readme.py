@@ -20,7 +20,7 @@ pages = sorted((root / "docs").rglob("*.md"))
 # Those of a row share an interpreter, but nothing else.
 with_python = [
     ["index.md", "choosing.md", "idea.md", "api/curvature.md", "api/losses.md"],
-    ["devices.md", "api/extending.md", "api/operators.md", "api/tools.md"],
+    ["losses.md", "devices.md", "api/extending.md", "api/operators.md", "api/tools.md"],
     ["factors.md", "api/posterior.md"],
     ["tutorials/start.md", "tutorials/pinn.md"],
     ["tutorials/own.md", "tutorials/models.md"],

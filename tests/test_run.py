@@ -368,6 +368,112 @@ def test_outputs_without_curvature(micro_batches):
         assert np.array_equal(new.head.weight, model.head.weight) == unseen
 
 
+class Experts(eqx.Module):
+    """The last one of the stack is used by examples that say so."""
+
+    stack: kfac.Linear
+    head: kfac.Linear
+
+    def __init__(self):
+        base = make_stack(True)
+        self.stack, self.head = base.stack, base.head
+
+    def __call__(self, x, expert):
+        use = eqx.filter_vmap(lambda layer, x: layer(x), in_axes=(0, None))
+        return self.head(jnp.tanh(use(self.stack, x)[expert]))
+
+
+def routed(model, x, expert, y):
+    return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x, expert), y)
+
+
+ROUTES = [0, 1, 1, 1]  # At every step; curvature is estimated at each third.
+
+
+def run_experts(optimizer, micro_batches=1):
+    model = kfac.convert(Experts())
+    state, trace = optimizer.init(model), []
+    for i, most in enumerate(ROUTES):
+        x, y = data(seed=i)
+        expert = jnp.asarray(np.arange(BATCH) % 2 * most)
+        batch = dict(key=jr.key(i), micro_batches=micro_batches)
+        new, state, info = stepped(optimizer, routed, model, state, x, expert, y, **batch)
+        moved = [np.any(a != b, axis=(1, 2)) for a, b in _weights(new, model)]
+        trace.append((moved[0].tolist(), info.faults))
+        model = new
+    return model, trace
+
+
+def _weights(new, old):
+    return [(np.asarray(new.stack.weight), np.asarray(old.stack.weight))]
+
+
+@pytest.mark.parametrize("kind", ["matrices", "rows", "packed", "micro-batches", "turns"])
+def test_an_expert_without_curvature_waits(kind):
+    """The other layers move; and the first curvature of it is used at once."""
+    choices = dict(fisher=kfac.Exact(), curvature_period=3)
+    choices |= dict(by_rows=kind == "rows", packed=kind == "packed")
+    period = kfac.InTurn(100) if kind == "turns" else 100
+    parts = 2 if kind == "micro-batches" else 1
+    rare = plain_kfac(0.1, inverse_period=period, **choices)
+    model, trace = run_experts(rare, parts)
+    waits = [False, True, True, False]
+    assert [bool(faults.waiting) for _, faults in trace] == waits
+    assert not any(bool(faults.rejecting) for _, faults in trace)
+    assert [moved for moved, _ in trace] == [[True, False]] * 3 + [[True, True]]
+    expected, _ = run_experts(plain_kfac(0.1, inverse_period=3, **choices), parts)
+    scale = np.linalg.norm(model.stack.weight[1] - Experts().stack.weight[1])
+    error = np.linalg.norm(model.stack.weight[1] - expected.stack.weight[1])
+    assert error < 1e-8 * scale
+
+
+def test_an_expert_that_some_examples_do_not_estimate_waits():
+    """Of the first examples, the one of the second expert is none."""
+    choices = dict(fisher=kfac.Exact(examples=1), curvature_period=1, inverse_period=1)
+    optimizer, model = plain_kfac(0.1, **choices), kfac.convert(Experts())
+    x, y = data()
+    expert = jnp.asarray(np.arange(BATCH) % 2)
+    state = optimizer.init(model)
+    new, _, info = stepped(optimizer, routed, model, state, x, expert, y)
+    assert bool(info.faults.waiting) and not bool(info.rejected)
+    moved = np.any(new.stack.weight != model.stack.weight, axis=(1, 2))
+    assert moved.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("make", [kfac.kfac, kfac.scale_by_kfac])
+def test_an_expert_waits_in_optax(make):
+    """`kfac.kfac` takes curvature that it gets for that of the same examples."""
+    optimizer, model = make(inverse_period=100), kfac.convert(Experts())
+    estimate = kfac.value_grad_and_curvature(routed, kfac.Exact())
+    x, y = data()
+
+    @eqx.filter_jit
+    def update(state, use, known):
+        expert = jnp.arange(BATCH) % 2 * use
+        _, grads, curvature = estimate(model, x, expert, y)
+        given = dict(curvature=curvature if known else None)
+        updates, state = optimizer.update(grads, state, leaves_of(model), **given)
+        return jnp.linalg.norm(updates.stack.weight, axis=(1, 2)), state
+
+    state = optimizer.init(leaves_of(model))
+    sizes = []
+    for use, known in ((0, True), (1, False), (1, True)):
+        size, state = update(state, jnp.asarray(use), known)
+        sizes.append(np.asarray(size))
+    assert np.all(sizes[0][:1] > 0) and sizes[1][0] > 0 and sizes[2][1] > 0
+    assert sizes[0][1] == sizes[1][1] == 0
+    if make is kfac.kfac:
+        assert state.faults.waiting == 1 and state.rejected == 0
+    else:  # Not the gradient over the damping.
+        gradient = eqx.filter_grad(lambda m: routed(m, x, jnp.arange(16) % 2, y).value)
+        norm = np.linalg.norm(gradient(model).stack.weight[1])
+        assert sizes[2][1] < 0.9 * norm / 0.03
+
+
+def leaves_of(model):
+    return eqx.filter(model, eqx.is_inexact_array)
+
+
 def test_frozen_layers_without_curvature():
     model, (x, y) = make_stack(False), data()
     frozen = jtu.tree_map(eqx.is_array, model)

@@ -9,7 +9,7 @@ import pytest
 
 import eqx_kfac as kfac
 
-from .helpers import normal
+from .helpers import close, normal
 
 
 MANY, FEW, D, K = 12, 3, 4, 2
@@ -72,6 +72,57 @@ def test_over_a_data_set(name):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-14)
     assert np.any(np.asarray(jax.tree.leaves(got)[0]))
+
+
+UNWEIGHTED = {
+    "kronecker": kfac.Kronecker(weighted=False),
+    "ekfac": kfac.EKFAC(weighted=False),
+    "tensor normal": kfac.Kronecker(kfac.TensorNormal()),
+    "full": kfac.Full(),
+    "diagonal": kfac.Diagonal(),
+    "tnt": kfac.TNT(),
+}
+first_weights = np.linspace(0.5, 2.0, MANY)
+second_weights = np.array([1.0, 0.0, 3.0])
+
+
+def weighted_fn(model, x, y, z, w):
+    one = kfac.SquaredError(jax.vmap(model.first)(x), y, first_weights)
+    return one + 2.0 * kfac.SquaredError(jax.vmap(model.second)(z), w, second_weights)
+
+
+@pytest.mark.parametrize("name", UNWEIGHTED)
+def test_weights_over_two_batches(name):
+    """The same as each loss by itself, whose layers see nothing of the other one."""
+
+    @eqx.filter_jit
+    def run(model):
+        whole = kfac.curvature(weighted_fn, kfac.Exact())(model, X, Y, Z, W)
+        parts = []
+        for i, layer in enumerate((model.first, model.second)):
+            x, y = ((X, Y), (Z, W))[i]
+            weights, scale = ((first_weights, 1.0), (second_weights, 2.0))[i]
+
+            def alone(layer, x, y, weights=weights, scale=scale):
+                return scale * kfac.SquaredError(jax.vmap(layer)(x), y, weights)
+
+            parts.append(kfac.curvature(alone, kfac.Exact())(layer, x, y))
+        matrices = []
+        layers = 2 * [model.first, model.second]
+        for factors, layer in zip((whole.first, whole.second, *parts), layers):
+            matrices.append(kfac.BlockDiagonalOperator(factors, layer).as_matrix())
+        return matrices
+
+    first, second, *alone = run(make(UNWEIGHTED[name]))
+    close(first, alone[0])
+    close(second, alone[1])
+
+
+def test_weights_over_two_batches_of_which_one_is_asked_for():
+    """By one layer of two: then, nobody knows which one it is."""
+    model = make({".first": kfac.Kronecker(), ".second": kfac.Full()})
+    with pytest.raises(ValueError, match="over different examples.*weighted=False"):
+        kfac.curvature(weighted_fn, kfac.Exact())(model, X, Y, Z, W)
 
 
 def test_weights_of_more_than_a_layer_sees():

@@ -1,10 +1,12 @@
 from ._accumulate import Accumulator as Accumulator, Total as Total
 from ._average import (
+    any_first as any_first,
     average as average,
     has_bases as has_bases,
     include as include,
     init_curvature as init_curvature,
     is_finite as is_finite,
+    missing as missing,
     refreshed as refreshed,
     unseen as unseen,
 )

@@ -71,33 +71,47 @@ def average(
 
 def is_finite(curvature: Model) -> Bool[Array, ""]:
     """Whether curvature that was collected (not made up) is finite."""
-    is_factors = lambda node: isinstance(node, AbstractFactors)
-    layers = jtu.tree_leaves(curvature, is_leaf=is_factors)
-    bounds = [over_stack(type(f).bounds, f.l2.ndim)(f) for f in layers if is_factors(f)]
+    layers = jtu.tree_leaves(curvature, is_leaf=_is_factors)
+    bounds = [over_stack(type(f).bounds, f.l2.ndim)(f) for f in layers if _is_factors(f)]
     return all_finite(bounds)
 
 
-def unseen(grads: Model, curvature: Model) -> Bool[Array, ""]:
-    """Whether any layer, or one of a stack, has a gradient but no curvature at all."""
+def missing(curvature: Model) -> Model:
+    """Whether each layer (each of a stack) has no curvature at all, in a tree shaped like
+    the model."""
 
-    def is_zero(tag, _, factors):
-        if factors is None:
-            return None
+    def is_zero(factors):
         axes = factors.l2.ndim
         return over_stack(type(factors).is_zero, axes)(factors) & (factors.l2 == 0)
+
+    return jtu.tree_map(is_zero, curvature, is_leaf=_is_factors)
+
+
+def any_first(curvature: Model, new: Model) -> Bool[Array, ""]:
+    """Whether any layer has curvature in `new`, and had none."""
+    before, after = missing(curvature), missing(new)
+    return _any_of(jtu.tree_map(lambda old, now: old & ~now, before, after))
+
+
+def unseen(grads: Model, without: Model) -> Bool[Array, ""]:
+    """Whether any layer (of those `without` curvature) has a gradient."""
 
     def is_missed(tag, layer, zero):
         if zero is None:
             return None
         return zero & jnp.any(tag.to_matrix(layer) != 0, axis=(-2, -1))
 
-    def any_of(flags):
-        return jnp.any(jnp.concatenate([f.reshape(-1) for f in jtu.tree_leaves(flags)]))
-
-    zeros = map_tags(is_zero, grads, curvature)
-    missed = lambda: any_of(map_tags(is_missed, grads, zeros))
+    missed = lambda: _any_of(map_tags(is_missed, grads, without))
     # Gradients are only looked at where there is any reason to.
-    return jax.lax.cond(any_of(zeros), missed, lambda: any_of(zeros))
+    return jax.lax.cond(_any_of(without), missed, lambda: _any_of(without))
+
+
+def _any_of(flags: Model) -> Bool[Array, ""]:
+    return jnp.any(jnp.concatenate([f.reshape(-1) for f in jtu.tree_leaves(flags)]))
+
+
+def _is_factors(node: object) -> bool:
+    return isinstance(node, AbstractFactors)
 
 
 def has_bases(model: Model) -> bool:

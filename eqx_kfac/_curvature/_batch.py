@@ -242,6 +242,11 @@ class LinearisedBatch(PlainModule):
         r"""$d_a^\top C d_b$ with $C$ the Gauss-Newton matrix."""
         return self._total(lambda _, lin: (lin.gram(directions), None))[0]
 
+    def surrogate_lengths(self, direction: Model) -> Float[Array, "3"]:
+        r"""$d^\top F d$ with the Fisher of the losses without targets, and with that of
+        the others; and the value of these."""
+        return self._total(lambda _, lin: (lin.surrogate_lengths(direction), None))[0]
+
     def value_at(self, model: Model) -> Float[Array, ""]:
         """The objective at another model."""
         return self.batch.value(model, self.share)

@@ -18,7 +18,7 @@ from .._loss import AbstractLoss, L2, linear_combination, Sum
 from .._misc import accumulator, symmetric, tree_dot
 from .._module import PlainModule
 from .._program import depends, example_weights, look, prepared, Program, run
-from .._tag import fill_tags, is_trainable, map_tags, only_raw, Tag
+from .._tag import fill_tags, is_trainable, map_tags, only_raw, Tag, trained_layers
 
 
 class Share(PlainModule):
@@ -158,6 +158,25 @@ class Linearisation(PlainModule):
 
         return symmetric(inner, tangents)
 
+    def surrogate_lengths(self, direction: Model) -> Float[Array, "3"]:
+        r"""$d^\top F d$ with the Fisher of the losses without targets, and with that of
+        the others; and the value of these."""
+        lengths, values = {False: [], True: []}, []
+        pairs = self.objective.weighted_losses, self._push(direction).losses
+        zipped = zip(*pairs, self.share.counts, strict=True)
+        for (c, loss), tangent, count in zipped:
+            product = loss.fisher_product(tangent.outputs)
+            length = _weighted_dot(tangent.outputs, product, loss)
+            has_value = self.objective.has_value(loss)
+            lengths[has_value].append((c / count, sum_over(length, self.axes)))
+            if has_value:
+                values.append((c / count, sum_over(loss.total, self.axes)))
+
+        def total(pairs):
+            return linear_combination(*zip(*pairs)).astype(float) if pairs else 0.0
+
+        return jnp.stack([total(lengths[False]), total(lengths[True]), total(values)])
+
     def _push(self, direction: Model) -> Sum:
         """Pushes a direction (`None` where it is zero) forward to the objective."""
         zeros = jtu.tree_map(jnp.zeros_like, eqx.filter(self.model, eqx.is_inexact_array))
@@ -238,7 +257,7 @@ def linearise(
         _check_apart(objective)
         _check_constant_weights(pushforward, filled)
     share = whole(objective, model) if share is None else share
-    weights = example_weights(objective.losses)
+    weights = example_weights(objective.losses, trained_layers(model))
     curved, collect = objective, pullback
     if collects and (weights is not None or len(objective.curved) < len(objective.terms)):
         # The moments of a layer's inputs have to know the weights, which only the loss

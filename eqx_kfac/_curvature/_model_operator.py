@@ -3,7 +3,6 @@ out."""
 
 import abc
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,6 +12,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from .._complex import as_complex, as_real, on_parts, steepest
 from .._custom_types import Kwargs, Model
 from .._fisher import Empirical
 from .._loss import AbstractLoss, L2, Sum
@@ -26,10 +26,12 @@ from ._linearise import evaluate, filter_linearize, whole
 
 class AbstractModelOperator(AbstractSymmetricOperator):
     """A curvature matrix of `loss_fn(model, *args, **kwargs)`, on vectors shaped like
-    the inexact arrays of the model.
+    the inexact arrays of the model, each complex one as its two parts.
 
     **Fields:**
 
+    - `loss_fn`: a function of such a `model` and of the batch.
+    - `model`: with [`eqx_kfac.ComplexParts`][] in the place of complex arrays.
     - `args`: what the loss function is called with behind the model: the batch.
     - `kwargs`: what it is called with by name.
     """
@@ -47,13 +49,19 @@ class AbstractModelOperator(AbstractSymmetricOperator):
         - `model`: any PyTree; its inexact arrays are the parameters. None of its layers
             has to be tagged.
         """
-        args, kwargs = jtu.tree_map(_as_jax, (args, kwargs))
+        as_jax = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
+        args, kwargs = jtu.tree_map(as_jax, (args, kwargs))
         model = empty_tags(model)
+        parts = as_real(model)
+
+        def of_parts(parts, *args, **kwargs):
+            return loss_fn(as_complex(parts), *args, **kwargs)
+
         with naming_layers(model):
             # What the function closes over is part of the operator, so that operators
             # can be made within, and differentiated in, any transformation.
-            self.loss_fn = eqx.filter_closure_convert(loss_fn, model, *args, **kwargs)
-        self.model = model
+            self.loss_fn = eqx.filter_closure_convert(of_parts, parts, *args, **kwargs)
+        self.model = parts
         self.args = args
         self.kwargs = kwargs
 
@@ -62,7 +70,7 @@ class AbstractModelOperator(AbstractSymmetricOperator):
         """The product with a vector, after whatever does not depend on the vector."""
 
     def mv(self, vector: PyTree) -> PyTree:
-        return self._product()(vector)
+        return on_parts(self._product(), vector)
 
     def linearise(self) -> LinearisedOperator:
         structure = self.in_structure()
@@ -185,8 +193,8 @@ class Fisher(AbstractOuterProduct):
     s_n(t)^\top\right] J_n, \qquad s_n(t) = \nabla_{\text{outputs}} \ell_n(t),$$
 
     with targets from the model's own predictive distribution. It equals the
-    [`eqx_kfac.GaussNewton`][] matrix if the outputs are natural parameters (all losses
-    here but [`eqx_kfac.NormalNLL`][]); unlike that matrix, it is always positive
+    [`eqx_kfac.GaussNewton`][] matrix if the outputs are natural parameters (softmax,
+    sigmoid, squared error, Poisson); unlike that matrix, it is always positive
     semidefinite, and never needs targets. Otherwise it is like
     [`eqx_kfac.GaussNewton`][].
 
@@ -322,7 +330,7 @@ class _Linear(eqx.Module):
                 fn(loss, tangent.outputs)
                 for loss, tangent in zip(losses, tangents.losses, strict=True)
             ]
-            parameters = [term.parameters for term in _l2_terms(tangents)]
+            parameters = [as_real(term.parameters) for term in _l2_terms(tangents)]
             return (
                 list(map(_times_tree, loss_scales, outputs)),
                 list(map(_times_tree, l2_scales, parameters)),
@@ -338,6 +346,8 @@ class _Linear(eqx.Module):
             held = [term.parameters for term in _l2_terms(objective)]
             return [loss.outputs for loss in objective.losses] + held
 
+        # A cotangent of JAX's is the conjugate of a direction.
+        parameters = steepest(as_complex(parameters))
         inexact = eqx.filter(self.objective, eqx.is_inexact_array)
         zeros = jtu.tree_map(jnp.zeros_like, inexact)
         return self.pullback(eqx.tree_at(where, zeros, outputs + parameters))
@@ -386,7 +396,3 @@ def _times_tree(scale: Float[Array, "*leading"], tree: PyTree) -> PyTree:
 
 def _cast(v: PyTree, like: PyTree) -> PyTree:
     return jtu.tree_map(lambda a, p: a.astype(p.dtype), v, like)
-
-
-def _as_jax(x: Any) -> Any:
-    return jnp.asarray(x) if isinstance(x, np.ndarray) else x

@@ -95,9 +95,10 @@ class ExactGGN(_Columns):
     column of a square root of the Hessian $\nabla^2 \ell_n$ at the outputs.
 
     The same as [`eqx_kfac.Exact`][] for losses of natural parameters (softmax, sigmoid,
-    squared error, Poisson); different for a loss of your own that is convex in other
-    outputs and has a `hessian_root`. An indefinite Hessian has no root: for
-    [`eqx_kfac.NormalNLL`][] this raises.
+    squared error, Poisson); different for a loss that is convex in other
+    outputs and has a `hessian_root`, as [`eqx_kfac.HuberLoss`][] and
+    [`eqx_kfac.OrdinalCrossEntropy`][] are. An indefinite Hessian has no root: for
+    [`eqx_kfac.NormalNLL`][] and [`eqx_kfac.StudentTNLL`][] this raises.
 
     ??? cite "Reference"
 

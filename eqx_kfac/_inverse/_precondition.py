@@ -3,12 +3,15 @@ shaped like the model."""
 
 from typing import Any
 
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
 from .._custom_types import Model, PerLayer
 from .._devices import Devices, over_stack
 from .._jobs import done, Job
 from .._operator import has_split, unpacked
 from .._solver import AbstractDampedSolver
-from .._tag import map_at_once, Tag, update_layers
+from .._tag import blank, map_at_once, Tag, update_layers
 from ._factorise import damping_of, for_each
 
 
@@ -18,9 +21,12 @@ def precondition(
     inverse: Model,
     solver: AbstractDampedSolver,
     damping: PerLayer,
+    still: Model | None = None,
 ) -> Model:
-    r"""$\hat F^{-1} \nabla h$ for the tagged layers; other leaves stay what they are."""
-    return with_matrices(grads, solutions(grads, curvature, inverse, solver, damping))
+    r"""$\hat F^{-1} \nabla h$ for the tagged layers, or zero for those that are to be
+    left `still` where they are; other leaves stay what they are."""
+    factorised = curvature, inverse, solver, damping, still
+    return with_matrices(grads, solutions(grads, *factorised))
 
 
 def solutions(
@@ -29,25 +35,26 @@ def solutions(
     inverse: Model,
     solver: AbstractDampedSolver,
     damping: PerLayer,
+    still: Model | None = None,
 ) -> Model:
     r"""The canonical matrix of $\hat F^{-1} \nabla h$ for every layer with factors. If
     the state is split over devices, each of them does a part of the layers."""
 
-    def job(tag, layer, factors, state, damping):
+    def job(tag, layer, factors, state, damping, still):
         if factors is None:
             return None
 
-        def solve(matrix, factors, state, damping):
+        def solve(matrix, factors, state, damping, still):
             # What `lx.linear_solve` computes, without its derivatives, which nothing here
             # needs, and without its checks, which do not know explicit meshes.
             operator, state, options = solvable(tag, factors, state, solver, damping)
             # Reshaped by way of a vector: explicit meshes know no other way.
             vector = matrix.reshape(-1).reshape(operator.in_structure().shape)
             solution, _, _ = solver.compute(state, vector, options)
-            return solution.reshape(-1).reshape(matrix.shape)
+            return moving(solution.reshape(-1).reshape(matrix.shape), still)
 
         matrix = tag.to_matrix(layer).astype(factors.l2.dtype)
-        args = matrix, *unpacked((factors, state)), damping_of(factors, damping)
+        args = matrix, *unpacked((factors, state)), damping_of(factors, damping), still
         return Job(tag.block, solve, args, factors.l2.ndim)
 
     def do(jobs):
@@ -55,8 +62,14 @@ def solutions(
             return done(jobs, Devices.of(curvature, grads))
         return [over_stack(job.fn, job.stack)(*job.args) for job in jobs]
 
-    each = curvature, inverse, for_each(damping, grads, curvature)
+    still = blank(grads) if still is None else still
+    each = curvature, inverse, for_each(damping, grads, curvature), still
     return map_at_once(do, job, grads, *each)
+
+
+def moving(solution: Array, still: Bool[Array, ""] | None) -> Array:
+    """A layer's solution, or zero if it is to be left where it is."""
+    return solution if still is None else jnp.where(still, 0, solution)
 
 
 def with_matrices(tree: Model, matrices: Model) -> Model:

@@ -136,6 +136,11 @@ def terms_of(objective: Any) -> tuple[tuple[Any, AbstractObjective], ...]:
             "Only scalars can be added to a loss, but got an array of shape "
             f"{jnp.shape(objective)}. Reduce it first, e.g. with `jnp.mean`."
         )
+    if jnp.iscomplexobj(objective):
+        raise TypeError(
+            "Only real scalars can be added to a loss, but got one of type "
+            f"{objective.dtype}. Take its `jnp.real`, or `jnp.abs` of what it is made of."
+        )
     if is_number(objective) and objective == 0:
         return ()  # So that `sum(losses)` works.
     return ((1.0, Penalty(objective)),)
@@ -261,6 +266,16 @@ class AbstractLoss(AbstractObjective):
         return jtu.tree_map(fill, targets)
 
     @property
+    def observed(self) -> PyTree:
+        """The targets of all terms that count, for a Hessian that depends on them."""
+        if self.targets is None:
+            raise ValueError(
+                f"This {type(self).__name__} has no targets, which its Hessian depends "
+                "on. Pass targets to the loss, or use the Fisher (`fisher_product`)."
+            )
+        return self.present(self.targets)
+
+    @property
     def count(self) -> Float[Array, ""]:
         r"""$N = \sum_n w_n$."""
         return jnp.sum(self.term_weights)
@@ -313,12 +328,7 @@ class AbstractLoss(AbstractObjective):
         natural parameters. Like `fisher_product`, it ignores weights."""
         if self.targets is None and self.natural:
             return self.fisher_product(v)
-        if self.targets is None:
-            raise ValueError(
-                f"This {type(self).__name__} has no targets, which its Hessian depends "
-                "on. Pass targets to the loss, or use `fisher_product`."
-            )
-        targets = self.present(self.targets)
+        targets = self.observed
         score = jax.grad(lambda outputs: jnp.sum(self.losses(outputs, targets)))
         v = jtu.tree_map(_like, v, self.outputs)
         return jax.jvp(score, (self.outputs,), (v,))[1]
@@ -389,4 +399,6 @@ def check_targets(name: str, targets: object, shape: tuple[int, ...]) -> Array |
             f"{name}: targets must have shape {shape} to match the model's outputs, "
             f"but have shape {targets.shape}."
         )
+    if jnp.iscomplexobj(targets):
+        raise TypeError(f"{name}: targets must be real, but are {targets.dtype}.")
     return targets

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from .._checks import check_array
+from .._complex import on_parts
 from . import _decompositions as decompositions
 from ._factor import matmul
 
@@ -131,7 +132,7 @@ class LinearisedOperator(AbstractSymmetricOperator):
         self.positive = positive
 
     def mv(self, vector: PyTree) -> PyTree:
-        return self.fn(vector)
+        return on_parts(self.fn, vector)
 
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         return self.structure.tree
@@ -149,8 +150,11 @@ class MaterialisedOperator(AbstractSymmetricOperator):
     positive: bool = eqx.field(static=True)
 
     def mv(self, vector: PyTree) -> PyTree:
-        product = matmul(self.matrix, flatten(vector, self.matrix.dtype))
-        return unflatten(product, self.structure.tree)
+        def product(vector):
+            flat = matmul(self.matrix, flatten(vector, self.matrix.dtype))
+            return unflatten(flat, self.structure.tree)
+
+        return on_parts(product, vector)
 
     def as_matrix(self) -> Float[Array, "size size"]:
         return self.matrix

@@ -108,6 +108,6 @@ def _next_damping(state: KFACState, info: Info, rules: Rules) -> Any:
     rule, ratio = rules.damping, info.reduction_ratio
     if rule is None or ratio is None:
         return info.damping
-    ratio = jnp.where(info.rejected, jnp.nan, ratio)
+    ratio = jnp.where(info.rejected, -jnp.inf, ratio)
     due = rule.due(state.step) | info.rejected
     return jnp.where(due, rule(info.damping, ratio), info.damping)

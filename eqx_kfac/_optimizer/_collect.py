@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from .._curvature import average, is_finite, LinearisedBatch
+from .._curvature import any_first, average, include, is_finite, LinearisedBatch
 from .._custom_types import Key, Model
 from .._fisher import AbstractFisher
 from ._schedule import Due
@@ -18,6 +18,19 @@ class Average(NamedTuple):
     curvature: Model
     weight: Float[Array, ""]  # Total weight of the estimates; 0 before the first.
     fine: Bool[Array, ""]  # Whether all is finite so far.
+    # Whether an estimate from all of this step's examples is in it,
+    fresh: Bool[Array, ""] | bool = False
+    # and any layer's first curvature.
+    first: Bool[Array, ""] | bool = False
+
+    def including(self, model: Model, new: Model | None, ema: Array) -> "Average":
+        """With an estimate from elsewhere, of this step's examples; with none, only what
+        there is already is fine."""
+        if new is None:
+            return self._replace(fine=self.fine & (self.weight > 0))
+        curvature, weight, fine = include(*self[:2], model, new, ema, self.fine)
+        first = any_first(self.curvature, curvature)
+        return Average(curvature, weight, fine, True, first)
 
 
 def collect(
@@ -32,12 +45,15 @@ def collect(
     """The average with one more estimate, if one is due; with `burn_in` more if it is
     the first."""
     first = before.weight == 0
+    fresh, unchanged = jnp.full_like(first, fisher.examples is None), first & ~first
+    before = before._replace(fresh=unchanged, first=unchanged)
 
     def estimate(averaged, key, ema):
         new = linearised.curvature(fisher, key)
         take = averaged.fine & is_finite(new)
         joined = average(averaged.curvature, averaged.weight, new, ema, take)
-        return Average(*joined, take)
+        first = averaged.first | any_first(averaged.curvature, joined[0])
+        return Average(*joined, take, fresh, first)
 
     def one_of_many(index, averaged):
         index_key = None if key is None else jax.random.fold_in(key, index)

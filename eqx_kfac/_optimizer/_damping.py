@@ -35,7 +35,7 @@ class AbstractDamping(AbstractRule):
         self, damping: Float[Array, ""], ratio: Float[Array, ""]
     ) -> Float[Array, ""]:
         """The next damping, given this one and the reduction ratio. Called whenever that
-        is due, and after a rejected step, with a ratio of NaN."""
+        is due, and after a rejected step, with a ratio of minus infinity."""
 
 
 class LevenbergMarquardt(AbstractDamping):

@@ -9,9 +9,9 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from .._checks import check_count, plain
-from .._curvature import Batch, GradientRows, include, LinearisedBatch
+from .._curvature import Batch, GradientRows, LinearisedBatch
 from .._custom_types import Key, Model, Numeric
-from .._devices import beside, cast_varying, varying_axes, zeros_split_as
+from .._devices import beside, cast_varying, putting, varying_axes, zeros_split_as
 from .._fisher import AbstractFisher, MonteCarlo
 from .._inverse import for_each
 from .._misc import tree_where
@@ -156,7 +156,8 @@ class KFAC(eqx.Module):
         - `ema`: $\rho \in [0, 1]$, the decay of the moving average of the curvature; or
             [`eqx_kfac.MovingAverage`][].
         - `fallback`: an optax optimizer for the parameters that no tag covers, e.g.
-            `optax.adam(1e-3)`. Its updates are applied unchanged.
+            `optax.adam(1e-3)`. It gets the direction of steepest ascent, also of complex
+            parameters, and its updates are applied unchanged.
 
         If learning rate, momentum or damping is chosen by a rule, which considers every
         step, `"auto"` stands for a damping of 0.03, no norm constraint, no averaging,
@@ -171,12 +172,13 @@ class KFAC(eqx.Module):
         **Raises:** `ValueError` for a number out of its range or choices that exclude
         each other, `TypeError` for something of another kind.
         """
-        given = {name: value for name, value in locals().items() if name != "self"}
-        chosen, self._early = resolved(given)
+        given = locals()
+        chosen, self._early = resolved({n: v for n, v in given.items() if n != "self"})
         for name, value in chosen.items():
             setattr(self, name, value)
         check_choices(chosen)
 
+    @putting
     def init(self, model: Model) -> KFACState:
         """**Arguments:**
 
@@ -291,7 +293,8 @@ class KFAC(eqx.Module):
 
         **Arguments:**
 
-        - `grads`: shaped like the model.
+        - `grads`: shaped like the model, as `jax.grad` returns them: of a complex
+            parameter, the conjugate of the direction of steepest ascent.
         - `state`, `model`: as in `step`. `model` may be filtered to its arrays.
         - `curvature`: from [`eqx_kfac.value_grad_and_curvature`][] or
             [`eqx_kfac.curvature`][]; `None` keeps the average as it is (steps are
@@ -313,11 +316,8 @@ class KFAC(eqx.Module):
         watched = value is not None and model is not None
         value = jnp.zeros(()) if value is None else jnp.asarray(value)
         begun = start(value, grads, state, self._rules, watched)
-        old = state.curvature, state.weight
-        averaged = Average(*old, begun.fine & (state.weight > 0))
-        if curvature is not None:
-            new = include(*old, grads, curvature, state.ema, begun.fine)
-            averaged = Average(*new)
+        averaged = Average(state.curvature, state.weight, begun.fine)
+        averaged = averaged.including(grads, curvature, state.ema)
         updates, state, _ = self._updates(model, state, averaged, begun, None, None)
         return (state.rollback.led(updates, model) if watched else updates), state
 
@@ -362,7 +362,8 @@ class KFAC(eqx.Module):
         linearised: LinearisedBatch | None,
     ) -> tuple[Model, KFACState, Info]:
         """Factorise (if due), precondition, choose the length, look (if due), decide."""
-        due = self._due(state, "inverse_period", again=state.refactorise)
+        again = state.refactorise | averaged.first
+        due = self._due(state, "inverse_period", again)
         factorising = Factorising(begun.grads, self.solver, due, averaged.fine)
         curvature = factorising.in_own_bases(averaged.curvature)
         trial = Trial(
@@ -373,8 +374,7 @@ class KFAC(eqx.Module):
             model=model,
             start=begun,
             rows=rows,
-            curvature=curvature,
-            finite=averaged.fine,
+            averaged=averaged._replace(curvature=curvature),
             linearised=linearised,
         )
         damping = trial.calibrated(factorising.anew)

@@ -9,14 +9,16 @@ import jax.tree_util as jtu
 import optax
 from jaxtyping import PyTree
 
-from .._curvature import include
+from .._complex import steepest
+from .._curvature import missing
 from .._custom_types import Model, Numeric
-from .._devices import beside
+from .._devices import beside, putting
 from .._inverse import precondition
 from .._operator import split_still
 from .._solver import AbstractDampedSolver, Cholesky
 from .._tag import check_covered, is_trainable, map_tags, partition_tagged
 from ._choices import check_choices, check_without_loss
+from ._collect import Average
 from ._factors import check_belongs, Factorising, init_factors
 from ._fallback import init_fallback, update_fallback
 from ._kfac import Auto, KFAC
@@ -40,8 +42,10 @@ def scale_by_kfac(
 ) -> optax.GradientTransformationExtraArgs:
     r"""K-FAC preconditioning, $\nabla h \mapsto \hat F^{-1} \nabla h$, as an optax
     transformation to be chained with others. Its `update` takes the curvature as an extra
-    argument; `curvature=None` keeps the average as it is. Before there is any curvature,
-    and while a number is out of its range, the updates of tagged layers are zero.
+    argument; `curvature=None` keeps the average as it is. Before a layer has any
+    curvature, and while a number is out of its range, its updates are zero.
+    Gradients are as `jax.grad` returns them, also of complex parameters: they are
+    conjugated here.
 
     **Arguments:**
 
@@ -99,6 +103,7 @@ class _ScaleByKFAC:
         nothing = Numbers(*[None] * len(Numbers._fields))
         return nothing._replace(damping=self.damping, ema=self.ema)
 
+    @putting
     def init(self, params: Model) -> Any:
         params = _unmask(params)
         if _is_placeholder(params):
@@ -118,21 +123,21 @@ class _ScaleByKFAC:
         check_belongs(state, self.init, updates)
         numbers = initial(self._numbers, state.step)
         fine = in_range(numbers) if any(map(_may_change, self._numbers)) else True
-        averaged, weight = state.curvature, state.weight
+        old = Average(state.curvature, state.weight, jnp.asarray(fine))
         if curvature is not None:
-            new = _trained(curvature, updates)
-            old = averaged, weight, updates
-            averaged, weight, _ = include(*old, new, numbers.ema, fine)
-        due = Due.of(state, self.inverse_period)
+            old = old.including(updates, _trained(curvature, updates), numbers.ema)
+        averaged, weight = old.curvature, old.weight
+        due = Due.of(state, self.inverse_period, old.first)
         factorising = Factorising(updates, self.solver, due, fine)
         averaged = factorising.in_own_bases(averaged)
         inverse, _ = factorising(state.inverse, averaged, numbers.damping)
         gradient, _ = partition_tagged(updates)
         factorised = averaged, inverse, self.solver, numbers.damping
-        natural = precondition(gradient, *factorised)
+        natural = precondition(gradient, *factorised, missing(averaged))
         ready = fine & (weight > 0)
         natural = jtu.tree_map(lambda n: jnp.where(ready, n, 0), natural)
-        others, fallback = update_fallback(updates, state.fallback, params, self.fallback)
+        others = steepest(updates), state.fallback, params, self.fallback
+        others, fallback = update_fallback(*others)
         averaged, inverse = split_still((averaged, inverse))
         state = ScaleByKFACState(state.step + 1, averaged, inverse, weight, fallback)
         return eqx.combine(natural, others), state
@@ -206,6 +211,7 @@ class _KFAC:
 
     optimizer: KFAC
 
+    @putting
     def init(self, params: Model) -> Any:
         params, optimizer = _unmask(params), self.optimizer
         if _is_placeholder(params):

@@ -57,10 +57,10 @@ class QuadraticModel(AbstractStepRule):
     d = -\hat F^{-1} \nabla h$$
 
     with $C$ the exact Fisher matrix of this batch, which is the Gauss-Newton matrix if
-    outputs are natural parameters (for all losses but [`eqx_kfac.NormalNLL`][]). It costs
-    one forward-mode derivative of the loss function for each of the two directions. Pass
-    it to [`eqx_kfac.KFAC`][] as `learning_rate`, as `momentum`, or as both. If one of
-    them is a number, it stays as it is, and the other is chosen given that number.
+    outputs are natural parameters. It costs one forward-mode derivative of the loss
+    function for each of the two directions. Pass it to [`eqx_kfac.KFAC`][] as
+    `learning_rate`, as `momentum`, or as both. If one of them is a number, it stays as it
+    is, and the other is chosen given that number.
 
     !!! Example
 

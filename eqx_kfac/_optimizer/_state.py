@@ -21,9 +21,9 @@ from ._rollback import Rollback
 _Model = TypeVar("_Model")
 
 
-_FAULTS = (  # In this order. All but the last one reject a step.
+_FAULTS = (  # In this order. All but the last two reject a step.
     *("hyperparameters", "loss", "gradient", "curvature", "unseen", "update"),
-    *("increase", "divergence", "factorisation"),
+    *("increase", "divergence", "factorisation", "waiting"),
 )
 
 
@@ -34,17 +34,17 @@ def _fault(name: str, meaning: str) -> Any:
 
 class Faults(eqx.Module):
     """What can go wrong in a step. In [`eqx_kfac.Info`][], whether it did; in
-    [`eqx_kfac.KFACState`][], how often so far. All faults but `factorisation` reject the
-    step.
+    [`eqx_kfac.KFACState`][], how often so far. All faults but `factorisation` and
+    `waiting` reject the step.
 
     **Fields:**
 
-    - `each`: all of them in one array, `[..., 9]`, in the order of `as_dict`: booleans
+    - `each`: all of them in one array, `[..., 10]`, in the order of `as_dict`: booleans
         in `Info`, integers in the state. (Every array that enters or leaves `jit` takes
         time.)
     """
 
-    each: Shaped[Array, "... 9"]
+    each: Shaped[Array, "... 10"]
 
     hyperparameters = _fault(
         "hyperparameters", "A number in the state was out of its range."
@@ -56,11 +56,11 @@ class Faults(eqx.Module):
     )
     unseen = _fault(
         "unseen",
-        """A layer's curvature was exactly zero, its gradient was not: it did not come
-        through the layer's tag (`kfac.verify` names the layer), or from a loss that
-        curvature was not taken of, or from outputs so certain that they have none. Not
-        looked for in `KFAC.step` if scalars are added to the loss: they have a gradient
-        only.""",
+        """A layer's curvature was exactly zero although it was just estimated from the
+        examples of this step, its gradient was not: it did not come through the layer's
+        tag (`kfac.verify` names the layer), or from a loss that curvature was not taken
+        of, or from outputs so certain that they have none. Not looked for in `KFAC.step`
+        if scalars are added to the loss: they have a gradient only.""",
     )
     update = _fault("update", "The update was not finite.")
     increase = _fault(
@@ -74,6 +74,12 @@ class Faults(eqx.Module):
     factorisation = _fault(
         "factorisation", "It could not be inverted: the previous inverse is still used."
     )
+    waiting = _fault(
+        "waiting",
+        """A layer had a gradient but no curvature yet, for it was not used by examples
+        from which curvature was estimated: it was left where it was. Where it is
+        `unseen`, it waits at all steps in between. Not looked for where that is not.""",
+    )
 
     @classmethod
     def of(cls, **each: Array) -> "Faults":
@@ -83,7 +89,7 @@ class Faults(eqx.Module):
     @property
     def rejecting(self) -> Array:
         """Whether the step was not taken."""
-        return jnp.any(self.each[..., :-1], axis=-1)
+        return jnp.any(self.each[..., :-2], axis=-1)
 
     def as_dict(self) -> dict[str, Array]:
         """All of them, by name."""
@@ -114,7 +120,7 @@ class Iterates(eqx.Module):
     **Fields:**
 
     - `mean`: the averaged parameters, by path: an array for each inexact one of the
-        model, in at least float32.
+        model, in at least float32 (or complex64).
     - `weight`: $w$, the total weight of the average, a scalar; 0 before the first step.
     """
 
@@ -209,7 +215,7 @@ class ScaleByKFACState(NamedTuple):
 
 class Info(eqx.Module):
     """What happened in one step of [`eqx_kfac.KFAC`][]. A value that was not measured in
-    this step is NaN; one that never is, `None`.
+    this step is infinite; one that never is, `None`.
 
     **Fields:**
 
@@ -303,7 +309,8 @@ def init_iterates(model: Model) -> Iterates:
     """No iterates yet."""
 
     def zeros(p):
-        return zeros_split_as(p, accumulator(p.dtype))
+        dtype = p.dtype if jnp.iscomplexobj(p) else accumulator(p.dtype)
+        return zeros_split_as(p, dtype)
 
     return Iterates(jtu.tree_map(zeros, by_path(model)), jnp.zeros((), float))
 

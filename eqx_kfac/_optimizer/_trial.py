@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float
 
-from .._curvature import check_pushes_forward, GradientRows, LinearisedBatch, unseen
+from .._complex import steepest
+from .._curvature import (
+    check_pushes_forward,
+    GradientRows,
+    LinearisedBatch,
+    missing,
+    unseen,
+)
 from .._custom_types import Model
 from .._inverse import precondition, precondition_through_rows
 from .._loss import Penalty
@@ -20,6 +27,7 @@ from .._module import PlainModule
 from .._solver import AbstractDampedSolver
 from .._tag import partition_tagged
 from ._choices import Rules
+from ._collect import Average
 from ._damping import calibrated
 from ._guard import AbstractGuard
 from ._numbers import in_range
@@ -38,6 +46,7 @@ class Start(NamedTuple):
     in_range: Bool[Array, ""]  # The numbers in the state.
     diverged: Bool[Array, ""]  # The loss is many times what it has been.
     watched: bool  # Whether that can be told, and the parameters can go back.
+    is_surrogate: bool  # A loss without targets gives the curvature of the rest.
 
     @property
     def fine(self) -> Bool[Array, ""]:
@@ -57,6 +66,7 @@ class Proposal(NamedTuple):
     extent: Float[Array, ""] | None  # The squared length of the former, if it is bounded.
     # For the former, by the quadratic model; `None` if it was not needed so far.
     predicted: Float[Array, ""] | None
+    still: Model | None  # Which layers are left where they are: without curvature.
 
     @property
     def updates(self) -> Model:
@@ -74,8 +84,7 @@ class Trial(PlainModule):
     model: Model
     start: Start
     rows: GradientRows | None  # Of the gradient, if it may be preconditioned by them.
-    curvature: Model
-    finite: Bool[Array, ""]  # Loss, gradient and curvature.
+    averaged: Average  # It is fine, if loss, gradient and curvature are.
     linearised: Any  # A `LinearisedBatch`; `None` if the loss function is not there.
 
     def calibrated(self, factorise: Callable) -> Float[Array, ""]:
@@ -119,8 +128,8 @@ class Trial(PlainModule):
     ) -> Proposal:
         r"""$\delta = \alpha d + \mu \delta_\text{prev}$ with $d = -\hat F^{-1} \nabla h$,
         given the factorisation of $\hat F$, damped with `strength`."""
-        state, gradient = self.state, self._gradient
-        factorised = self.curvature, inverse, self.solver, strength
+        state, gradient, still = self.state, self._gradient, self._still()
+        factorised = self.curvature, inverse, self.solver, strength, still
         if self.rows is None:
             natural = precondition(gradient, *factorised)
         else:
@@ -133,11 +142,15 @@ class Trial(PlainModule):
             direction,
             state.velocity,
         )
+        if self._is_bounded_exactly:
+            part = self._part(velocity)
+            velocity = jtu.tree_map(lambda v: part.astype(v.dtype) * v, velocity)
+            extent = None if extent is None else part**2 * extent
         # What was chosen, not what the norm constraint has made of it.
         learning_rate = state.learning_rate if self.rules.learning_rate is None else scale
         momentum = state.momentum if self.rules.momentum is None else momentum
         chosen = damping, learning_rate, momentum
-        return Proposal(*chosen, velocity, others, extent, predicted)
+        return Proposal(*chosen, velocity, others, extent, predicted, still)
 
     def _ratio_of_tagged(
         self, damping: Float[Array, ""], inverse: Model, strength: Any
@@ -157,12 +170,15 @@ class Trial(PlainModule):
         # Of faults that follow from each other, the first.
         finite_value = all_finite(self.value)
         norm = self.start.gradient_norm
-        overflows = jnp.isinf(norm) & all_finite(update_norm)
+        without = self.finite & self._without(proposal.still)
+        overflows = jnp.isinf(norm) & all_finite(update_norm) & ~without
         finite_grads = all_finite(norm) | overflows
         finite = self.finite & finite_grads
         lost = ~(finite_value & finite_grads)
         leads_back = self.state.rollback.due & self.start.watched
-        missed = finite & self._unseen()
+        without &= finite
+        # Of this step's examples, there should have been some.
+        missed = without & self.averaged.fresh
         known = finite & ~missed
         finite_update = known & all_finite(update_norm)
         faults = Faults.of(
@@ -171,6 +187,7 @@ class Trial(PlainModule):
             gradient=finite_value & ~finite_grads,
             curvature=self.start.fine & ~self.finite,
             unseen=missed,
+            waiting=without & ~missed,
             factorisation=self.finite & ~factorised,
             update=known & ~finite_update,
             increase=finite_update & self._risen(new_loss),
@@ -190,6 +207,15 @@ class Trial(PlainModule):
             rejected=faults.rejecting,
             faults=faults,
         )
+
+    @property
+    def curvature(self) -> Model:
+        return self.averaged.curvature
+
+    @property
+    def finite(self) -> Bool[Array, ""]:
+        """Loss, gradient and curvature."""
+        return self.averaged.fine
 
     @property
     def value(self) -> Float[Array, ""]:
@@ -216,6 +242,8 @@ class Trial(PlainModule):
         if region is None:
             scale = _at_most(state.norm_constraint, rate**2 * norm)
             return (scale * rate, momentum), None
+        if self._is_bounded_exactly:
+            return (rate, momentum), state.extent
         terms = None if self.linearised is None else self.linearised.terms
         most, most_of_velocity = region(state.norm_constraint, self.start.size, terms)
         rate = _at_most(most, rate**2 * norm) * rate
@@ -229,6 +257,32 @@ class Trial(PlainModule):
         extent = momentum**2 * before - 2 * momentum * rate * joint + rate**2 * norm
         scale = _at_most(most_of_velocity, extent)
         return (scale * rate, scale * momentum), scale**2 * extent
+
+    @property
+    def _is_bounded_exactly(self) -> bool:
+        """Whether what bounds a step is measured and not estimated: the averaged
+        curvature of a policy is late, and has no unit in common with other losses."""
+        return self.start.is_surrogate and self.rules.norm_constraint is not None
+
+    def _part(self, velocity: Model) -> Float[Array, ""]:
+        r"""How much of a step may be taken: $\langle \delta, F \delta \rangle$, with the
+        exact Fisher of this batch, stays within its bounds."""
+        state, region = self.state, self.rules.norm_constraint
+        lengths = self.linearised.surrogate_lengths
+        check_pushes_forward(
+            "Give a number for `norm_constraint`: a trust region of a loss without "
+            "targets needs",
+            lengths,
+            velocity,
+        )
+        surrogate, others, value = lengths(velocity)
+        bounds = region.of_surrogate(state.norm_constraint, value)  # pyright: ignore
+        pairs = zip(bounds, (surrogate, others), strict=True)
+        parts = [
+            jnp.where(length > 0, _at_most(most, length.astype(most.dtype)), 1)
+            for most, length in pairs
+        ]
+        return jnp.minimum(*parts)
 
     def _lengths(
         self, damping: Float[Array, ""], direction: Model, given: tuple
@@ -261,8 +315,8 @@ class Trial(PlainModule):
     def _look(
         self, proposal: Proposal
     ) -> tuple[Float[Array, ""] | None, Float[Array, ""] | None]:
-        """The loss after the step, and the reduction ratio: NaN if they are not due,
-        `None` if they never are."""
+        """The loss after the step, and the reduction ratio: infinite if they are not due
+        (NaN would look like a mistake to `jax_debug_nans`), `None` if they never are."""
 
         new_loss = self._when(self._looks, lambda: self._new_loss(proposal))
         rule, known = self.rules.damping, proposal.predicted is not None
@@ -270,7 +324,7 @@ class Trial(PlainModule):
         predicted = self._when(due, lambda: self._predicted(proposal))
         if new_loss is None or predicted is None:
             return new_loss, None
-        return new_loss, self._ratio(new_loss, predicted)
+        return new_loss, self._ratio(new_loss, predicted, due & self._looks)
 
     @property
     def _looks(self) -> Bool[Array, ""] | bool:
@@ -282,16 +336,23 @@ class Trial(PlainModule):
     def _when(
         self, due: Bool[Array, ""] | bool, compute: Callable
     ) -> Float[Array, ""] | None:
-        """A number if it is `due`, else not a number; `None` if it never is."""
+        """A number if it is `due`, else infinity; `None` if it never is."""
         if isinstance(due, bool):
             return compute() if due else None
-        return jax.lax.cond(due, compute, lambda: jnp.full_like(self.value, jnp.nan))
+        return jax.lax.cond(due, compute, lambda: jnp.full_like(self.value, jnp.inf))
 
-    def _unseen(self) -> Bool[Array, ""]:
-        """Whether a gradient has come from elsewhere than through a tag."""
+    def _still(self) -> Model | None:
+        """Which layers have no curvature, so that nothing says how far they may go;
+        `None`: there is a penalty, of which there is none anyway."""
         if self.linearised is not None and _is_penalised(self.linearised):
+            return None
+        return missing(self.curvature)
+
+    def _without(self, still: Model | None) -> Bool[Array, ""]:
+        """Whether any layer has a gradient and no curvature."""
+        if still is None:
             return jnp.zeros_like(self.finite)
-        return unseen(self.grads, self.curvature)
+        return unseen(self.grads, still)
 
     def _risen(self, new_loss: Float[Array, ""] | None) -> Bool[Array, ""]:
         """Whether the loss, as far as it was looked at, forbids the step."""
@@ -317,11 +378,11 @@ class Trial(PlainModule):
     def _new_loss(self, proposal: Proposal) -> Float[Array, ""]:
         return self.linearised.value_at(eqx.apply_updates(self.model, proposal.updates))
 
-    def _ratio(
-        self, new_loss: Float[Array, ""], predicted: Float[Array, ""]
-    ) -> Float[Array, ""]:
+    def _ratio(self, new_loss: Array, predicted: Array, due: Any = True) -> Array:
         no_descent = (predicted >= 0) & ~jnp.isnan(new_loss)
-        return jnp.where(no_descent, -jnp.inf, (new_loss - self.value) / predicted)
+        change = jnp.where(due, new_loss - self.value, 1)
+        ratio = change / jnp.where(no_descent, -1, jnp.where(due, predicted, 1))
+        return jnp.where(due, jnp.where(no_descent, -jnp.inf, ratio), jnp.inf)
 
 
 def _at_most(most: Float[Array, ""], norm: Float[Array, ""]) -> Float[Array, ""]:
@@ -360,8 +421,10 @@ def start(
     watched: bool = True,
     is_surrogate: bool = False,
 ) -> Start:
-    """Where a step begins. Numbers that a rule chooses may be any. The value of a
-    surrogate says neither how much is left to be gained, nor whether it has diverged."""
+    """Where a step begins, given the gradient as JAX has it. Numbers that a rule chooses
+    may be any. The value of a surrogate says neither how much is left to be gained, nor
+    whether it has diverged."""
+    grads = steepest(grads)
     numbers = state.numbers
     for name in ("learning_rate", "momentum"):
         if getattr(rules, name) is not None:
@@ -375,4 +438,5 @@ def start(
         in_range=in_range(numbers),
         diverged=state.rollback.diverged(value) & watched,
         watched=watched,
+        is_surrogate=is_surrogate,
     )

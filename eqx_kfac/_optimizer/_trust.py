@@ -27,6 +27,15 @@ class AbstractTrustRegion(AbstractRule):
         $\langle \delta, \hat F \delta \rangle$, given the value in the state, the loss,
         and the number of its terms if that is known."""
 
+    def of_surrogate(
+        self, size: Float[Array, ""], value: Float[Array, ""]
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        r"""Upper bounds on $\langle \delta, F \delta \rangle$ for a whole step of a
+        surrogate, which are measured on its batch: with the Fisher of the losses without
+        targets, and with that of the others, whose value is given. By default, $c$ and
+        nothing."""
+        return size, jnp.full_like(size, jnp.inf)
+
 
 class TrustRegion(AbstractTrustRegion):
     r"""Norm constraints that become tighter as the loss falls: one on what a step adds to
@@ -47,6 +56,19 @@ class TrustRegion(AbstractTrustRegion):
     from step to step, momentum adds them up to ten times what the first constraint
     bounds. Pass it to [`eqx_kfac.KFAC`][] as `norm_constraint`.
 
+    The value of a surrogate (an objective beside a loss without targets, such as that of
+    a policy) says nothing of what is left to be gained. Instead, with the exact Fisher of
+    the step's own batch, $F_\pi$ of the losses without targets and $F_v$ of those with
+    targets, whose value is $h_v$, the whole step is scaled so that
+
+    $$\langle \delta, F_\pi \delta \rangle \le c, \qquad
+    \langle \delta, F_v \delta \rangle \le h_v / 2:$$
+
+    the predictions, twice whose Kullback-Leibler divergence the first one is, change as
+    much in every step, and the returns that a critic learns may be of any scale. (A full
+    Newton step has $\langle \delta, F_v \delta \rangle = 2 h_v$ if all can be learnt.)
+    This costs one forward-mode derivative.
+
     The second constraint needs no product with $\hat F$: for
     $\delta = \mu \delta_\text{prev} - \alpha \hat F^{-1} \nabla h$, its left-hand side is
     $\mu^2 \langle \delta_\text{prev}, \hat F \delta_\text{prev} \rangle
@@ -66,9 +88,12 @@ class TrustRegion(AbstractTrustRegion):
 
         With $r = \infty$ and $m = 1$, the first constraint is that of J. Ba, R. Grosse,
         J. Martens, *Distributed Second-Order Optimization using Kronecker-Factored
-        Approximations*, ICLR 2017, section 5. The dependence on the loss and on the
-        number of terms, and the second constraint, were found by experiment: see "How to
-        choose".
+        Approximations*, ICLR 2017, section 5; that policies should change as much in
+        every step, of Y. Wu, E. Mansimov, S. Liao, R. Grosse, J. Ba, *Scalable
+        Trust-Region Method for Deep Reinforcement Learning using Kronecker-Factored
+        Approximation*, NeurIPS 2017. The dependence on the loss and on the number of
+        terms, the second constraint, and that on losses beside a policy were found by
+        experiment: see "How to choose".
     """
 
     size: Scalar
@@ -111,6 +136,13 @@ class TrustRegion(AbstractTrustRegion):
         most = jnp.where(share < size, share, size)
         few = 1.0 if terms is None else min(1.0, terms / self.terms)
         return few * most, most * self.velocity
+
+    def of_surrogate(
+        self, size: Float[Array, ""], value: Float[Array, ""]
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Both right-hand sides for a step of a surrogate: $c$, and half of the value of
+        the losses with targets, in whatever units these are."""
+        return size, 0.5 * jnp.abs(value).astype(size.dtype)
 
 
 class Window(eqx.Module):

@@ -19,6 +19,10 @@ from .._operator import flatten, matmul, widest
 from .._tag import map_tags, partition_tagged
 
 
+# So many numbers take no memory worth mentioning.
+_SMALL = 2**16
+
+
 class Laplace(eqx.Module):
     r"""The Laplace approximation of the posterior of a model's parameters: a normal
     distribution around the trained ones, whose precision is the sum of the curvature of
@@ -199,14 +203,16 @@ class Laplace(eqx.Module):
         - `x`: one input; use `jax.vmap` for many. (For a `fn` of several inputs, the
             covariance is that of all outputs at all of them.)
         """
-        return self._linearised(fn, x)[1]
+        return self._variance(*self._pullback(fn, x))
 
     def predict(
         self, fn: Callable, x: PyTree
     ) -> tuple[Float[Array, " outputs"], Float[Array, "outputs outputs"]]:
         r"""Mean and covariance of a regression's targets: the covariance of the outputs,
         and $\sigma^2$ of noise. Arguments as for `functional_variance`."""
-        outputs, variance = self._linearised(fn, x)
+        outputs, pull = self._pullback(fn, x)
+        variance = self._variance(outputs, pull)
+        outputs = outputs.astype(variance.dtype)
         noise = self.sigma_noise.astype(variance.dtype) ** 2
         return outputs, variance + noise * jnp.eye(len(variance), dtype=variance.dtype)
 
@@ -232,11 +238,13 @@ class Laplace(eqx.Module):
         """
         check_key(key)
         check_count("num_samples", num_samples, 1)
-        logits, variance = self._linearised(fn, x)
+        logits, pull = self._pullback(fn, x)
         if key is None:
-            return jax.nn.softmax(
-                logits / jnp.sqrt(1 + math.pi / 8 * jnp.diagonal(variance))
-            )
+            variances = self._variances(logits, pull)
+            logits = logits.astype(variances.dtype)
+            return jax.nn.softmax(logits / jnp.sqrt(1 + math.pi / 8 * variances))
+        variance = self._variance(logits, pull)
+        logits = logits.astype(variance.dtype)
         # A root by eigenvectors: the variance need not have full rank.
         values, vectors = jnp.linalg.eigh(variance)
         noise = jr.normal(key, (num_samples, len(logits)), logits.dtype)
@@ -244,20 +252,46 @@ class Laplace(eqx.Module):
         samples = logits[None, :] + matmul(noise, vectors.T)
         return jnp.mean(jax.nn.softmax(samples), axis=0)
 
-    def _linearised(self, fn: Callable, x: PyTree) -> tuple[Array, Array]:
-        """The outputs and their covariance."""
+    def _pullback(self, fn: Callable, x: PyTree) -> tuple[Array, Callable]:
+        r"""The outputs, and $J^\top$."""
 
         def outputs(parameters):
             return jnp.ravel(fn(eqx.combine(parameters, self.model), x))
 
         out, pull = jax.vjp(outputs, partition_tagged(self.model)[0])
-        root, dtype = self.precision().power(-0.5), accumulator(out.dtype)
+        return out, lambda cotangent: pull(cotangent)[0]
+
+    def _variance(self, out: Array, pull: Callable) -> Float[Array, "outputs outputs"]:
+        r"""$J \Sigma J^\top$. Of $J$ itself, which has as many numbers as outputs times
+        parameters, only some rows are there at a time."""
+        covariance, dtype = self.covariance(), accumulator(out.dtype)
+        # Not a forward-mode derivative, which a `custom_vjp` has not.
+        push = jax.linear_transpose(pull, out)
 
         def row(cotangent):
-            return flatten(root.mv(pull(cotangent)[0]), dtype)
+            (tangent,) = push(covariance.mv(pull(cotangent)))
+            return tangent.astype(dtype)
 
-        rows = jax.vmap(row)(jnp.eye(len(out), dtype=out.dtype))
-        return out.astype(dtype), matmul(rows, rows.T)
+        variance = self._of_each(row, out, len(out) ** 2)
+        return (variance + variance.T) / 2
+
+    def _variances(self, out: Array, pull: Callable) -> Float[Array, " outputs"]:
+        r"""The diagonal of $J \Sigma J^\top$."""
+        root, dtype = self.precision().power(-0.5), accumulator(out.dtype)
+
+        def variance(cotangent):
+            return jnp.sum(flatten(root.mv(pull(cotangent)), dtype) ** 2)
+
+        return self._of_each(variance, out, len(out))
+
+    def _of_each(self, fn: Callable, out: Array, numbers: int) -> Array:
+        """`fn` of the unit vector of each output, of so many at a time that their
+        gradients take no more memory than the result, which has so many `numbers`."""
+        number, size = len(out), self.curvature.in_size()
+        at_once = min(max(1, max(numbers, _SMALL) // size), number)
+        unit = lambda index: (jnp.arange(number) == index).astype(out.dtype)
+        each = lambda index: fn(unit(index))
+        return jax.lax.map(each, jnp.arange(number), batch_size=at_once)
 
     def _likelihood(self) -> BlockDiagonalOperator:
         return self.curvature.scaled(self._scale())

@@ -180,7 +180,8 @@ def traced(
         objective, _ = run(loss_fn, eqx.combine(params, static), args, kwargs)
         losses[:] = [loss.leading for loss in objective.losses]
         regularised[:] = [isinstance(term, L2) for _, term in objective.terms]
-        weights[:] = [jax.eval_shape(example_weights, objective.losses)]
+        own = ft.partial(example_weights, layers=subject.layers)
+        weights[:] = [jax.eval_shape(own, objective.losses)]
         outputs = [loss.outputs for loss in objective.losses]
         arrays, others = eqx.partition(objective, eqx.is_array)
         rest[:] = jtu.tree_flatten_with_path(others)[0]

@@ -24,7 +24,7 @@ from .._tag import (
     TaggedLayer,
     with_tags,
 )
-from ..form import View
+from ..form import Parameters, View
 from ._flow import all_sources, Expressions
 from ._found import (
     Call,
@@ -230,7 +230,7 @@ def _through_derivatives(layers: list[TaggedLayer]) -> str:
 
 def _unseen(tag: Tag) -> str:
     """Why a tag does not see a derivative, and what to do."""
-    form, block = type(tag.form).__name__, type(tag.block).__name__
+    form, block = tag.form.label, type(tag.block).__name__
     if not tag.form.linear:
         return (
             f"its form, `{form}`, does not say that the layer is linear in its input "
@@ -252,7 +252,7 @@ def _check_shared(found: Found, before: Found) -> None:
     """Raises if rows belong to several examples. A layer that is called inside of the
     `vmap` over the examples, if on constants, has got their axis since `before`."""
     for old, call in zip(before.calls, found.calls, strict=True):
-        path = found.layers[call.number].path
+        path, tag, _ = found.layers[call.number]
         if not found.may_be_shared(call):
             continue
         unchanged = found.is_constant(call) and call.examples == old.examples
@@ -261,10 +261,21 @@ def _check_shared(found: Found, before: Found) -> None:
                 f"The layer `{path}` is called outside of the `vmap` over the "
                 f"{found.examples[0]} examples ({_seen(call)}), so that what it returns "
                 "serves several of them, whose gradients would be added up before they "
-                "are squared. Call it inside, where it may well be given the same for "
-                "every example; or make an array that is only looked up a "
-                "`kfac.Parameter`."
+                f"are squared. {_inside(tag)}"
             )
+
+
+def _inside(tag: Tag) -> str:
+    """How a layer is to be called."""
+    if isinstance(tag.form, Parameters):  # As that of a `kfac.Parameter` is.
+        return (
+            "Call it inside, with what belongs to one example, as in `x + "
+            "self.position(x)`: what depends on its value is to be computed there, too."
+        )
+    return (
+        "Call it inside, where it may well be given the same for every example; or make "
+        "an array that is only looked up a `kfac.Parameter`."
+    )
 
 
 def _check_examples(found: Found) -> None:

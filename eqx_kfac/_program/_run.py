@@ -1,6 +1,6 @@
 """A loss function, run at a model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jaxtyping import Array
 from .._custom_types import Args, Kwargs, Model
 from .._loss import AbstractLoss, AbstractObjective, Sum
 from .._misc import accumulator, common_prefix
-from .._tag import naming_layers
+from .._tag import naming_layers, TaggedLayer
 
 
 def run(loss_fn: Callable, model: Model, args: Args, kwargs: Kwargs) -> tuple[Sum, Any]:
@@ -24,10 +24,15 @@ def run(loss_fn: Callable, model: Model, args: Args, kwargs: Kwargs) -> tuple[Su
     return _check_objective(objective), aux
 
 
-def example_weights(losses: list[AbstractLoss]) -> Array | None:
+def example_weights(
+    losses: list[AbstractLoss], layers: Sequence[TaggedLayer]
+) -> Array | None:
     """The weights of examples for the input moments of the layers, on the first axes that
-    all weights of the losses have in common. A layer cannot tell which loss it serves: of
-    several losses over the same examples, the mean of the weights is taken."""
+    all weights of the losses have in common; `None` if no layer asks for them. A layer
+    cannot tell which loss it serves: of several losses over the same examples, the mean
+    of the weights is taken."""
+    if not any(tag.block.weighted for _, tag, _ in layers):
+        return None
     shapes = [loss.weights.shape for loss in losses if loss.weights is not None]
     if not shapes:
         return None
@@ -36,7 +41,9 @@ def example_weights(losses: list[AbstractLoss]) -> Array | None:
         raise ValueError(
             "Several losses of a sum have weights, over different examples: the weights "
             f"have shapes {shapes}. Only one batch of examples can be weighted; give the "
-            "weights of the others as fewer examples, or as a coefficient."
+            "weights of the others as fewer examples, or as a coefficient; or give all "
+            "layers blocks whose inputs have no weights, such as `kfac.Kronecker("
+            "weighted=False)` or `kfac.Kronecker(kfac.TensorNormal())`."
         )
     axes = len(shared)
     means = [
@@ -50,15 +57,19 @@ def example_weights(losses: list[AbstractLoss]) -> Array | None:
 
 def _check_objective(objective: object) -> Sum:
     if not isinstance(objective, AbstractObjective):
-        got = type(objective).__name__
+        got, density = type(objective).__name__, ""
         if isinstance(objective, jax.Array):
             got = f"an array of type {objective.dtype} and shape {objective.shape}"
+            density = (
+                " If it is made of log-densities, such as `-jnp.mean(log_probs)`, return "
+                "`kfac.NegativeLogLikelihood(log_probs)`, given those of all examples."
+            )
         raise TypeError(
             "`loss_fn` must return a loss that knows its predictive distribution, such "
             "as `kfac.SoftmaxCrossEntropy(logits, targets)`, `kfac.SigmoidCrossEntropy` "
             "or `kfac.SquaredError` (or `(loss, aux)`), but returned "
             f"{got}. A bare number has no curvature to collect; add penalties to the "
-            "loss object instead: `loss + penalty`."
+            f"loss object instead: `loss + penalty`.{density}"
         )
     objective = objective + 0
     if not objective.losses:

@@ -38,8 +38,10 @@ def check_covered(model: Model, fallback: object) -> None:
     if numbers:
         raise ValueError(
             f"The parameters {names(numbers)} are complex numbers, of which no curvature "
-            "is collected. Keep their real and imaginary parts in two arrays, or freeze "
-            "them (`eqx.partition` them out of the model that is trained)."
+            "is collected. Keep their real and imaginary parts in two arrays; or freeze "
+            "them (`eqx.partition` them out of the model that is trained); or pass "
+            "`fallback=` with any optax transformation for them, such as "
+            "`fallback=optax.adam(1e-3)`."
         )
     raise ValueError(
         f"No tagged layer covers the parameters {names(paths)}. Either convert the model "
@@ -47,5 +49,6 @@ def check_covered(model: Model, fallback: object) -> None:
         "their layers with `kfac.Linear` and the like (a raw array as a "
         "`kfac.Parameter`), or freeze them (`eqx.partition` them out of the model that "
         "is trained), or pass `fallback=` with any optax transformation for them, such "
-        "as `fallback=optax.adam(1e-3)`."
+        "as `fallback=optax.adam(1e-3)`. Constants, and arrays in a "
+        "`jax.lax.stop_gradient`, stay as they are with `fallback=optax.set_to_zero()`."
     )

@@ -89,11 +89,12 @@ class Tag(PlainModule):
     def __pdoc__(self, **kwargs: Any) -> AbstractDoc:
         """One line, wherever a model is printed. (Also by JAX, which wants a name for
         whatever is vmapped.)"""
-        form, block = type(self.form).__name__, type(self.block).__name__
+        form, block = self.form.label, type(self.block).__name__
+        form = form if form.endswith(")") else f"{form}()"
         sharing = getattr(self.block, "sharing", None)
         sharing = "" if sharing is None else repr(sharing)
         collecting = ", collecting" * self.collecting
-        return TextDoc(f"Tag(form={form}(), block={block}({sharing}){collecting})")
+        return TextDoc(f"Tag(form={form}, block={block}({sharing}){collecting})")
 
     @property
     def held(self) -> Held:

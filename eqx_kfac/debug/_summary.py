@@ -165,7 +165,7 @@ def summary(
 def _line(tag: Tag, layer: Layer) -> LayerSummary:
     stack, d_out, d_in, bias, _ = tag.form.sizes(layer)
     parameters = int(np.prod(stack)) * d_out * (d_in + bias)
-    kinds = type(layer).__name__, type(tag.form).__name__, block_shown(tag.block)
+    kinds = type(layer).__name__, tag.form.label, block_shown(tag.block)
     return LayerSummary("", *kinds, stack, d_out, d_in, bias, parameters, 0, 0, 0.0)
 
 

@@ -76,7 +76,7 @@ def verify(
     - `fisher`: the estimate to approximate with. `None`: [`eqx_kfac.Exact`][], or, if
         that takes more than some $10^{12}$ operations, several samples of
         [`eqx_kfac.CurvatureProp`][], whose noise is in the figures. The exact block is
-        that of the Fisher (for all losses but [`eqx_kfac.NormalNLL`][] also the
+        that of the Fisher (if outputs are natural parameters, also the
         Gauss-Newton matrix), with which [`eqx_kfac.MonteCarlo`][] agrees up to its noise;
         for [`eqx_kfac.Empirical`][], it is the mean over examples of the outer products
         of their gradients.
@@ -292,7 +292,7 @@ def _check(
     )
     return LayerCheck(
         path=path,
-        form=type(tag.form).__name__,
+        form=tag.form.label,
         block=block_shown(tag.block),
         stack=sizes.stack,
         shape=sizes_shown(*sizes[:4]),

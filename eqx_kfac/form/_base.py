@@ -84,6 +84,11 @@ class AbstractForm(PlainModule):
     linear: ClassVar[bool] = False
 
     @property
+    def label(self) -> str:
+        """The name in tables and errors: that of the class."""
+        return type(self).__name__
+
+    @property
     def groups(self) -> int:
         """How many of the last stack axes are within one layer: 1 if it consists of
         several maps side by side, else 0."""

@@ -91,6 +91,11 @@ class View(AbstractForm):
     bias: Leaf | None = None
 
     @property
+    def label(self) -> str:
+        """Also what the arrays are used as: `View(Dense)`."""
+        return f"{type(self).__name__}({self.form.label})"
+
+    @property
     def names(self) -> tuple[str, ...]:
         return tuple(leaf.name for leaf in self._leaves)
 

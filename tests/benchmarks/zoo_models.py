@@ -21,7 +21,6 @@ from zoo_problems import (
     fields,
     KEY,
     KEYS,
-    LogDensity,
     moons,
     points,
     Problem,
@@ -608,7 +607,7 @@ def jaxonmodels_swin() -> Problem:
 
 def flow(distribution: eqx.Module) -> Problem:
     (x,) = moons()
-    rest = dict(method="log_prob", written=(LogDensity,))
+    rest = dict(method="log_prob")
     return Problem(distribution, x[0], (x,), density, **rest)
 
 
@@ -670,9 +669,10 @@ def transformer_flows_images() -> Problem:
     x = x + 0.1 * np.random.default_rng(0).normal(size=x.shape).astype(np.float32)
 
     def loss_fn(model, memory, x):
-        return LogDensity(jax.vmap(lambda x: model.log_prob(x, None))(x)), memory
+        log_probs = jax.vmap(lambda x: model.log_prob(x, None))(x)
+        return kfac.NegativeLogLikelihood(log_probs), memory
 
-    rest = dict(method="log_prob", written=(LogDensity,), batch=32)
+    rest = dict(method="log_prob", batch=32)
     return Problem(model, (x[0], None), (x,), loss_fn, **rest)
 
 
@@ -691,11 +691,12 @@ def lerax_actor_critic() -> Problem:
         evaluate = lambda x, action: model.evaluate_action(None, x, action)
         _, predicted, log_prob, _ = jax.vmap(evaluate)(x, action)
         return (
-            LogDensity(log_prob) + kfac.SquaredError(predicted[:, None], value)
+            kfac.NegativeLogLikelihood(log_prob)
+            + kfac.SquaredError(predicted[:, None], value)
         ), memory
 
     example = None, x[0], action[0]
-    rest = dict(method="evaluate_action", written=(LogDensity,))
+    rest = dict(method="evaluate_action")
     return Problem(model, example, (x, action, value), loss_fn, **rest)
 
 

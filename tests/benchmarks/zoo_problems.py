@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import eqx_kfac as kfac
@@ -58,37 +57,8 @@ def fields(model, memory, x, y):
     return kfac.SquaredError(predictions.reshape(flat), y.reshape(flat)), memory
 
 
-class LogDensity(kfac.AbstractLoss):
-    """Minus the log-density of every example; the Fisher is that of the examples'
-    gradients."""
-
-    values: jax.Array
-    targets: Any = None
-    weights: Any = None
-
-    @property
-    def outputs(self):
-        return self.values[:, None]
-
-    @property
-    def root_shape(self):
-        return self.values.shape + (1,)
-
-    def __init__(self, values):
-        self.values, self.targets = values, jnp.ones(values.shape)
-
-    def losses(self, outputs, targets):
-        return -targets * outputs[..., 0]
-
-    def sample(self, key):
-        return jax.random.rademacher(key, self.values.shape, self.values.dtype)
-
-    def fisher_root(self, v):
-        return v
-
-
 def density(model, memory, x):
-    return LogDensity(jax.vmap(model.log_prob)(x)), memory
+    return kfac.NegativeLogLikelihood(jax.vmap(model.log_prob)(x)), memory
 
 
 # Data.
