@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from .._custom_types import Key, Kwargs, Model, Weights
 from .._devices import zeros_of
@@ -241,6 +241,13 @@ class LinearisedBatch(PlainModule):
     def gram(self, *directions: Model) -> Float[Array, "n n"]:
         r"""$d_a^\top C d_b$ with $C$ the Gauss-Newton matrix."""
         return self._total(lambda _, lin: (lin.gram(directions), None))[0]
+
+    def has_negative_weights(self) -> Bool[Array, ""]:
+        """Whether a term of a loss has a weight below zero."""
+        weighted = lambda lin: any(o.weights is not None for o in lin.objective.losses)
+        if not self.seen(weighted):
+            return jnp.zeros((), bool)
+        return self._total(lambda _, lin: (lin.negative_weights, None))[0] > 0
 
     def surrogate_lengths(self, direction: Model) -> Float[Array, "3"]:
         r"""$d^\top F d$ with the Fisher of the losses without targets, and with that of

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from .._block import is_statistics, no_l2, Statistics
 from .._custom_types import Args, Key, Kwargs, Layer, Model
@@ -157,6 +157,13 @@ class Linearisation(PlainModule):
             return linear_combination(coefficients, products)
 
         return symmetric(inner, tangents)
+
+    @property
+    def negative_weights(self) -> Int[Array, ""]:
+        """How many terms of the losses have a weight below zero."""
+        weights = [o.weights for o in self.objective.losses if o.weights is not None]
+        found = [sum_over(jnp.sum(w < 0, dtype=jnp.int32), self.axes) for w in weights]
+        return sum(found, jnp.zeros((), jnp.int32))
 
     def surrogate_lengths(self, direction: Model) -> Float[Array, "3"]:
         r"""$d^\top F d$ with the Fisher of the losses without targets, and with that of

@@ -267,8 +267,7 @@ class KFAC(eqx.Module):
         collects = due.period == 1
         linearised = batch.linearise(model, state.curvature, slots, program, collects)
         value, aux, grads, rows = linearised.value_and_grads()
-        is_surrogate = linearised.seen(lambda lin: lin.objective.is_surrogate)
-        begun = start(value, grads, state, self._rules, is_surrogate=is_surrogate)
+        begun = start(value, grads, state, self._rules, linearised=linearised)
         averaged = collect(
             Average(state.curvature, state.weight, begun.fine),
             *(linearised, self.fisher, state.ema, self._burn_in, key),

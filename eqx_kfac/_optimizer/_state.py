@@ -22,8 +22,8 @@ _Model = TypeVar("_Model")
 
 
 _FAULTS = (  # In this order. All but the last two reject a step.
-    *("hyperparameters", "loss", "gradient", "curvature", "unseen", "update"),
-    *("increase", "divergence", "factorisation", "waiting"),
+    *("hyperparameters", "loss", "gradient", "weights", "curvature", "unseen"),
+    *("update", "increase", "divergence", "factorisation", "waiting"),
 )
 
 
@@ -39,18 +39,24 @@ class Faults(eqx.Module):
 
     **Fields:**
 
-    - `each`: all of them in one array, `[..., 10]`, in the order of `as_dict`: booleans
+    - `each`: all of them in one array, `[..., 11]`, in the order of `as_dict`: booleans
         in `Info`, integers in the state. (Every array that enters or leaves `jit` takes
         time.)
     """
 
-    each: Shaped[Array, "... 10"]
+    each: Shaped[Array, "... 11"]
 
     hyperparameters = _fault(
         "hyperparameters", "A number in the state was out of its range."
     )
     loss = _fault("loss", "The loss was not finite before the step.")
     gradient = _fault("gradient", "The loss was finite, its gradient was not, or huge.")
+    weights = _fault(
+        "weights",
+        """A loss had a weight below zero, whose curvature would not be positive
+        semidefinite. An objective that is no weighted likelihood is a scalar beside a
+        loss without targets: `surrogate + loss`.""",
+    )
     curvature = _fault(
         "curvature", "Both were finite, the curvature was not, or there is none yet."
     )

@@ -45,6 +45,7 @@ class Start(NamedTuple):
     gradient_norm: Float[Array, ""]
     in_range: Bool[Array, ""]  # The numbers in the state.
     diverged: Bool[Array, ""]  # The loss is many times what it has been.
+    negative: Bool[Array, ""]  # A weight of a loss.
     watched: bool  # Whether that can be told, and the parameters can go back.
     is_surrogate: bool  # A loss without targets gives the curvature of the rest.
 
@@ -52,7 +53,7 @@ class Start(NamedTuple):
     def fine(self) -> Bool[Array, ""]:
         """Whether curvature of this batch is to be trusted."""
         finite = all_finite(self.value) & ~jnp.isnan(self.gradient_norm)
-        return self.in_range & finite & ~self.diverged
+        return self.in_range & finite & ~self.diverged & ~self.negative
 
 
 class Proposal(NamedTuple):
@@ -185,6 +186,7 @@ class Trial(PlainModule):
             hyperparameters=~self.start.in_range,
             loss=~finite_value,
             gradient=finite_value & ~finite_grads,
+            weights=finite_value & self.start.negative,
             curvature=self.start.fine & ~self.finite,
             unseen=missed,
             waiting=without & ~missed,
@@ -419,7 +421,7 @@ def start(
     state: KFACState,
     rules: Rules,
     watched: bool = True,
-    is_surrogate: bool = False,
+    linearised: LinearisedBatch | None = None,
 ) -> Start:
     """Where a step begins, given the gradient as JAX has it. Numbers that a rule chooses
     may be any. The value of a surrogate says neither how much is left to be gained, nor
@@ -429,6 +431,10 @@ def start(
     for name in ("learning_rate", "momentum"):
         if getattr(rules, name) is not None:
             numbers = numbers._replace(**{name: None})
+    is_surrogate, negative = False, jnp.zeros((), bool)
+    if linearised is not None:
+        is_surrogate = linearised.seen(lambda lin: lin.objective.is_surrogate)
+        negative = linearised.has_negative_weights()
     watched = watched and not is_surrogate
     return Start(
         value=value,
@@ -437,6 +443,7 @@ def start(
         gradient_norm=tree_norm(grads),
         in_range=in_range(numbers),
         diverged=state.rollback.diverged(value) & watched,
+        negative=negative,
         watched=watched,
         is_surrogate=is_surrogate,
     )
