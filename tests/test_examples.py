@@ -313,6 +313,20 @@ def test_poisson(tmp_path):
     check_picture(printed, picture)
 
 
+@pytest.mark.parametrize("task, algorithm", [("cartpole", "a2c"), ("pendulum", "ppo")])
+def test_cartpole(task, algorithm, tmp_path):
+    picture = tmp_path / "cartpole.png"
+    what = "--task", task, "--algorithm", algorithm, "--out", str(picture)
+    printed = run("cartpole.py", "--toy", *what)
+    rows = re.findall(r"^(K-FAC|Adam, 0.001) +(-?\d+) ± 0 ", printed, re.MULTILINE)
+    assert [name for name, _ in rows] == ["K-FAC", "Adam, 0.001"]
+    low, high = (1, 500) if task == "cartpole" else (-3300, 0)
+    assert all(low <= float(number) <= high for _, number in rows)
+    first = max(rows, key=lambda row: float(row[1]))[0]
+    assert f"{task}, {algorithm}: over the run, {first} (" in printed
+    check_picture(printed, picture)
+
+
 def test_helium(tmp_path):
     picture = tmp_path / "helium.png"
     printed = run("helium.py", "--toy", "--atom", "beryllium", "--out", str(picture))
