@@ -43,7 +43,7 @@ MUTANTS = [
     M("_inverse/_precondition.py", "jnp.where(still, 0, solution)", "solution", "run"),
     M("_optimizer/_kfac.py", "again = state.refactorise | averaged.first", "again = state.refactorise", "run"),
     M("_optimizer/_trial.py", "missed = without & self.averaged.fresh", "missed = without", "run"),
-    M("_optimizer/_collect.py", "jnp.full_like(first, fisher.examples is None)", "jnp.full_like(first, True)", "run"),
+    M("_optimizer/_collect.py", "jnp.full_like(first, whole)", "jnp.full_like(first, True)", "run"),
     M("_optimizer/_optax.py", "due = Due.of(state, self.inverse_period, old.first)", "due = Due.of(state, self.inverse_period)", "run"),
     # What JAX has for finding mistakes.
     M("_optimizer/_trial.py", "jnp.full_like(self.value, jnp.inf))", "jnp.full_like(self.value, jnp.nan))", "debugging"),
@@ -293,6 +293,15 @@ MUTANTS = [
     M("debug/_verify.py", "if i in every.work.called else", "if i not in every.work.called else", "verify"),
     M("debug/_check.py", "if self.is_off(1e3) and np.any(np.isnan(self.alone)):", "if self.is_off(1e3):", "verify"),
     M("debug/_spectra.py", "for factor in factors if factor.ndim == 2", "for factor in factors", "verify"),
+    # Surrogates.
+    M("_loss/_base.py", "return _has_targets(objective) or not self.is_surrogate", "return True", "surrogate"),
+    M("_optimizer/_trial.py", "velocity = jtu.tree_map(lambda v: part.astype(v.dtype) * v, velocity)", "pass", "surrogate"),
+    M("_optimizer/_trial.py", "return jnp.minimum(*parts)", "return parts[0]", "surrogate"),
+    M("_optimizer/_trial.py", "size=jnp.full_like(value, jnp.inf) if is_surrogate else value,", "size=value,", "surrogate"),
+    M("_optimizer/_trial.py", "watched = watched and not is_surrogate", "pass", "surrogate"),
+    M("_optimizer/_trust.py", "return size, 0.5 * jnp.abs(value)", "return size, 5.0 * jnp.abs(value)", "surrogate"),
+    M("_curvature/_linearise.py", "lengths[has_value].append((c / count,", "lengths[has_value].append((c,", "surrogate"),
+    M("_loss/_base.py", "if not isinstance(weights, Tracer) and bool(jnp.any(weights < 0)):", "if False:", "surrogate"),
 ]
 # fmt: on
 

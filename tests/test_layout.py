@@ -64,7 +64,7 @@ def test_files_and_functions_are_short():
 
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()
-        assert text.count("\n") <= 400, path
+        assert text.count("\n") <= 450, path
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 assert length(node) <= 45, (path, node.name)

@@ -779,27 +779,6 @@ def test_constants_are_left_as_they_are():
     assert not np.array_equal(new.out.weight, model.out.weight)
 
 
-PARTS = {
-    "a frozen layer": (lambda m: m.layers[0], r"`\.layers\[0\]` has.*`weight`, `bias`"),
-    "arrays": (lambda m: m.activation, "The model has.*its `activation`"),
-    "a frozen bias": (lambda m: m.layers[1].bias, r"`\.layers\[1\]` has.*its `bias`"),
-}
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_parts_of_models_are_not_converted(name):
-    where, phrase = PARTS[name]
-    model = eqx.nn.MLP(3, 2, 4, 1, key=jr.key(0))
-    spec = jtu.tree_map(lambda _: True, model)
-    spec = eqx.tree_at(where, spec, jtu.tree_map(lambda _: False, where(model)))
-    trained, _ = eqx.partition(model, spec)
-    with pytest.raises(ValueError, match=phrase + ".*Convert the whole model first"):
-        kfac.convert(trained)
-    # What is advised: the whole first.
-    whole = kfac.convert(model)
-    assert eqx.tree_equal(eqx.combine(*eqx.partition(whole, eqx.is_array)), whole)
-
-
 def test_layers_without_some_parameters_are_whole():
     layers = [
         eqx.nn.Linear(3, 2, use_bias=False, key=jr.key(0)),

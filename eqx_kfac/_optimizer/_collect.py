@@ -45,7 +45,8 @@ def collect(
     """The average with one more estimate, if one is due; with `burn_in` more if it is
     the first."""
     first = before.weight == 0
-    fresh, unchanged = jnp.full_like(first, fisher.examples is None), first & ~first
+    whole = linearised.batch.first(fisher.examples) is linearised.batch
+    fresh, unchanged = jnp.full_like(first, whole), first & ~first
     before = before._replace(fresh=unchanged, first=unchanged)
 
     def estimate(averaged, key, ema):

@@ -76,8 +76,6 @@ def convert_layers(model: _T, choice: "Choice", lenient: bool = False) -> _T:
 
     def swap(path, node):
         tagged = _tagged.get(type(node))
-        if tagged is not None:
-            _check_whole(path, node)
         if tagged is None or not tagged.supports(node) or not _has_arrays(node):
             return node
         block = choice(jtu.keystr(path), node, tagged.default)
@@ -88,34 +86,9 @@ def convert_layers(model: _T, choice: "Choice", lenient: bool = False) -> _T:
     def is_leaf(node):
         return type(node) in _tagged or is_tagged(node) or isinstance(node, _closed)
 
-    is_mlp = lambda node: isinstance(node, eqx.nn.MLP)
-    for path, node in jtu.tree_flatten_with_path(model, is_leaf=is_mlp)[0]:
-        if is_mlp(node):
-            _check_whole(path, node)
     model = jtu.tree_map_with_path(swap, model, is_leaf=is_leaf)
     with_ties = ft.partial(_with_ties, lenient=lenient)
     return jtu.tree_map(with_ties, model, is_leaf=_is_shared)
-
-
-def _check_whole(path: Any, layer: Layer) -> None:
-    """Raises for a layer of which `eqx.partition` or `eqx.filter` has taken something."""
-    affine = getattr(layer, "channelwise_affine", True)
-    wanted = {
-        "weight": getattr(layer, "use_weight", affine),
-        "weight_ih": True,
-        "activation": isinstance(layer, eqx.nn.MLP),
-        "bias": getattr(layer, "use_bias", False),
-    }
-    missing = [n for n in wanted if wanted[n] and getattr(layer, n, layer) is None]
-    if missing:
-        where = f"layer `{jtu.keystr(path)}`" if path else "model"
-        raise ValueError(
-            f"The {where} has `None` in the place of "
-            f"its {names(missing)}: it is a part of a model, which `eqx.combine` could "
-            "not join with the other part any more, for only one of them would have "
-            "tags. Convert the whole model first: `model = kfac.convert(model)`, and "
-            "then `trained, frozen = eqx.partition(model, ...)`."
-        )
 
 
 def _has_arrays(layer: Layer) -> bool:
