@@ -273,7 +273,8 @@ def test_a_negative_weight_is_an_error_at_once():
     logits = jnp.zeros((N, K))
     with pytest.raises(ValueError, match="must not be negative.*surrogate"):
         kfac.SoftmaxCrossEntropy(logits, actions, advantages)
-    kfac.SoftmaxCrossEntropy(logits, actions, np.abs(advantages))
+    for fine in (np.abs(advantages), advantages > 0, np.arange(N)):
+        kfac.SoftmaxCrossEntropy(logits, actions, fine)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -14,7 +14,7 @@ from .._block import is_statistics, no_l2, Statistics
 from .._custom_types import Args, Key, Kwargs, Layer, Model
 from .._devices import cast_varying, placed_like, sum_over, varying_axes
 from .._fisher import AbstractFisher
-from .._loss import AbstractLoss, L2, linear_combination, Sum
+from .._loss import AbstractLoss, is_negative, L2, linear_combination, Sum
 from .._misc import accumulator, symmetric, tree_dot
 from .._module import PlainModule
 from .._program import depends, example_weights, look, prepared, Program, run
@@ -162,7 +162,9 @@ class Linearisation(PlainModule):
     def negative_weights(self) -> Int[Array, ""]:
         """How many terms of the losses have a weight below zero."""
         weights = [o.weights for o in self.objective.losses if o.weights is not None]
-        found = [sum_over(jnp.sum(w < 0, dtype=jnp.int32), self.axes) for w in weights]
+        found = [
+            sum_over(jnp.sum(is_negative(w), dtype=jnp.int32), self.axes) for w in weights
+        ]
         return sum(found, jnp.zeros((), jnp.int32))
 
     def surrogate_lengths(self, direction: Model) -> Float[Array, "3"]:

@@ -1,6 +1,7 @@
 from ._base import (
     AbstractLoss as AbstractLoss,
     AbstractObjective as AbstractObjective,
+    is_negative as is_negative,
     linear_combination as linear_combination,
     Penalty as Penalty,
     Sum as Sum,
