@@ -301,7 +301,7 @@ MUTANTS = [
     M("_optimizer/_trial.py", "watched = watched and not is_surrogate", "pass", "surrogate"),
     M("_optimizer/_trust.py", "return size, 0.5 * jnp.abs(value)", "return size, 5.0 * jnp.abs(value)", "surrogate"),
     M("_curvature/_linearise.py", "lengths[has_value].append((c / count,", "lengths[has_value].append((c,", "surrogate"),
-    M("_loss/_base.py", "if not isinstance(weights, Tracer) and bool(jnp.any(is_negative(weights))):", "if False:", "surrogate"),
+    M("_loss/_base.py", "if not isinstance(weights, Tracer) and _any_negative(weights):", "if False:", "surrogate"),
 ]
 # fmt: on
 

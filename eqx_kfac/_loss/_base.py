@@ -379,7 +379,7 @@ def check_weights(name: str, weights: Weights, leading: tuple[int, ...]) -> Arra
             f"{name}: weights must have the shape of the loss terms {leading}, or of "
             f"its first axes, but have shape {weights.shape}."
         )
-    if not isinstance(weights, Tracer) and bool(jnp.any(is_negative(weights))):
+    if not isinstance(weights, Tracer) and _any_negative(weights):
         raise ValueError(
             f"{name}: weights must not be negative: the curvature would not be positive "
             "semidefinite. For an objective that is no weighted likelihood (a policy "
@@ -387,6 +387,12 @@ def check_weights(name: str, weights: Weights, leading: tuple[int, ...]) -> Arra
             f"without targets and weights: `surrogate + kfac.{name}(...)`."
         )
     return weights
+
+
+def _any_negative(weights: Shaped[Array, "..."]) -> bool:
+    """Of weights that are known, also while something else is traced."""
+    with jax.ensure_compile_time_eval():
+        return bool(jnp.any(is_negative(weights)))
 
 
 def is_negative(weights: Shaped[Array, "..."]) -> Bool[Array, "..."]:
