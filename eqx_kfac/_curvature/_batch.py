@@ -244,9 +244,6 @@ class LinearisedBatch(PlainModule):
 
     def has_negative_weights(self) -> Bool[Array, ""]:
         """Whether a term of a loss has a weight below zero."""
-        weighted = lambda lin: any(o.weights is not None for o in lin.objective.losses)
-        if not self.seen(weighted):
-            return jnp.zeros((), bool)
         return self._total(lambda _, lin: (lin.negative_weights, None))[0] > 0
 
     def surrogate_lengths(self, direction: Model) -> Float[Array, "3"]:

@@ -51,7 +51,7 @@ def work(loss_fn: Callable, model: Model, args: Args, kwargs: Kwargs) -> Work:
 
 
 def _equations(value: Any, times: int) -> Iterator[tuple[JaxprEqn, int]]:
-    """Those of a jaxpr that have no others inside, and how often each is evaluated."""
+    """The equations of a jaxpr that have none inside, and how often each is evaluated."""
     if isinstance(value, (tuple, list)):
         for item in value:
             yield from _equations(item, times)

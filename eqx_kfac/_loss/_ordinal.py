@@ -95,8 +95,8 @@ class OrdinalCrossEntropy(AbstractLoss):
         return (below - above).astype(self.cumulative_logits.dtype)
 
     def hessian_root(self, v):
-        # Of -log σ(z_{c+1}), of -log σ(-z_c), and of -log(1 - exp(z_c - z_{c+1})): its
-        # second derivative is 1 / (2 sinh(gap / 2))², along the difference.
+        # The loss is -log σ(z_{c+1}) - log σ(-z_c) - log(1 - exp(z_c - z_{c+1})). The
+        # second derivative of the last term is 1 / (2 sinh(gap / 2))², along the gap.
         z = at_least_float32(self.cumulative_logits)
         v = v.astype(z.dtype)
         gap = z[..., 1:] - z[..., :-1]

@@ -178,7 +178,7 @@ class Trial(PlainModule):
         lost = ~(finite_value & finite_grads)
         leads_back = self.state.rollback.due & self.start.watched
         without &= finite
-        # Of this step's examples, there should have been some.
+        # An estimate from all of this step's examples should have found some.
         missed = without & self.averaged.fresh
         known = finite & ~missed
         finite_update = known & all_finite(update_norm)

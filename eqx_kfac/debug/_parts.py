@@ -39,7 +39,7 @@ class Size(NamedTuple):
 
 
 def sizes(model: Model) -> list[Size]:
-    """Those of all layers."""
+    """The sizes of all layers."""
     shapes = eqx.filter_eval_shape(init_curvature, model)
 
     def of_layer(tag, layer, factors):

@@ -127,7 +127,7 @@ def random_vectors(fisher: AbstractFisher | None, operations: float) -> Vectors:
 
 
 def _score_of_one(losses: Any, index: Any, key: Key | None) -> Any:
-    """That of one example."""
+    """The scores of all examples, with zeros in the place of all but one."""
 
     def only(a):
         return a * trailing((jnp.arange(len(a)) == index).astype(a.dtype), a)

@@ -23,13 +23,12 @@ class Spectrum(NamedTuple):
 
     path: str
     trace: np.ndarray  # [*stack]
-    values: (
-        np.ndarray | None
-    )  # [*stack, d_out, d_in]; of matrices that are too wide, none.
+    # [*stack, d_out, d_in]; matrices that are too wide are not decomposed.
+    values: np.ndarray | None
 
 
 def spectra(model: Model, curvature: Model) -> list[Spectrum]:
-    """Those of all layers.
+    """The spectra of all layers.
 
     **Arguments:**
 
