@@ -84,11 +84,14 @@ class Linearisation(PlainModule):
             return statistics
 
         # What depends on inputs alone is the same in every pullback; the rest adds up.
+        # (Rows without a weight of their own count by a gradient: one will do.)
+        probe = self._probe(fisher)
+        inputs = statistics if probe is None else map_tags(_statistics, probe)
         zeros = _outputs(map_tags(_statistics, self.model))
         outputs = _sum(lambda i: _outputs(pull(i)), number, fisher.batch_size, zeros)
         return jtu.tree_map(
             lambda s, o: Statistics(s.inputs, o),
-            statistics,
+            inputs,
             outputs,
             is_leaf=is_statistics,
         )
@@ -119,10 +122,18 @@ class Linearisation(PlainModule):
 
         def pull(index):
             cotangents = fisher.cotangents(self.objective.losses, index, key)
-            cotangents = [jtu.tree_map(s, c) for s, c in zip(scales, cotangents)]
-            return self.pull(cotangents)
+            return self.pull(_scaled(scales, cotangents))
 
         return pull, fisher.number(self.objective.losses)
+
+    def _probe(self, fisher: AbstractFisher) -> Model | None:
+        """What comes back from a cotangent in which all outputs take part, if there are
+        weights."""
+        losses = self.objective.losses
+        if all(loss.weights is None for loss in losses):
+            return None
+        probe = fisher.probe(losses)
+        return None if probe is None else self.pull(_scaled(self._scales(), probe))
 
     def l2(self) -> Model:
         """The curvature of all `L2` terms: the mean of its diagonal over every layer."""
@@ -225,6 +236,10 @@ class Linearisation(PlainModule):
             for axis in sorted(self.axes):  # Devices hold different examples.
                 key = jax.random.fold_in(key, jax.lax.axis_index(axis))
         return key
+
+
+def _scaled(scales: list[Callable], cotangents: list[PyTree]) -> list[PyTree]:
+    return [jtu.tree_map(s, c) for s, c in zip(scales, cotangents, strict=True)]
 
 
 def whole(objective: Sum, model: Model) -> Share:

@@ -44,6 +44,12 @@ class AbstractFisher(eqx.Module):
     ) -> list[PyTree[Array]]:
         """Cotangent `index`, for the outputs of every loss, without weights."""
 
+    def probe(self, losses: Sequence[AbstractLoss]) -> list[PyTree[Array]] | None:
+        """One cotangent in which all outputs take part. Rows of a layer's inputs whose
+        own loss terms have no weight count by their gradients, given this cotangent.
+        `None`: the first one serves."""
+        return None
+
     def check(self, model: Model) -> None:
         """Raises if this estimate is not one for the layers of `model`."""
 

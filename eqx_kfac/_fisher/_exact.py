@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Inexact, PyTree
 from .._checks import check_count, check_examples
 from .._custom_types import Model
 from .._loss import AbstractLoss
-from .._misc import names
+from .._misc import draw, names
 from .._tag import tagged_layers
 from ._base import AbstractFisher
 
@@ -77,6 +77,16 @@ class _Columns(AbstractFisher):
             cotangents.append(self.root(loss, v))
             offset += columns
         return cotangents
+
+    def probe(self, losses):
+        # The same signs for every example, whatever batch it is in.
+        def signs(loss):
+            shape, dtype = loss.root_shape, loss.term_weights.dtype
+            own = shape[self.example_axes :]
+            v = draw(jax.random.rademacher, jax.random.key(0), own, dtype)
+            return jnp.broadcast_to(v, shape)
+
+        return [self.root(loss, signs(loss)) for loss in losses]
 
 
 class Exact(_Columns):

@@ -24,7 +24,7 @@ from .._block import AbstractBlock
 from .._devices import cast_varying
 from ..form import AbstractForm
 from ._rows import Raw
-from ._weights import row_weights
+from ._weights import row_weights, with_influence
 
 
 class Note(NamedTuple):
@@ -201,6 +201,8 @@ def _transpose(ct, *operands, layout, stack, examples):
             x, ct, axes = jnp.expand_dims(x, stack), jnp.expand_dims(ct, stack), axes + 1
         weights, basis, *_ = jtu.tree_unflatten(layout.shared, shared)
         weights = row_weights(weights, x, stack, axes)
+        if weights is not None:
+            weights = with_influence(weights, ct, stack)
         rows = layout.block.rows(layout.form, x, ct, weights, stack, axes)
         rows = rows._replace(
             swapped=layout.swapped, derivative=layout.derivative, basis=basis

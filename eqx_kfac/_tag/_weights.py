@@ -2,11 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from .._custom_types import Weights
 from .._devices import varying_axes
-from .._misc import common_prefix
+from .._misc import accumulator, common_prefix
 
 
 def row_weights(weights: Weights, x: Array, stack: int, axes: int) -> Array | None:
@@ -37,6 +37,37 @@ def row_weights(weights: Weights, x: Array, stack: int, axes: int) -> Array | No
     (weights,) = readings
     extra = range(stack + matching(weights.shape[stack:]), weights.ndim)
     return jnp.mean(weights, axis=tuple(extra))
+
+
+def with_influence(
+    weights: Float[Array, "..."], g: Array, stack: int
+) -> Float[Array, "..."]:
+    r"""The weights of rows, given the gradients `g` at them. A row whose own loss term
+    has no weight still matters if it influences others, through attention or along the
+    edges of a graph: then it has a gradient, and counts by the size of that,
+
+    $$w_s = \min\left(\bar w, \; \lVert g_s \rVert^2
+    \frac{\sum_t w_t}{\sum_t \lVert g_t \rVert^2}\right)$$
+
+    with sums over the rows $t$ of the same example that have weights, and $\bar w$ the
+    mean of these. Weights on one axis alone are all of one example: then, it is a
+    graph; or nothing mixes, and there is no such row.
+    """
+    dtype = accumulator(weights.dtype, g.dtype)
+    w = weights.astype(dtype)
+    behind = tuple(range(w.ndim, g.ndim))
+    sizes = jnp.sum(jnp.abs(g).astype(dtype) ** 2, axis=behind)
+    # Within an example, so that the result does not depend on the rest of the batch.
+    within = tuple(range(stack + (w.ndim > stack + 1), w.ndim))
+    labelled = w != 0
+    number = jnp.sum(labelled, axis=within, keepdims=True, dtype=dtype)
+    total = jnp.sum(w, axis=within, keepdims=True)
+    size = jnp.sum(sizes, axis=within, keepdims=True, where=labelled)
+    mean = total / jnp.maximum(number, 1)
+    # If none of these has a gradient, all others are larger.
+    relative = jnp.where(size == 0, jnp.inf, total / jnp.where(size == 0, 1, size))
+    influence = jnp.where(sizes == 0, 0, jnp.minimum(mean, sizes * relative))
+    return jnp.where(labelled, w, influence)
 
 
 def _message(members: tuple, examples: tuple, given: tuple, readings: int) -> str:
