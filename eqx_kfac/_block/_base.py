@@ -97,7 +97,7 @@ class AbstractBlock(PlainModule):
     **Fields:**
 
     - `weighted`: whether the weights of the loss terms are weights of the layer's
-        inputs.
+        inputs. (Rows without a weight of their own then count by their gradients.)
     - `mixes_positions`: whether there are products between different positions (tokens)
         of an example.
     - `two_sided`: whether the operator is a Kronecker product on canonical matrices, or

@@ -110,7 +110,8 @@ class Kronecker(AbstractBlock):
         - `sharing`: [`eqx_kfac.Expand`][], [`eqx_kfac.Reduce`][] or
             [`eqx_kfac.TensorNormal`][].
         - `weighted`: whether the weights of the loss terms also weight the layer's
-            inputs. False for a layer whose inputs are not examples.
+            inputs. A row whose term has weight zero, but which influences others, counts
+            by its gradient. False for a layer whose inputs are not examples.
         - `tied`: whether another layer uses the transposed weight, and adds to the
             statistics; [`eqx_kfac.Shared`][] sets it.
         - `diagonal_input`, `diagonal_output`: whether only the diagonal of a factor is

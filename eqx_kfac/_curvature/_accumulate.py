@@ -137,6 +137,8 @@ class Accumulator(eqx.Module):
         fill = ft.partial(fill_tags, curvature=self.bases)
         lin = linearise(self.loss_fn, model, args, kwargs, fill=fill)
         counts = lin.share.counts
+        # Which inputs count, and by how much, may depend on all losses together.
+        inputs = lin.statistics(self.fisher, key)
         ones = Share([jnp.ones_like(n) for n in counts], 1.0)
         lin = eqx.tree_at(lambda lin: lin.share, lin, ones)
         each = [(i,) for i in range(len(counts))]
@@ -144,7 +146,6 @@ class Accumulator(eqx.Module):
             lin.statistics(_Of(self.fisher, losses), key)
             for losses in [*each, *itertools.combinations(range(len(counts)), 2)]
         ]
-        inputs, *_ = statistics
         return Total(
             inputs=_only(inputs, lambda s: Statistics(s.inputs, None)),
             outputs=[
