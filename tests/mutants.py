@@ -182,7 +182,7 @@ MUTANTS = [
     M("_curvature/_model_operator.py", "scale = jnp.asarray(coefficient, count.dtype) / count", "scale = jnp.asarray(1, count.dtype) / count", "operators curvlinops models"),
     M("_curvature/_model_operator.py", "return evaluate(objective, model, whole(objective, model))", "return evaluate(objective, model, whole(objective, model)) / 2", "operators models"),
     M("_curvature/_capture.py", "return value * total.astype(value.dtype)", "return value", "capture"),
-    M("_tag/_weights.py", "jnp.where(labelled, w, influence)", "w", "masks"),
+    M("_tag/_weights.py", "jnp.where(labelled, w, jnp.minimum(mean, sizes * relative))", "w", "masks"),
     M("_tag/_weights.py", "jnp.minimum(mean, sizes * relative)", "sizes * relative", "masks"),
     M("_tag/_weights.py", "within = tuple(range(stack + (w.ndim > stack + 1), w.ndim))", "within = tuple(range(stack, w.ndim))", "masks"),
     M("_curvature/_linearise.py", "inputs = statistics if probe is None else map_tags(_statistics, probe)", "inputs = statistics", "masks"),

@@ -223,8 +223,9 @@ def _through_derivatives(layers: list[TaggedLayer]) -> str:
     return (
         f"The losses are trained through a derivative of the {which} {paths} in {whose} "
         f"input, of which no curvature would be collected: {_unseen(layers[0].tag)}. "
-        "Stop what is not trained through (`jax.lax.stop_gradient`); or leave the "
-        f"{which} untagged, `kfac.convert(model, blocks={blocks})`, with a `fallback`."
+        "Where the losses should not be trained through it, stop it "
+        f"(`jax.lax.stop_gradient`). As a last resort, leave the {which} untagged, "
+        f"`kfac.convert(model, blocks={blocks})`, with a `fallback`."
     )
 
 
@@ -242,9 +243,10 @@ def _unseen(tag: Tag) -> str:
             "(`derivatives = True`); `kfac.Kronecker()` does"
         )
     return (
-        "it is taken in reverse mode (`jax.grad`, `jax.vjp`, `jax.jacrev`, "
-        "`jax.hessian`). Take it forward: `jax.jvp`, `jax.jacfwd`, `jax.linearize`, "
-        "`jax.experimental.jet`"
+        "it is taken in reverse mode. Take it forward, which gives the same numbers: "
+        "`jax.jacfwd(u)` in the place of `jax.grad(u)` or `jax.jacrev(u)`, "
+        "`jax.jacfwd(jax.jacfwd(u))` in that of `jax.hessian(u)`; or `jax.jvp`, "
+        "`jax.linearize`, `jax.experimental.jet`"
     )
 
 

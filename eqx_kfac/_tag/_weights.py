@@ -64,10 +64,11 @@ def with_influence(
     total = jnp.sum(w, axis=within, keepdims=True)
     size = jnp.sum(sizes, axis=within, keepdims=True, where=labelled)
     mean = total / jnp.maximum(number, 1)
-    # If none of these has a gradient, all others are larger.
-    relative = jnp.where(size == 0, jnp.inf, total / jnp.where(size == 0, 1, size))
-    influence = jnp.where(sizes == 0, 0, jnp.minimum(mean, sizes * relative))
-    return jnp.where(labelled, w, influence)
+    # If none of these has a gradient, all others are larger. (Infinity times zero would
+    # look like a mistake to `jax_debug_nans`.)
+    most = jnp.finfo(dtype).max
+    relative = jnp.where(size == 0, most, total / jnp.where(size == 0, 1, size))
+    return jnp.where(labelled, w, jnp.minimum(mean, sizes * relative))
 
 
 def _message(members: tuple, examples: tuple, given: tuple, readings: int) -> str:
