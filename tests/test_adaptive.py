@@ -1418,3 +1418,38 @@ def test_a_loss_without_forward_derivative(micro_batches):
             step(*numbers)
     with raises(TypeError, "kfac.GaussNewton", "`jax.custom_jvp`"):
         kfac.GaussNewton(loss_fn, model, x, y).as_matrix()
+
+
+def after_steps(optimizer, number):
+    """The last loss of so many steps that all see the same data."""
+    model, (x, y) = make_model(), make_data(7)
+    keys = jr.split(jr.key(0), number)
+
+    @eqx.filter_jit
+    def train(model):
+        arrays, static = eqx.partition((model, optimizer.init(model)), eqx.is_array)
+
+        def step(arrays, key):
+            carry = eqx.combine(arrays, static)
+            model, state, info = optimizer.step(squared, *carry, x, y, key=key)
+            return eqx.filter((model, state), eqx.is_array), info.loss
+
+        return jax.lax.scan(step, arrays, keys)[1]
+
+    return train(model)[-1]
+
+
+def test_full_batch_is_for_losses_that_fall_far():
+    far, near = [after_steps(o, 60) for o in (kfac.KFAC.full_batch(), kfac.KFAC())]
+    assert far < 0.1 * near
+
+
+def test_full_batch_takes_other_choices():
+    optimizer = kfac.KFAC.full_batch()
+    assert isinstance(optimizer.learning_rate, kfac.QuadraticModel)
+    assert isinstance(optimizer.damping, kfac.LevenbergMarquardt)
+    other = kfac.KFAC.full_batch(fisher=kfac.Exact(), curvature_period=1)
+    assert isinstance(other.fisher, kfac.Exact) and other.curvature_period == 1
+    assert optimizer.curvature_period == 5
+    with pytest.raises(TypeError, match="unknown"):
+        kfac.KFAC.full_batch(unknown=1)

@@ -29,13 +29,13 @@ from ._choices import (
     rules_of,
 )
 from ._collect import Average, collect
-from ._damping import AbstractDamping
+from ._damping import AbstractDamping, LevenbergMarquardt
 from ._factors import check_belongs, Factorising, init_factors
 from ._fallback import init_fallback, update_fallback
 from ._guard import AbstractGuard
 from ._layer_damping import AbstractLayerDamping, init_layer_damping
 from ._numbers import current, initial, MovingAverage, Numbers, WeightDecay
-from ._quadratic import AbstractStepRule
+from ._quadratic import AbstractStepRule, QuadraticModel
 from ._rollback import init_rollback
 from ._schedule import Due, early, InTurn
 from ._state import Info, init_faults, init_iterates, KFACState
@@ -177,6 +177,42 @@ class KFAC(eqx.Module):
         for name, value in chosen.items():
             setattr(self, name, value)
         check_choices(chosen)
+
+    @classmethod
+    def full_batch(cls, **choices: Any) -> "KFAC":
+        r"""K-FAC for an objective that is the same at every step, or nearly so: all data
+        at once, the points of a differential equation, batches of many thousands. Such
+        an objective has next to no noise, and may fall by many orders of magnitude.
+
+        Learning rate and momentum minimise the quadratic model of the objective, and the
+        damping, in either direction by a factor of two every other step, follows how well
+        that predicts the loss. So nothing has a unit, or is to be tuned. Curvature is
+        estimated every five steps. See "How to choose" for what it gives.
+
+        !!! Example
+
+            ```python
+            optimizer = kfac.KFAC.full_batch()
+            ```
+
+        **Arguments:**
+
+        - `choices`: arguments of [`eqx_kfac.KFAC`][] that take the place of these.
+
+        **Returns:** the optimizer.
+
+        **Raises:** as [`eqx_kfac.KFAC`][].
+
+        ??? cite "Reference"
+
+            J. Martens and R. Grosse, *Optimizing Neural Networks with Kronecker-factored
+            Approximate Curvature*, ICML 2015, sections 6.4 to 7, where the damping
+            changes more slowly: for minibatches.
+        """
+        rule = QuadraticModel()
+        damping = LevenbergMarquardt(1.0, decay=0.7, interval=2, minimum=1e-12)
+        chosen = dict(learning_rate=rule, momentum=rule, damping=damping)
+        return cls(**{**chosen, "curvature_period": 5, **choices})
 
     @putting
     def init(self, model: Model) -> KFACState:
