@@ -11,6 +11,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import eqx_kfac as kfac
+from eqx_kfac.debug import _plan
 
 from .helpers import arrays, make_mesh, normal
 
@@ -203,6 +204,41 @@ def test_centred_blocks_are_the_covariance(is_complex):
             assert np.linalg.eigvalsh(matrix).min() > -1e-12
     plain = np.asarray(collect(kfac.Exact(), model, e).layers[0].matrix)
     assert np.linalg.norm(plain - want[0]) > 1e-2
+
+
+@KINDS
+def test_verify_compares_with_the_covariance(is_complex):
+    model, e = network(is_complex=is_complex), energies(is_complex)
+    report = kfac.verify(loss_fn, model, X, e, fisher=kfac.Centred())
+    assert report.exact
+    assert max(float(np.max(c.error)) for c in report.layers) < 1e-10
+    # The trace of a diagonal block is right; that of the second moment is another one.
+    diagonal = network(kfac.Diagonal(), is_complex)
+    report = kfac.verify(loss_fn, diagonal, X, e, fisher=kfac.Centred())
+    for check in report.layers:
+        np.testing.assert_allclose(check.ratio, 1, rtol=1e-10)
+        assert np.all(check.error > 1e-3)
+    second = kfac.verify(loss_fn, model, X, e).layers[0]
+    assert second.ratio == pytest.approx(1)
+    moments = [np.trace(f.matrix) for f in collect(kfac.Exact(), model, e).layers]
+    centred = [np.trace(f.matrix) for f in collect(kfac.Centred(), model, e).layers]
+    assert abs(moments[0] - centred[0]) > 1e-2
+
+
+def test_verify_estimates_the_covariance(monkeypatch):
+    """Where all columns of a root would be too many."""
+    monkeypatch.setattr(_plan, "ALL", 0.0)
+    report = kfac.verify(loss_fn, network(), X, REAL, fisher=kfac.Centred(), limit=1)
+    ratios = [float(check.ratio) for check in report.layers]
+    noise = [float(check.ratio_noise) for check in report.layers]
+    assert all(check.estimated for check in report.layers)
+    for ratio, own in zip(ratios, noise, strict=True):
+        assert 0 < own < 0.2 and abs(ratio - 1) < 4 * own
+    plain = [np.trace(f.matrix) for f in collect(kfac.Exact(), network(), REAL).layers]
+    centred = [
+        np.trace(f.matrix) for f in collect(kfac.Centred(), network(), REAL).layers
+    ]
+    assert max(a / b - 4 * own for a, b, own in zip(plain, centred, noise)) > 1
 
 
 @KINDS

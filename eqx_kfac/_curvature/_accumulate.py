@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from .._block import is_statistics, Statistics
 from .._custom_types import Key, Model
 from .._devices import zeros_of
-from .._fisher import AbstractFisher, check_whole, Exact
+from .._fisher import AbstractFisher, check_separate, Exact
 from .._misc import accumulator
 from .._tag import fill_tags
 from ._average import factors, refresh
@@ -77,7 +77,7 @@ class Accumulator(eqx.Module):
         - `loss_fn`, `fisher`: as for [`eqx_kfac.curvature`][].
         - `bases`: curvature in whose bases some blocks take their statistics.
         """
-        check_whole(fisher, "kfac.Accumulator")
+        check_separate(fisher, "kfac.Accumulator")
         self.loss_fn = loss_fn
         self.fisher = fisher
         self.bases = bases

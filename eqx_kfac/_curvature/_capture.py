@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Inexact, Shaped
 
 from .._custom_types import Key
 from .._devices import varying_axes
-from .._fisher import AbstractFisher, check_whole
+from .._fisher import AbstractFisher, check_separate
 from .._loss import Sum
 from .._misc import accumulator
 from .._program import look
@@ -123,7 +123,7 @@ def capture(loss_fn: Callable, fisher: AbstractFisher | None = None) -> Callable
         ```
     """
 
-    check_whole(fisher, "kfac.capture")
+    check_separate(fisher, "kfac.capture")
 
     def wrapped(model, *args, key=None, **kwargs):
         check_tagged(model)

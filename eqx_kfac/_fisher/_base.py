@@ -54,13 +54,18 @@ class AbstractFisher(eqx.Module):
         """Raises if this estimate is not one for the layers of `model`."""
 
 
-def check_whole(fisher: AbstractFisher | None, where: str) -> None:
-    """Raises if an estimate is one of a part of the batch, or of the whole only."""
+def check_separate(fisher: AbstractFisher | None, where: str) -> None:
+    """Raises if an estimate is none of single examples, or of a part of the batch."""
     if fisher is not None and fisher.centred:
         raise ValueError(
             f"`kfac.{fisher.name}` is not one of single examples, which `{where}` is "
             "about. Use `kfac.Exact()`."
         )
+    check_whole(fisher, where)
+
+
+def check_whole(fisher: AbstractFisher | None, where: str) -> None:
+    """Raises if an estimate is one of a part of the batch."""
     if fisher is not None and fisher.examples is not None:
         raise ValueError(
             f"`kfac.{fisher.name}(examples={fisher.examples})` takes a part of a batch, "

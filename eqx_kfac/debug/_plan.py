@@ -1,6 +1,7 @@
 """What is compared, and how: dense where that fits, else along vectors that are pulled
 back, all of them or random ones."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jaxtyping import Array
 
 from .._curvature import Batch, Work, work
 from .._custom_types import Args, Key, Kwargs, Model
@@ -113,6 +115,8 @@ def vectors(
                 return Vectors(fisher.cotangents, number, False), fisher, key
     if isinstance(fisher, Empirical):
         exact = Vectors(_score_of_one, costs.examples, False)
+    elif fisher.centred:
+        exact = Vectors(_centred_column, costs.columns, False)
     else:
         exact = Vectors(Exact(0).cotangents, costs.columns, False)
     if affordable(exact.number):
@@ -123,6 +127,8 @@ def vectors(
 def random_vectors(fisher: AbstractFisher | None, operations: float) -> Vectors:
     """As many as can be had, if each takes so many operations."""
     draws = _signed_scores if isinstance(fisher, Empirical) else _signs
+    if fisher is not None and fisher.centred:
+        draws = _centred_signs
     return Vectors(draws, int(np.clip(SOME // operations, 8, 128)), True)
 
 
@@ -138,6 +144,27 @@ def _score_of_one(losses: Any, index: Any, key: Key | None) -> Any:
 def _signs(losses: Any, index: Any, key: Key | None) -> Any:
     """A root of the Fisher times random signs."""
     return CurvatureProp().cotangents(losses, index, jax.random.key(2))
+
+
+def _centred_column(losses: Any, index: Any, key: Key | None) -> Any:
+    """A column of a root of the Fisher at the outputs of one example, less the mean of
+    such columns over the examples."""
+    (loss,) = losses
+    shape = loss.root_shape
+    unit = jax.nn.one_hot(index, math.prod(shape), dtype=loss.term_weights.dtype)
+    return _centred(loss, unit.reshape(shape))
+
+
+def _centred_signs(losses: Any, index: Any, key: Key | None) -> Any:
+    """Such columns times random signs."""
+    (loss,) = losses
+    key = jax.random.fold_in(jax.random.key(2), index)
+    dtype = loss.term_weights.dtype
+    return _centred(loss, draw(jax.random.rademacher, key, loss.root_shape, dtype))
+
+
+def _centred(loss: Any, v: Array) -> Any:
+    return [Exact().root(loss, v - jnp.mean(v, axis=0, keepdims=True))]
 
 
 def _signed_scores(losses: Any, index: Any, key: Key | None) -> Any:
