@@ -293,7 +293,7 @@ def test_derivatives_of_the_value():
         assert_entries_near(got, want)
 
 
-@pytest.mark.parametrize("weights", [None, np.arange(float(SIZE))])
+@pytest.mark.parametrize("weights", [None, 1 + np.arange(float(SIZE))])
 def test_transpose(weights):
     y, x, g = normal(1, SIZE, D_OUT), normal(2, SIZE, D_IN), normal(3, SIZE, D_OUT)
     tag = make_tag(weights=weights)
@@ -407,7 +407,7 @@ def test_nested_batching(kinds):
 
 def test_batching_with_weights():
     """Weights belong to the examples; a stack has its own copy."""
-    weights = np.arange(float(SIZE))
+    weights = 1 + np.arange(float(SIZE))  # None is zero: such rows count by gradients.
     y, x, g = normal(1, 2, SIZE, D_OUT), normal(2, SIZE, D_IN), normal(3, 2, SIZE, D_OUT)
     tag = jtu.tree_map(lambda s: np.stack([s, s]), make_tag(weights=weights))
     member = lambda tag, y: jax.vmap(lambda y, x: tag(y, x))(y, x)
