@@ -45,20 +45,21 @@ class Attention(eqx.Module):
         def layer(i, x):
             return jax.vmap(self.layers[i])(x) + shifts[i]
 
-        scores = layer(0, x) @ layer(1, x).T
-        if self.causal:
-            scores = jnp.where(np.tril(np.ones((T, T), bool)), scores, -jnp.inf)
-        h = x + jax.nn.softmax(scores) @ jnp.tanh(x)
+        h = self._mixed(x, layer(0, x), layer(1, x))
         h = x + jnp.tanh(layer(2, h))
         return layer(3, h)
 
     def inputs(self, x):
-        """Those of every layer."""
-        scores = jax.vmap(self.layers[0])(x) @ jax.vmap(self.layers[1])(x).T
+        """The inputs of every layer."""
+        each = [jax.vmap(layer) for layer in self.layers]
+        h = self._mixed(x, each[0](x), each[1](x))
+        return x, x, h, x + jnp.tanh(each[2](h))
+
+    def _mixed(self, x, queries, keys):
+        scores = queries @ keys.T
         if self.causal:
             scores = jnp.where(np.tril(np.ones((T, T), bool)), scores, -jnp.inf)
-        h = x + jax.nn.softmax(scores) @ jnp.tanh(x)
-        return x, x, h, x + jnp.tanh(jax.vmap(self.layers[2])(h))
+        return x + jax.nn.softmax(scores) @ jnp.tanh(x)
 
 
 def tokens(model, x, y, weights=None):

@@ -125,10 +125,13 @@ def vectors(
 
 
 def random_vectors(fisher: AbstractFisher | None, operations: float) -> Vectors:
-    """As many as can be had, if each takes so many operations."""
-    draws = _signed_scores if isinstance(fisher, Empirical) else _signs
-    if fisher is not None and fisher.centred:
+    """As many random vectors as can be had, if each takes so many operations."""
+    if isinstance(fisher, Empirical):
+        draws = _signed_scores
+    elif fisher is not None and fisher.centred:
         draws = _centred_signs
+    else:
+        draws = _signs
     return Vectors(draws, int(np.clip(SOME // operations, 8, 128)), True)
 
 
