@@ -13,7 +13,7 @@ Numeric: TypeAlias = ArrayLike | Callable[[Any], Any]
 # What a loss function takes beside the model.
 Args: TypeAlias = Sequence[Any]
 Kwargs: TypeAlias = dict[str, Any]
-# Of a lineax solver.
+# What is passed to a lineax solver as its options.
 Options: TypeAlias = dict[str, Any]
 # A PyTree shaped like the user's model. (Spelled out because every level uses it.)
 Model: TypeAlias = Any
@@ -23,5 +23,5 @@ Layer: TypeAlias = Any
 PerLayer: TypeAlias = Any
 # What an array is to be like: something with its shape, type and sharding.
 Like: TypeAlias = Any
-# Of the examples in a batch, on their axes; `None`: all count alike.
+# How much the examples of a batch count, on their axes; `None`: all count alike.
 Weights: TypeAlias = Array | None

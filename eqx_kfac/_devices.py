@@ -260,9 +260,9 @@ class Devices(NamedTuple):
 
     @classmethod
     def of(cls, *trees: PyTree) -> "Devices | None":
-        """Those on whose mesh arrays are. `None` if there is one device only. Within
-        `shard_map`, those along its axes over which no array varies, as far as JAX keeps
-        account of that."""
+        """The devices on whose mesh arrays are. `None` if there is one device only.
+        Within `shard_map`, those along its axes over which no array varies, as far as
+        JAX keeps account of that."""
         meshes = [mesh.abstract_mesh for mesh in meshes_of(trees)]
         meshes = [m for m in (jax.sharding.get_abstract_mesh(), *meshes) if m.size > 1]
         if not meshes:

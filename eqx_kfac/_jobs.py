@@ -39,7 +39,7 @@ class Job(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the stack."""
+        """The shape of the stack."""
         return jtu.tree_leaves(self.args)[0].shape[: self.stack]
 
     @property

@@ -192,7 +192,7 @@ class Kronecker(AbstractBlock):
         return Statistics(inputs, outputs)
 
     def _moments(self, statistics: Statistics) -> InputMoments:
-        """Those of the inputs, wherever they are."""
+        """The moments of the inputs, wherever they are."""
         balanced = self.sharing.balanced
         return statistics.outputs.inputs if balanced else statistics.inputs
 

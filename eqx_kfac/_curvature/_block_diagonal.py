@@ -154,7 +154,8 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
         return _added(jtu.tree_map(jnp.sum, self.effective_dimensions(damping)))
 
     def effective_dimensions(self, damping: PerLayer) -> Model:
-        """That of every layer separately: a tree like that of `per_layer`."""
+        """The effective dimension of every layer separately: a tree like that of
+        `per_layer`."""
 
         def of_layer(op, shift, number):
             values = _values(op, shift)
@@ -219,7 +220,7 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
         return self._map(lambda block: block.shift)
 
     def without_l2(self) -> "BlockDiagonalOperator":
-        """The same operator, without these."""
+        """The same operator, without the curvature of `L2` terms and the damping."""
         return self._blockwise(lambda block: _without_shift(block, block.operator))
 
     def spectral(self) -> "BlockDiagonalOperator":

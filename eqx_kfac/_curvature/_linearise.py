@@ -65,8 +65,8 @@ class Linearisation(PlainModule):
         return devices * max(math.prod(o.leading) for o in self.objective.losses)
 
     def gradient(self) -> Model:
-        """That of `value`, shaped like the model; its tags hold rows, if any were asked
-        for, and no statistics."""
+        """The gradient of `value`, shaped like the model; its tags hold rows, if any were
+        asked for, and no statistics."""
         cotangent = eqx.filter_grad(_value)(self.objective, self.share, self.axes)
         return self.pullback(cotangent, wanted=only_raw(self.model))
 
@@ -418,7 +418,7 @@ def _sum(fn: Callable, number: int, at_once: int, zeros: PyTree) -> PyTree:
 
 
 def _statistics(tag: Tag, layer: Layer) -> Statistics:
-    """Those of one layer, of the examples of all devices."""
+    """The statistics of one layer, of the examples of all devices."""
     own = varying_axes(tag.form.parameters(layer))
 
     def total(a):

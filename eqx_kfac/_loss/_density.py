@@ -42,7 +42,7 @@ class NegativeLogLikelihood(AbstractLoss):
         Approximation for Natural Gradient Descent*, NeurIPS 2019, for the difference.
     """
 
-    # Of the density as a function, its logarithm f is the natural parameter: the Hessian
+    # The logarithm f of the density, as a function, is its natural parameter: the Hessian
     # of -f(x) + log ∫exp f is the covariance under the model, whatever the data.
     natural = True
     log_probs: Inexact[Array, "*leading 1"]

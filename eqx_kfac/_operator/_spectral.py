@@ -35,7 +35,7 @@ class KroneckerBasis(eqx.Module):
     def coordinates_outer(
         self, g: Float[Array, "rows d_out"], x: Float[Array, "rows d_in"]
     ) -> Array:
-        r"""Those of $\sum g x^\top$."""
+        r"""Coordinates in this basis of $\sum g x^\top$."""
         left, right = self.output_vectors, self.input_vectors
         g = g if left is None else matmul(g, left)
         return outer(g, x if right is None else matmul(x, right))

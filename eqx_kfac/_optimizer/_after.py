@@ -93,7 +93,7 @@ def _kept(
     """What stays of the state if the step is rejected, or if the parameters go `back` to
     `good` ones."""
     kept = {name: getattr(state, name) for name in names}
-    # Of what led uphill, not the same again: it would for ever.
+    # A velocity that led uphill starts again from zero: it would lead there for ever.
     uphill = info.faults.update | info.faults.increase | back
     moving = state.velocity, state.extent
     stopped = jtu.tree_map(jnp.zeros_like, moving)

@@ -66,7 +66,7 @@ class Factorising:
     def __call__(
         self, inverse: Model, curvature: Model, strength: Any
     ) -> tuple[Model, Bool[Array, ""]]:
-        """As `anew`, of the layers that are due."""
+        """The factorisation as `anew` has it, of the layers that are due."""
         return self._when_due(self.anew, inverse, curvature, strength)
 
     def _when_due(self, compute: Callable, *trees: Model) -> Any:

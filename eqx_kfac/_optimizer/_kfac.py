@@ -181,8 +181,8 @@ class KFAC(eqx.Module):
     @classmethod
     def full_batch(cls, **choices: Any) -> "KFAC":
         r"""K-FAC for an objective that is the same at every step, or nearly so: all data
-        at once, the points of a differential equation, batches of many thousands. Such
-        an objective has next to no noise, and may fall by many orders of magnitude.
+        at once, the points of a differential equation. Such an objective has next to no
+        noise, and may fall by many orders of magnitude.
 
         Learning rate and momentum minimise the quadratic model of the objective, and the
         damping, in either direction by a factor of two every other step, follows how well

@@ -225,7 +225,7 @@ class _KFAC:
             )
         else:
             state = optimizer.init(params)
-        # Of one type for good, also where optax joins states of two branches.
+        # Numbers keep one type for good, also where optax joins states of two branches.
         fixed = [None if v is None else jnp.array(v, float) for v in state.numbers]
         return state._replace(numbers=Numbers(*fixed))
 

@@ -168,7 +168,7 @@ class Trial(PlainModule):
         # Cheaper than looking at every number; an update whose norm overflows has
         # diverged too. A gradient may be that large, if what follows is finite.
         update_norm = tree_norm(proposal.updates)
-        # Of faults that follow from each other, the first.
+        # Only the first of faults that follow from each other is reported.
         finite_value = all_finite(self.value)
         norm = self.start.gradient_norm
         without = self.finite & self._without(proposal.still)
@@ -229,7 +229,7 @@ class Trial(PlainModule):
 
     @property
     def _gradient(self) -> Model:
-        """That of the tagged parameters."""
+        """The gradient of the tagged parameters."""
         return partition_tagged(self.grads)[0]
 
     def _constrained(self, natural: Model) -> tuple[tuple, Float[Array, ""] | None]:

@@ -109,7 +109,7 @@ class _Work:
         sharding = explicit_sharding(jax.typeof(tag.form.some_parameter(layer)))
         cubes = d_out**3 + (0 if diagonal else (d_in + bias) ** 3)
         self.operations = float(math.prod(stack) * cubes)
-        # Of what devices of an explicit mesh have parts of, they do these together.
+        # Devices of an explicit mesh that have parts of a stack invert it together.
         split = sharding is not None and any(sharding.spec[: len(stack)])
         self.members = 1 if split else math.prod(stack)
 

@@ -307,7 +307,7 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def _jaxprs(value: Any) -> Iterator[Any]:
-    """Those among the parameters of an operation."""
+    """The jaxprs among the parameters of an operation."""
     if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
         yield value
     elif isinstance(value, (tuple, list)):

@@ -106,7 +106,7 @@ class Found(NamedTuple):
             return self.examples == (1,) or self.is_by_itself(call)
         if call.axes:  # Within the loss function, devices may have parts of them.
             return any(number % call.examples[0] == 0 for number in self.examples)
-        # Of the members of an ensemble, the outputs may have an axis, too.
+        # The outputs may have an axis of the members of an ensemble, too.
         members = call.x.shape[: call.stack]
         behind = [s[len(members) :] for s in self.terms if s[: len(members)] == members]
         return call.examples[0] in {*self.examples, *(s[0] for s in behind if s)}
@@ -276,7 +276,7 @@ def _visit(
     layout, stack = params["layout"], params["stack"]
     avals: list[Any] = [atom.aval for atom in eqn.invars]
     note = layout.note(avals)
-    if note is None:  # Of curvature that the loss function itself collects.
+    if note is None:  # The loss function itself collects curvature by it.
         return values[:1], []
     y, x = values[:2]
     shape = avals[1].shape

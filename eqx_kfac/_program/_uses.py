@@ -87,7 +87,7 @@ def contains(jaxpr: Any, name: str) -> bool:
 
 
 def equations(value: Any) -> Iterator[Any]:
-    """Those of a jaxpr, and of all inside them."""
+    """The equations of a jaxpr, and of all jaxprs inside them."""
     if isinstance(value, (tuple, list)):
         for item in value:
             yield from equations(item)

@@ -44,7 +44,7 @@ class Note(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the zeros, behind the layer's stack."""
+        """The shape of the zeros, behind the layer's stack."""
         return *self.examples, len(self.examples) + 1, self.number + 1
 
 
@@ -71,7 +71,7 @@ class Layout(NamedTuple):
         return operands[0], operands[1], operands[self.own : k], operands[k:]
 
     def note(self, operands) -> Note | None:
-        """That of a tag with these operands, or abstract values of them."""
+        """The note of a tag with these operands, or abstract values of them."""
         _, _, shared, _ = self.split(operands)
         *_, note = jtu.tree_unflatten(self.shared, shared)
         return None if note is None else Note.read(note.shape)
@@ -94,8 +94,8 @@ def _value(y, *_, **__):
 
 
 def _batch_tag(primitive, axis, operands, dims, *, layout, **params):
-    """As `_batch`. What is the same for all examples gets their axis nevertheless: else
-    the gradients at it would be added up before they are squared."""
+    """Batches a tag as `_batch` does. What is the same for all examples gets their axis
+    nevertheless: else the gradients at it would be added up before they are squared."""
     if all(d is None for d in dims):
         note = layout.note(operands)
         if note is None or axis.size not in note.examples:
@@ -148,8 +148,8 @@ def _jvp(primitive, primals, tangents, *, layout, **params):
 
 
 def _derivative(y_dot, x_dot, primals, layout, **params):
-    r"""Of $z = W x + b$ along $\dot x$: $\dot z = W \dot x$ is one more row of the same
-    weight."""
+    r"""The derivative of $z = W x + b$ along $\dot x$: $\dot z = W \dot x$ is one more
+    row of the same weight."""
     if type(x_dot) is ad.Zero:
         return y_dot
     # A layer that is tagged at a zero has more derivatives than this one.
@@ -162,7 +162,7 @@ def _derivative(y_dot, x_dot, primals, layout, **params):
 
 
 def _taylor(primals, series, *, layout, **params):
-    """As `_jvp`, for the Taylor coefficients of `jax.experimental.jet`."""
+    """The rule of `_jvp`, for the Taylor coefficients of `jax.experimental.jet`."""
     out = tag_p.bind(*primals, layout=layout, **params)
     coefficients = []
     for k, (y, x) in enumerate(zip(*series[:2], strict=True), 1):
@@ -174,7 +174,7 @@ def _taylor(primals, series, *, layout, **params):
 
 
 def _transpose_derivative(ct, *operands, layout, **_):
-    """Of a derivative in reverse mode, in which weights act transposed."""
+    """The rule for a derivative in reverse mode, in which weights act transposed."""
     if type(ct) is not ad.Zero:
         ct = _unseen(ct, layout.note(operands))
     return [ct, *[None] * (len(operands) - 1)]

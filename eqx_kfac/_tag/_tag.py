@@ -34,7 +34,7 @@ class Held(NamedTuple):
     slots: Statistics
     weights: Weights
     basis: Any
-    # Of a tag at parameters: a mark for each one that is trained. (Within the loss
+    # A tag at parameters has a mark for each one that is trained. (Within the loss
     # function, the others are there again.)
     trained: tuple[Array | None, ...] | None
     raw: Statistics  # Slots for the rows themselves, beside or instead of their sums.

@@ -114,7 +114,7 @@ class LayerCheck:
                 return f"WRONG SCALE: exact, but for a factor of {ratio:.4g}"
             if np.all(self.zero | (self.diagonal_error <= self.tolerance)):
                 return "approximate, with the exact diagonal"
-        # Of several examples, `G ⊗ A` may have any trace. Of one, that is a mistake.
+        # The trace of `G ⊗ A` may be any for several examples; for one, it is a mistake.
         off = lambda ratio: np.any(np.abs(ratio - 1) > self.tolerance)
         if self.single and off(self.ratio) and not self.estimated:
             return f"SUSPICIOUS: of one example, its trace is {ratio:.4g} times exact"

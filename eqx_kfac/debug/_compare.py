@@ -96,7 +96,7 @@ def along_vectors(
 
 @eqx.filter_jit
 def _of_operator(operator: Any, axes: int) -> tuple[Array, tuple[Array, Array]]:
-    """Its trace and its squared norms."""
+    """The trace and the squared norms of an operator."""
 
     def of_one(operator):
         norms = squared_norm(operator), jnp.sum(lx.diagonal(operator) ** 2)
@@ -134,7 +134,7 @@ def _of_rows(
 
 
 def operations(operator: Any) -> float:
-    """Of one product with it."""
+    """How many operations one product with the operator takes."""
     shape = operator.in_structure().shape
     if isinstance(operator, lx.DiagonalLinearOperator):
         return math.prod(shape)
@@ -208,7 +208,7 @@ def compared(numbers: Numbers, sampled: bool) -> tuple[Comparison, Comparison | 
     figures = _rooted(found)
 
     def of_root(root, variance):
-        # Of what is much smaller than its noise, only a bound is known.
+        # Only a bound is known for what is much smaller than its noise.
         return variance / np.maximum(2 * root, np.sqrt(variance))
 
     return figures, noise._replace(
