@@ -107,6 +107,8 @@ blocks = {
     "TNT": kfac.TNT(),
     "EKFAC": kfac.EKFAC(),
     "EKFAC reduce": kfac.EKFAC(kfac.Reduce()),
+    "EKFAC narrow": kfac.EKFAC(widest=3),  # Some sides are wider, some are not.
+    "EKFAC diagonal": kfac.EKFAC(widest=1),
 }
 kronecker = {
     "Kronecker": kfac.Kronecker(),
@@ -245,10 +247,12 @@ def assert_eigenvalues_corrected(factors, F):
     """The bases are those of both factors, the eigenvalues the diagonal of F there, and
     the block no further from F than the Kronecker product."""
     q_out, q_in = factors.output_vectors, factors.input_vectors
-    A = factors.input_factor
+    A, G = factors.input_factor, factors.output_factor
     if q_in is None:
         q_in, A = np.eye(len(A)), np.diag(A)
-    for q, factor in [(q_out, factors.output_factor), (q_in, A)]:
+    if q_out is None:
+        q_out, G = np.eye(len(G)), np.diag(G)
+    for q, factor in [(q_out, G), (q_in, A)]:
         q = np.asarray(q)
         assert np.linalg.norm(q.T @ q - np.eye(len(q))) < 1e-12
         rotated = q.T @ factor @ q
@@ -257,7 +261,7 @@ def assert_eigenvalues_corrected(factors, F):
     Q = np.kron(q_out, q_in)
     assert error(factors.eigenvalues.ravel(), np.diag(Q.T @ F @ Q)) < 1e-12
     corrected = Q @ np.diag(factors.eigenvalues.ravel()) @ Q.T
-    kronecker = np.kron(factors.output_factor, A)
+    kronecker = np.kron(G, A)
     assert error(corrected, F) <= error(kronecker, F) + 1e-12
 
 
@@ -301,6 +305,30 @@ def test_diagonal_factors(name, side, train):
                 or error(G, want.output_factor) > 1e-2
                 or (error(A, want.input_factor) > 1e-2)
             )
+
+
+@pytest.mark.parametrize("block", [kfac.Kronecker, kfac.EKFAC])
+def test_wide_sides(block):
+    """Diagonal are the factors of the sides that are too wide, whatever is frozen; the
+    summary names them."""
+    mlp = eqx.nn.MLP(3, 2, 5, depth=1, key=jax.random.key(0))
+    model = kfac.convert(mlp, block(widest=3))
+    first, last = kfac.KFAC().init(model).curvature.layers
+    assert (first.input_factor.shape, first.output_factor.shape) == ((4, 4), (5,))
+    assert (last.input_factor.shape, last.output_factor.shape) == ((6,), (2, 2))
+    shown = [line.block for line in kfac.summary(model).layers]
+    name = block.__name__ + "(Expand)" * (block is kfac.Kronecker)
+    assert shown == [f"{name}, outputs diagonal", f"{name}, inputs diagonal"]
+    wide = [line.block for line in kfac.summary(kfac.convert(mlp)).layers]
+    assert wide == ["Kronecker(Expand)"] * 2
+
+
+def test_vocabularies_are_wide():
+    """A head of many classes fits by default."""
+    head = eqx.filter_eval_shape(eqx.nn.Linear, 8, 50_257, key=jax.random.key(0))
+    state = eqx.filter_eval_shape(kfac.KFAC().init, kfac.convert(head))
+    assert state.curvature.output_factor.shape == (50_257,)
+    assert state.curvature.input_factor.shape == (9, 9)
 
 
 @pytest.mark.parametrize("name", ["mlp", "tokens"])

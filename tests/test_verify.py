@@ -446,12 +446,12 @@ def test_memory_is_bounded(monkeypatch):
     embedding, hidden, head = report.layers
     assert head.too_large and head.unseen < 1e-12 and np.isnan(head.error)
     assert "too large to compare: 0.00072 GB" in head.verdict
-    assert "diagonal_output=True" in str(report).splitlines()[-1]
+    assert "kfac.Kronecker(widest=...)" in str(report).splitlines()[-1]
     assert np.isfinite(hidden.error) and np.isfinite(embedding.error)
     seen.clear()
     whole = kfac.verify(loss_fn, model, tokens)
     assert 8 * max(seen) >= 8 * 300**2 and np.isfinite(whole[".head"].error)
-    assert "diagonal_output" not in str(whole)
+    assert "widest" not in str(whole)
 
 
 #
@@ -729,3 +729,20 @@ def test_a_block_that_is_far_too_small_is_suspicious():
         verdicts[type(sharing).__name__] = check.verdict
     assert verdicts["Expand"] == "approximate"
     assert verdicts["Reduce"].startswith("SUSPICIOUS: its trace is 0 times"), verdicts
+
+
+@pytest.mark.parametrize("block", [kfac.Kronecker(), kfac.EKFAC()])
+def test_layers_that_are_passed_by(block):
+    """A layer whose weight is used without calling it is in the report, which is not
+    refused, also where statistics are taken twice, to find a basis."""
+    mlp = eqx.nn.MLP(3, 2, 3, depth=1, activation=jnp.tanh, key=jax.random.key(0))
+    model = kfac.convert(mlp, block)
+
+    def loss_fn(model, x):
+        first, last = model.layers
+        outputs = jax.vmap(lambda x: last.weight @ jnp.tanh(first(x)))(x)
+        return kfac.SquaredError(outputs, jnp.zeros_like(outputs))
+
+    first, last = kfac.verify(loss_fn, model, jnp.ones((2, 3))).layers
+    assert first.unseen == 0 and "WRONG" not in first.verdict
+    assert last.unseen == 1 and "did not see 100.00%" in last.verdict

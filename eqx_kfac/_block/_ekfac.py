@@ -4,6 +4,7 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float
 
 from .._checks import check_count
@@ -26,7 +27,7 @@ class EKFACFactors(AbstractFactors):
     **Fields:**
 
     - `input_factor`: $A$, or its diagonal, as in [`eqx_kfac.KroneckerFactors`][].
-    - `output_factor`: $G$, `[*stack, d_out, d_out]`.
+    - `output_factor`: $G$, `[*stack, d_out, d_out]`, or its diagonal.
     - `input_vectors`: $Q_A$, `[*stack, d_in(+1), d_in(+1)]`, an eigenvector in each
         column; zeros before the first refresh; `None` if $A$ is diagonal.
     - `output_vectors`: $Q_G$, `[*stack, d_out, d_out]`, likewise.
@@ -34,9 +35,9 @@ class EKFACFactors(AbstractFactors):
     """
 
     input_factor: Float[Array, "..."]
-    output_factor: Float[Array, "*stack d_out d_out"]
+    output_factor: Float[Array, "..."]
     input_vectors: Float[Array, "*stack d_in d_in"] | None
-    output_vectors: Float[Array, "*stack d_out d_out"]
+    output_vectors: Float[Array, "*stack d_out d_out"] | None
     eigenvalues: Float[Array, "*stack d_out d_in"]
     l2: Float[Array, "*stack"]
     symmetric = ("input_factor", "output_factor")
@@ -47,7 +48,8 @@ class EKFACFactors(AbstractFactors):
 
 class EKFAC(AbstractBlock):
     r"""The eigenvalue-corrected Kronecker block: the eigenbasis of $G \otimes A$ (see
-    [`eqx_kfac.Kronecker`][]), with the eigenvalues that are best in it,
+    [`eqx_kfac.Kronecker`][], which also says of which sides it is trivial), with the
+    eigenvalues that are best in it,
 
     $$S = \frac1N \sum_n \left(Q_G^\top \nabla_n Q_A\right)^{\circ 2} \in
     \mathbb{R}^{d_\text{out} \times d_\text{in}(+1)}, \qquad
@@ -84,15 +86,19 @@ class EKFAC(AbstractBlock):
         sharing: AbstractSharing = Expand(),
         weighted: bool = True,
         batch_axes: int = 1,
+        *,
+        widest: int = 2048,
     ):
         """**Arguments:**
 
-        - `sharing`, `weighted`: as for [`eqx_kfac.Kronecker`][], for the factors.
+        - `sharing`, `weighted`, `widest`: as for [`eqx_kfac.Kronecker`][], for the
+            factors.
         - `batch_axes`: as for [`eqx_kfac.Reduce`][].
 
-        **Raises:** `TypeError` for something of another kind.
+        **Raises:** `TypeError` for something of another kind, `ValueError` for a number
+        that is not positive.
         """
-        self.kronecker = Kronecker(sharing, weighted)
+        self.kronecker = Kronecker(sharing, weighted, widest=widest)
         self.batch_axes = check_count("batch_axes", batch_axes, 1)
 
     @property
@@ -116,8 +122,8 @@ class EKFAC(AbstractBlock):
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
         (inputs, columns), (outputs, like) = slots.inputs, slots.outputs
         moments = self.kronecker.statistics(rows, Statistics(inputs, outputs))
-        eigenvalues, stack = zeros_of(like), rows.stack  # None yet, without a basis.
-        if rows.basis.output_vectors is not None:
+        eigenvalues, stack = zeros_of(like), rows.stack
+        if self._has_basis(rows, Statistics(inputs, outputs)):
             x = _rotated(columns.inputs(rows), rows.basis.input_vectors, stack)
             g = _rotated(rows.g.astype(x.dtype), rows.basis.output_vectors, stack)
             if like.gradients is None:
@@ -128,6 +134,16 @@ class EKFAC(AbstractBlock):
         return Statistics(
             (moments.inputs, zeros_of(columns)), (moments.outputs, eigenvalues)
         )
+
+    def _has_basis(self, rows: Rows, slots: Statistics) -> bool:
+        """Whether there is a basis already. The factors that are diagonal need none."""
+        moments = self.kronecker._moments(slots)
+        of_inputs, of_outputs = moments.second, slots.outputs.second
+        basis, matrix = rows.basis, rows.stack + 2
+        needs_inputs = of_inputs is None or of_inputs.ndim == matrix
+        needs_outputs = of_outputs.ndim == matrix
+        missing = needs_inputs and basis.input_vectors is None
+        return not (missing or (needs_outputs and basis.output_vectors is None))
 
     def together(self, form: AbstractForm, layer: Layer, examples: int) -> Statistics:
         slots = self.slots(form, layer)
@@ -145,12 +161,15 @@ class EKFAC(AbstractBlock):
     def factors(self, statistics: Statistics, count: Array, l2: Array) -> EKFACFactors:
         (inputs, _), (outputs, (_, squares)) = statistics.inputs, statistics.outputs
         kronecker = self.kronecker.factors(Statistics(inputs, outputs), count, l2)
-        diagonal = kronecker.input_factor.ndim == l2.ndim + 1
+
+        def vectors(factor):
+            return None if factor.ndim == l2.ndim + 1 else jnp.zeros_like(factor)
+
         return EKFACFactors(
             input_factor=kronecker.input_factor,
             output_factor=kronecker.output_factor,
-            input_vectors=None if diagonal else jnp.zeros_like(kronecker.input_factor),
-            output_vectors=jnp.zeros_like(kronecker.output_factor),
+            input_vectors=vectors(kronecker.input_factor),
+            output_vectors=vectors(kronecker.output_factor),
             eigenvalues=squares / count.astype(squares.dtype),
             l2=kronecker.l2,
         )
@@ -174,14 +193,17 @@ class EKFAC(AbstractBlock):
     def expressed(self, factors: EKFACFactors, basis: KroneckerBasis) -> EKFACFactors:
         values = factors.eigenvalues
         # The diagonal of Q S Q^T in another basis is (U o U) S, with U its change.
-        values = matmul(_change(factors.output_vectors, basis.output_vectors), values)
+        if factors.output_vectors is not None:
+            change = _change(factors.output_vectors, basis.output_vectors)
+            values = matmul(change, values)
         if factors.input_vectors is not None:
             change = _change(factors.input_vectors, basis.input_vectors)
             values = matmul(values, change.T)
         return self.in_basis(dataclasses.replace(factors, eigenvalues=values), basis)
 
     def refreshed(self, factors: EKFACFactors, eigenbasis: Callable) -> EKFACFactors:
-        first = jnp.all(factors.output_vectors == 0)  # There was no basis yet.
+        bases = jtu.tree_leaves((factors.output_vectors, factors.input_vectors))
+        first = jnp.asarray([jnp.all(b == 0) for b in bases[:1]]).any()  # No basis yet.
         values_out, vectors_out = eigenbasis(
             factors.output_factor, factors.output_vectors
         )

@@ -5,12 +5,12 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
-from .._checks import check_flag, check_instance
+from .._checks import check_count, check_flag, check_instance
 from .._custom_types import Layer, Like, Weights
 from .._devices import zeros_of
 from .._misc import trailing
 from .._operator import diagonal, KroneckerOperator, vanishes
-from ..form import AbstractForm, Rows, Vectors
+from ..form import AbstractForm, Rows, Sizes, Vectors
 from ._base import (
     AbstractBlock,
     AbstractFactors,
@@ -46,7 +46,7 @@ class KroneckerFactors(AbstractFactors):
     r"""The two factors of a layer's curvature $G \otimes A$, and the multiple of the
     identity that an [`eqx_kfac.L2`][] term adds to it. Stacked layers (and the groups of
     a convolution) have leading axes. If a factor is diagonal (the inputs of an
-    embedding), only the diagonal is kept.
+    embedding, a side that is too wide), only the diagonal is kept.
 
     **Fields:**
 
@@ -81,6 +81,10 @@ class Kronecker(AbstractBlock):
     [`eqx_kfac.Reduce`][] say what a row is when a weight is shared over positions,
     [`eqx_kfac.TensorNormal`][] how much each of them counts.
 
+    Of the factor of a side that is wider than `widest` (the scores of a vocabulary, the
+    pixels of a large image), only the diagonal is kept: a matrix would need more memory
+    and time than all else. `kfac.summary` names such sides.
+
     ??? cite "Reference"
 
         J. Martens and R. Grosse, *Optimizing Neural Networks with Kronecker-factored
@@ -95,6 +99,7 @@ class Kronecker(AbstractBlock):
     tied: bool = eqx.field(static=True)
     diagonal_input: bool = eqx.field(static=True)
     diagonal_output: bool = eqx.field(static=True)
+    widest: int = eqx.field(static=True)
 
     def __init__(
         self,
@@ -104,6 +109,7 @@ class Kronecker(AbstractBlock):
         tied: bool = False,
         diagonal_input: bool = False,
         diagonal_output: bool = False,
+        widest: int = 2048,
     ):
         """**Arguments:**
 
@@ -115,10 +121,12 @@ class Kronecker(AbstractBlock):
         - `tied`: whether another layer uses the transposed weight, and adds to the
             statistics; [`eqx_kfac.Shared`][] sets it.
         - `diagonal_input`, `diagonal_output`: whether only the diagonal of a factor is
-            kept, for sides that are too wide for a matrix. (The input factor of an
-            embedding is always diagonal.)
+            kept, however wide its side is. (The input factor of an embedding is always
+            diagonal.)
+        - `widest`: how wide a side may be (without the bias) whose factor is a matrix.
 
-        **Raises:** `TypeError` for something of another kind.
+        **Raises:** `TypeError` for something of another kind, `ValueError` for a width
+        that is not positive.
         """
         check_instance("sharing", sharing, AbstractSharing, "kfac.Reduce()")
         check_flag("weighted", weighted)
@@ -130,6 +138,13 @@ class Kronecker(AbstractBlock):
         self.tied = tied
         self.diagonal_input = diagonal_input
         self.diagonal_output = diagonal_output
+        self.widest = check_count("widest", widest, 1)
+
+    def diagonal_sides(self, sizes: Sizes) -> tuple[bool, bool]:
+        """Whether only the diagonals are kept of the factors of the inputs, and of the
+        outputs, of a layer of these sizes."""
+        inputs = sizes.diagonal or self.diagonal_input or sizes.d_in > self.widest
+        return inputs, self.diagonal_output or sizes.d_out > self.widest
 
     @property
     def mixes_positions(self) -> bool:  # pyright: ignore
@@ -142,10 +157,11 @@ class Kronecker(AbstractBlock):
         found = sizes_and_zeros(form, layer)
         if found is None:
             return self.empty()
-        (_, d_out, d_in, bias, diagonal), zeros = found
-        diagonal = diagonal or self.diagonal_input
+        sizes, zeros = found
+        _, d_out, d_in, bias, _ = sizes
+        diagonal, diagonal_out = self.diagonal_sides(sizes)
         square_in = (d_in,) if diagonal else (d_in, d_in)
-        square_out = (d_out,) if self.diagonal_output else (d_out, d_out)
+        square_out = (d_out,) if diagonal_out else (d_out, d_out)
         moments = InputMoments(
             rows=zeros(),
             ones=zeros() if d_in > 0 and bias else None,

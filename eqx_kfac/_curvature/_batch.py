@@ -205,7 +205,7 @@ class LinearisedBatch(PlainModule):
             part = part.batch.linearise(part.model, part.bases, program=part.program)
         if part.bases is None and has_bases(part.model):
             bases = refresh(part._curvature(fisher, key), part.model)
-            part = part.batch.linearise(part.model, bases)
+            part = part.batch.linearise(part.model, bases, program=part.program)
         return part._curvature(fisher, key)
 
     def _curvature(self, fisher: AbstractFisher, key: Key | None) -> Model:

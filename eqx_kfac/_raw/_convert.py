@@ -22,7 +22,7 @@ from .._tag import is_tagged, LayerError
 from ..form import AbstractForm, Parameters
 from ..nn import Blocks, Choice, convert_layers, revert_layers
 from ._formed import Formed, formed, unformed
-from ._notes import is_wide, Notes, Part, RawArray, tags_for
+from ._notes import Notes, Part, RawArray, tags_for
 from ._watched import (
     map_watched,
     Marked,
@@ -285,10 +285,7 @@ def _with_tags(model: Model, notes: Notes, choice: Choice, rest: AbstractBlock) 
     modules = dict(_modules(model))
 
     def choose(array: RawArray, part: Part | None):
-        default = rest
-        if part is not None:
-            wide_out, wide_in = is_wide(part)
-            default = Kronecker(diagonal_input=wide_in, diagonal_output=wide_out)
+        default = rest if part is None else Kronecker()
         return choice(array.path, modules[array.module], default)
 
     plan = tags_for(_raw_arrays(model), notes, choose)

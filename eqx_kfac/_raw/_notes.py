@@ -13,7 +13,6 @@ from .._tag import Tag
 from ..form import AbstractForm, Convolution, Leaf, Lookup, Parameters, size_of, View
 from ._facts import AbstractVisitor, Term
 from ._sites import Site
-from ._walk import WIDE
 from ._watched import matrix, transposed
 
 
@@ -230,15 +229,3 @@ def _add_at_value(
         ranks = dict(zip(form.leaves, form.ranks, strict=True))
     ranks[array.name] = len(array.shape) - stack
     tags[name] = Tag(Parameters(**ranks), block)
-
-
-def is_wide(part: Part) -> tuple[bool, bool]:
-    """Whether there are too many outputs, or inputs, for a matrix of their moments."""
-    form, seen = part.form, part.weight.seen
-    if isinstance(form, Convolution):
-        sizes = seen[0] // form.channel_groups, math.prod(seen[1:])
-    elif isinstance(form, Lookup):
-        sizes = seen[1], 1  # That of its inputs is diagonal anyway.
-    else:
-        sizes = seen[-2], seen[-1]
-    return sizes[0] > WIDE, sizes[1] > WIDE

@@ -167,8 +167,8 @@ class Verification:
             return []
         return [
             "Of what is too large, only the gradient was looked at. "
-            "`kfac.Kronecker(diagonal_output=True)` (or `diagonal_input`) keeps the "
-            "diagonal of a factor; `memory=...` is what `verify` may use."
+            "`kfac.Kronecker(widest=...)` keeps the diagonal of the factor of a wider "
+            "side; `memory=...` is what `verify` may use."
         ]
 
     def _table(self) -> tuple[Sequence[str], list[tuple]]:

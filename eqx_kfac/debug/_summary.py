@@ -163,9 +163,10 @@ def summary(
 
 
 def _line(tag: Tag, layer: Layer) -> LayerSummary:
-    stack, d_out, d_in, bias, _ = tag.form.sizes(layer)
+    sizes = tag.form.sizes(layer)
+    stack, d_out, d_in, bias, _ = sizes
     parameters = int(np.prod(stack)) * d_out * (d_in + bias)
-    kinds = type(layer).__name__, tag.form.label, block_shown(tag.block)
+    kinds = type(layer).__name__, tag.form.label, block_shown(tag.block, sizes)
     return LayerSummary("", *kinds, stack, d_out, d_in, bias, parameters, 0, 0, 0.0)
 
 

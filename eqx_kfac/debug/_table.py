@@ -2,6 +2,8 @@ import html
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from .._block import Kronecker
+
 
 class Measured(NamedTuple):
     """A number, and its standard error."""
@@ -65,8 +67,13 @@ def sizes_shown(stack: Sequence[int], d_out: int, d_in: int, bias: bool) -> str:
     return "".join(f"{n} x " for n in stack) + f"[{d_out}, {columns}]"
 
 
-def block_shown(block: Any) -> str:
-    """`Kronecker(Expand)`."""
+def block_shown(block: Any, sizes: Any) -> str:
+    """`Kronecker(Expand)`, and of which sides only the diagonal is kept."""
     sharing = getattr(block, "sharing", None)
-    inside = "" if sharing is None else f"({type(sharing).__name__})"
-    return type(block).__name__ + inside
+    shown = "" if sharing is None else f"({type(sharing).__name__})"
+    kronecker = getattr(block, "kronecker", block)
+    if isinstance(kronecker, Kronecker):
+        sides = zip(kronecker.diagonal_sides(sizes), ("inputs", "outputs"), strict=True)
+        diagonal = [side for is_diagonal, side in sides if is_diagonal]
+        shown += f", {' and '.join(diagonal)} diagonal" * bool(diagonal)
+    return type(block).__name__ + shown

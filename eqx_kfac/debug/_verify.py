@@ -295,7 +295,7 @@ def _check(
     return LayerCheck(
         path=path,
         form=tag.form.label,
-        block=block_shown(tag.block),
+        block=block_shown(tag.block, sizes),
         stack=sizes.stack,
         shape=sizes_shown(*sizes[:4]),
         unseen=share.astype(float),
