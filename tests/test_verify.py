@@ -1,5 +1,6 @@
 """The tools that look at a model's curvature: they find what is wrong, and only that."""
 
+import dataclasses
 import functools as ft
 import re
 
@@ -746,3 +747,36 @@ def test_layers_that_are_passed_by(block):
     first, last = kfac.verify(loss_fn, model, jnp.ones((2, 3))).layers
     assert first.unseen == 0 and "WRONG" not in first.verdict
     assert last.unseen == 1 and "did not see 100.00%" in last.verdict
+
+
+class Cancelled(eqx.Module):
+    """One gradient has two rows, $g x^\top$ and $-g x^\top$, or only the first."""
+
+    layer: kfac.Linear
+    cancels: bool
+
+    def __call__(self, x):
+        y = jax.vmap(self.layer)(jnp.stack([x, x]))
+        return y[0] - y[1] if self.cancels else y[0]
+
+
+@pytest.mark.parametrize("cancels", [True, False])
+def test_rows_that_cancel(cancels):
+    """Factors have curvature where the exact block is zero: this is no mistake."""
+    model = Cancelled(layer(kfac.Linear, D, K, use_bias=False), cancels)
+    (check,) = kfac.verify(squared, model, X).layers
+    assert not check.verdict[:1].isupper()
+    assert ("where the exact block is zero" in check.verdict) == cancels
+
+
+def test_curvature_where_there_is_none():
+    """Of one row, curvature without an exact block is a mistake; and so is infinity."""
+    model = kfac.convert(eqx.nn.Linear(D, K, key=KEY))
+    (check,) = kfac.verify(squared, model, one).layers
+    assert check.verdict == "exact" and check.single
+    infinite = np.array(np.inf)
+    off = dataclasses.replace(check, error=infinite, ratio=infinite, cosine=np.array(0.0))
+    assert off.verdict == "WRONG: not zero where the exact block is zero"
+    assert (
+        dataclasses.replace(off, cosine=np.array(np.nan)).verdict == "WRONG: not finite"
+    )

@@ -87,11 +87,13 @@ class Raw(AbstractBlock):
 
 
 class Seen(NamedTuple):
-    """The sum of $g x^T$ over rows: the gradient of whatever is pulled back, if all of a
-    layer's uses pass through its tag. And the number of rows."""
+    r"""The sum of $g x^\top$ over rows, which is the gradient of whatever is pulled back
+    if all of a layer's uses pass through its tag; the number of rows; and the sum of
+    $\lVert g \rVert \lVert x \rVert$, to which rounding is relative: rows may cancel."""
 
     gradient: Any = None
     rows: Any = None
+    size: Any = None
 
 
 class Sight(AbstractBlock):
@@ -112,7 +114,7 @@ class Sight(AbstractBlock):
         if found is None:
             return self.empty()
         columns, shape, zeros = found
-        return Statistics(inputs=columns, outputs=Seen(zeros(*shape), zeros()))
+        return Statistics(inputs=columns, outputs=Seen(zeros(*shape), zeros(), zeros()))
 
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
         x, g, like = slots.inputs.inputs(rows), rows.g, slots.outputs
@@ -121,7 +123,9 @@ class Sight(AbstractBlock):
         # The number as a function of the data, so that it is added up wherever these are.
         zero = 0 * jnp.sum(g, axis=tuple(range(rows.stack, g.ndim)))
         number = zero + math.prod(g.shape[rows.stack : -1])
-        seen = Seen(moment(g, x, rows.stack, like.gradient), number)
+        norms = jnp.linalg.norm(g, axis=-1) * jnp.linalg.norm(x, axis=-1)
+        size = jnp.sum(norms, axis=tuple(range(rows.stack, norms.ndim)))
+        seen = Seen(moment(g, x, rows.stack, like.gradient), number, size)
         return Statistics(zeros_of(slots.inputs), seen)
 
     def factors(self, statistics: Statistics, count: Array, l2: Array) -> Any:

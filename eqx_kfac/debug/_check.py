@@ -101,9 +101,19 @@ class LayerCheck:
             return f"sees its gradient; too large to compare: {self.gigabytes:.3g} GB"
         if np.all(self.zero):
             return "no curvature: both blocks are zero"
-        if not np.all(self.zero | np.isfinite(self.error)):
-            return "WRONG: not finite, or where the exact block is zero"
+        if not np.all(self.zero | np.isfinite(self.error) | self._where_exact_is_zero):
+            return "WRONG: not finite"
+        if np.any(self._where_exact_is_zero):
+            # The rows of one gradient may cancel, which no product of factors knows.
+            where = "where the exact block is zero"
+            return f"WRONG: not zero {where}" if self.single else f"approximate {where}"
         return "exact" if self.exact else self._approximate()
+
+    @property
+    def _where_exact_is_zero(self) -> np.ndarray:
+        """For which layers of a stack the exact block alone is zero, up to rounding."""
+        is_beyond = self.ratio > (10 / self.tolerance) ** 3  # $\varepsilon^{-3/2}$
+        return is_beyond & np.isfinite(self.cosine)
 
     def _approximate(self) -> str:
         """How far two blocks are apart that are not the same."""

@@ -264,7 +264,8 @@ def _unseen(
         seen = tag.held.seen.outputs.gradient
         gradient = tag.to_matrix(layer).astype(seen.dtype)
         norms = [jnp.linalg.norm(a, axis=(-2, -1)) for a in (gradient - seen, gradient)]
-        part = jnp.where(norms[0] == 0, 0, norms[0] / norms[1])
+        rounding = jnp.finfo(seen.dtype).eps * tag.held.seen.outputs.size
+        part = jnp.where(norms[0] <= rounding, 0, norms[0] / norms[1])
         return jnp.where(finite, part, jnp.nan)
 
     rows = map_tags(lambda tag, _: tag.held.seen.outputs.rows, pulled)

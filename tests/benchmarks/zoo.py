@@ -195,13 +195,16 @@ def shares(model: Any) -> dict:
     )
 
 
-def unseen(problem: Problem, model: Any) -> dict:
-    """The largest share of a layer's gradient that does not pass through its tag."""
+def verified(problem: Problem, model: Any) -> dict:
+    """The largest share of a layer's gradient that does not pass through its tag; and
+    what `verify` says against a layer."""
     two = tuple(jnp.asarray(a[:2]) for a in problem.data)
     loss_fn = lambda model, *batch: problem.loss_fn(model, problem.memory, *batch)[0]
-    report = kfac.verify(loss_fn, model, *two, limit=0)
+    report = kfac.verify(loss_fn, model, *two)
     worst = max(report.layers, key=lambda check: float(np.max(check.unseen)))
-    return dict(share=float(np.max(worst.unseen)), path=worst.path)
+    verdicts = {check.path: check.verdict for check in report.layers}
+    alarms = {path: v for path, v in verdicts.items() if v[:1].isupper()}
+    return dict(share=float(np.max(worst.unseen)), path=worst.path, alarms=alarms)
 
 
 class Record:
@@ -245,7 +248,7 @@ def run(entry: Entry, path: Path, steps: int, plain: bool) -> None:
     work = 1 + lines_of(problem.written) + fallback
     record.known.update(work=work, fallback=fallback)
     record.part("kfac", second_order, problem, model, steps, fallback)
-    record.part("unseen", unseen, problem, model)
+    record.part("verified", verified, problem, model)
 
 
 def in_a_process(entry: Entry, folder: Path, options: argparse.Namespace) -> dict:
@@ -300,6 +303,7 @@ HEADER = (
     "under curvature",
     "under Kronecker blocks",
     "largest unseen share",
+    "layers that `verify` doubts",
     "same outputs",
     "`KFAC()`: loss",
     "rejected",
@@ -326,7 +330,8 @@ def row(known: dict) -> tuple[str, ...]:
         str(known.get("work", "-")),
         _cell(known, "shares", lambda found: _percent(found["curvature"])),
         _cell(known, "shares", lambda found: _percent(found["kronecker"])),
-        _cell(known, "unseen", lambda found: f"{found['share']:.1e}"),
+        _cell(known, "verified", lambda found: f"{found['share']:.1e}"),
+        _cell(known, "verified", lambda found: str(len(found["alarms"]))),
         _cell(known, "same", lambda found: "yes" if found["outputs"] else "no"),
         _cell(known, "kfac", moved),
         _cell(known, "kfac", rejected).strip(),
