@@ -824,6 +824,13 @@ def second_moment(*rows):
     return sum(r.T @ r for r in rows)
 
 
+def nearest(*uses):
+    """The Kronecker product that has the partial traces of a sum of such: $(G, A)$."""
+    G = sum(np.trace(a) * g for g, a in uses)
+    A = sum(np.trace(g) * a for g, a in uses)
+    return G, A / np.trace(G)
+
+
 tokens = jnp.array([[0, 3], [3, 1], [3, 3], [2, 0]])
 
 
@@ -864,19 +871,26 @@ def test_embedding_tied_to_the_projection(fisher, bias, owner):
     found, rows = by_fisher[fisher]
     hh, gg_embedding, gg = map(second_moment, rows)
     counts = np.bincount(tokens.ravel(), minlength=V)
-    terms, rows = tokens.size, 2 * tokens.size
+    number = tokens.size  # Of rows, in both uses, and of terms.
+    words, hidden = np.diag(counts) / number, hh / number
     if owner == 0:  # W: [d_out, vocabulary], diagonal on the side of the vocabulary.
-        inputs, outputs = counts + np.diag(gg), gg_embedding + hh
+        words_out = np.diag(np.diag(gg)) / number
+        G, A = nearest((gg_embedding / number, words), (hidden, words_out))
+        A = np.diag(A)
     else:
-        inputs, outputs = hh + gg_embedding, gg + np.diag(counts)
-    assert error(found[owner].input_factor, inputs / rows) <= 1e-12
-    assert error(found[owner].output_factor, outputs / terms) <= 1e-12
+        G, A = nearest((gg / number, hidden), (words, gg_embedding / number))
+    assert error(found[owner].input_factor, A) <= 1e-12
+    assert error(found[owner].output_factor, G) <= 1e-12
+    # The trace is that of the sum of both uses, each with a product of its own.
+    total = np.trace(gg_embedding) + np.trace(gg) * np.trace(hidden)
+    trace = np.trace(G) * (np.sum(A) if A.ndim == 1 else np.trace(A))
+    assert error(trace, total / number) <= 1e-12
     if bias:  # The projection's own parameter.
-        assert error(found[1].output_factor, gg / terms) <= 1e-12
+        assert error(found[1].output_factor, gg / number) <= 1e-12
         assert error(found[1].input_factor, np.ones((1, 1))) <= 1e-12
     # Neither use alone.
     alone = counts if owner == 0 else hh
-    assert error(found[owner].input_factor, alone / tokens.size) > 1e-2
+    assert error(A / np.sum(A), alone / np.sum(alone)) > 1e-2
 
 
 def test_tied_weights_made_by_hand():
@@ -913,11 +927,15 @@ def sharing(d_hidden, transposed):
 @pytest.mark.parametrize("d_hidden, transposed", [(3, False), (3, True), (4, True)])
 def test_linear_layers_share_a_weight(fisher, d_hidden, transposed):
     found, (x, h, g_hidden, g) = sharing(d_hidden, transposed)[fisher]
-    ends = [x, g] if transposed else [x, h]
-    others = [g_hidden, h] if transposed else [g_hidden, g]
-    assert error(found[0].input_factor, second_moment(*ends) / (2 * N * S)) <= 1e-12
-    assert error(found[0].output_factor, second_moment(*others) / (N * S)) <= 1e-12
-    assert error(found[0].input_factor, second_moment(x) / (N * S)) > 1e-2
+    number, alone = N * S, second_moment(x) / (N * S)
+    if transposed:
+        x, g_hidden, g_last, h = (second_moment(a) / number for a in (x, g_hidden, g, h))
+        G, A = nearest((g_hidden, x), (h, g_last))
+    else:
+        G, A = second_moment(g_hidden, g) / number, second_moment(x, h) / (2 * number)
+    assert error(found[0].input_factor, A) <= 1e-12
+    assert error(found[0].output_factor, G) <= 1e-12
+    assert error(A / np.trace(A), alone / np.trace(alone)) > 1e-2
     # The bias, which is not shared.
     assert error(found[1].output_factor, second_moment(g) / (N * S)) <= 1e-12
 

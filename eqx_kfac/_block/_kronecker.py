@@ -23,13 +23,14 @@ from ._sharing import AbstractSharing, Expand
 
 class InputMoments(NamedTuple):
     r"""$\sum w$, $\sum w x$ and $\sum w x x^\top$ over a layer's rows. The bias column
-    $\bar x = [x; 1]$ costs no copy: its moments are `first` and `ones`. The last one is
-    over the rows of a layer that uses the transposed weight."""
+    $\bar x = [x; 1]$ costs no copy: its moments are `first` and `ones`. The last two are
+    $\sum w$ and $\sum w x x^\top$ over the rows of uses of the transposed weight."""
 
     rows: Any = None
     ones: Any = None  # $\sum w$ again, without rows that have no bias in them.
     first: Any = None
     second: Any = None
+    transposed_rows: Any = None
     transposed: Any = None
 
 
@@ -167,6 +168,7 @@ class Kronecker(AbstractBlock):
             ones=zeros() if d_in > 0 and bias else None,
             first=zeros(d_in) if d_in > 0 and bias and not diagonal else None,
             second=zeros(*square_in) if d_in > 0 else None,
+            transposed_rows=zeros() if self.tied else None,
             transposed=zeros(*square_out) if self.tied else None,
         )
         outputs = OutputMoments(
@@ -187,12 +189,13 @@ class Kronecker(AbstractBlock):
         """The statistics; `None` for those that are zero."""
         x, g, stack = rows.x, rows.g, rows.stack
         number, of_inputs, of_outputs = self._weights(rows, like)
-        inputs = InputMoments(rows=_total(number, g, stack, like.rows))
+        number = _total(number, g, stack, like.rows)
         if rows.swapped:
             transposed = x.second(of_inputs, stack, like.transposed)
-            inputs = inputs._replace(transposed=transposed)
+            inputs = InputMoments(transposed_rows=number, transposed=transposed)
             transposed = Vectors(g).second(of_outputs, stack, like_outputs.transposed)
             return self._placed(inputs, OutputMoments(transposed=transposed))
+        inputs = InputMoments(rows=number)
         if like.second is not None:
             inputs = inputs._replace(second=x.second(of_inputs, stack, like.second))
         if like.first is not None and not rows.derivative:
@@ -231,25 +234,54 @@ class Kronecker(AbstractBlock):
     def factors(
         self, statistics: Statistics, count: Array, l2: Array
     ) -> KroneckerFactors:
-        # A layer that nothing passed through has no curvature, rather than 0/0.
-        inputs = self._moments(statistics)
-        rows = inputs.rows
-        nothing = (rows == 0).astype(rows.dtype)
-        scale = (1 - nothing) / (rows + nothing)
-        second, outputs = _homogeneous(inputs), statistics.outputs.second
-        if self.tied:
-            second = second + statistics.outputs.transposed
-            outputs = outputs + inputs.transposed
-        scale = trailing(scale, second)
-        output_factor = outputs / count.astype(outputs.dtype)
-        return KroneckerFactors(
-            input_factor=second * scale,
-            output_factor=output_factor,
-            l2=l2.astype(output_factor.dtype),
-        )
+        inputs, outputs = self._moments(statistics), statistics.outputs
+        second, count = _homogeneous(inputs), count.astype(outputs.second.dtype)
+        if not self.tied:
+            input_factor = second * trailing(_inverse(inputs.rows), second)
+            output_factor = outputs.second / count
+        elif (
+            self.sharing.balanced
+        ):  # What moments are weighted by makes them commensurate.
+            input_factor = second + outputs.transposed
+            rows = inputs.rows + inputs.transposed_rows
+            input_factor = input_factor * trailing(_inverse(rows), input_factor)
+            output_factor = (outputs.second + inputs.transposed) / count
+        else:
+            of_rows = trailing(_inverse(inputs.rows), second)
+            transposed = inputs.transposed
+            of_transposed = trailing(_inverse(inputs.transposed_rows), transposed)
+            output_factor, input_factor = _nearest(
+                (outputs.second / count, second * of_rows),
+                (transposed * of_transposed, outputs.transposed / count),
+                stack=inputs.rows.ndim,
+            )
+        return KroneckerFactors(input_factor, output_factor, l2.astype(count.dtype))
 
     def operator(self, factors: KroneckerFactors) -> KroneckerOperator:
         return KroneckerOperator(factors.output_factor, factors.input_factor)
+
+
+def _inverse(number: Float[Array, "*stack"]) -> Float[Array, "*stack"]:
+    """Zero for zero: a layer that nothing passed through has no curvature."""
+    nothing = (number == 0).astype(number.dtype)
+    return (1 - nothing) / (number + nothing)
+
+
+def _nearest(*pairs: tuple[Array, Array], stack: int) -> tuple[Array, Array]:
+    r"""A product $G \otimes A$ for a sum $\sum_u G_u \otimes A_u$ that has its trace, and
+    its partial traces: $G = \sum_u \operatorname{tr}(A_u) G_u$, $A = \sum_u
+    \operatorname{tr}(G_u) A_u / \operatorname{tr} G$. (In a product of sums, every $G_u$
+    would meet every $A_v$: if one is the inputs of a use, and the other one its gradients
+    in another use, these have no size in common.)"""
+
+    def traces(factor):
+        if factor.ndim == stack + 1:
+            return jnp.sum(factor, axis=-1)
+        return jnp.trace(factor, axis1=-2, axis2=-1)
+
+    G = sum(trailing(traces(a), g) * g for g, a in pairs)
+    A = sum(trailing(traces(g), a) * a for g, a in pairs)
+    return G, A * trailing(_inverse(traces(G)), A)
 
 
 def _sizes(rows: Rows, like: InputMoments) -> Float[Array, "*rows"]:
