@@ -329,3 +329,73 @@ def test_where_centring_makes_no_sense():
     for take in (kfac.capture, kfac.Accumulator):
         with pytest.raises(ValueError, match="not one of single examples"):
             take(loss_fn, kfac.Centred())
+
+
+#
+# Variational Monte Carlo
+#
+
+
+class Oscillator(eqx.Module):
+    r"""$\log \psi$ of a particle in the potential $x^2 / 2$, whose energy is 1/2."""
+
+    mlp: eqx.nn.MLP
+
+    def __call__(self, x):
+        return -(x**2) + self.mlp(x[None])[0]
+
+
+def oscillating(block):
+    plain = eqx.nn.MLP(1, 1, 8, 1, jnp.tanh, key=jr.key(0))
+    return kfac.convert(Oscillator(plain), block)
+
+
+def local_energy(psi, x):
+    slope, curved = jax.jvp(jax.grad(psi), (x,), (jnp.ones_like(x),))
+    return -0.5 * (curved + slope**2) + 0.5 * x**2
+
+
+@eqx.filter_jit
+def ground_state(optimizer, model, steps):
+    """The mean energies along the way, of walkers that move by Metropolis' rule."""
+    static = eqx.filter(model, eqx.is_array, inverse=True)
+
+    def move(carry, key):
+        x, log_density = carry
+        noise, chance = jr.split(key)
+        new = x + jr.normal(noise, x.shape)
+        ratio = log_density(new) - log_density(x)
+        return jnp.where(jnp.log(jr.uniform(chance, x.shape)) < ratio, new, x)
+
+    def step(carry, key):
+        arrays, state, x = carry
+        model = eqx.combine(arrays, static)
+        psi = kfac.revert(model)
+        log_density = lambda x: 2 * jax.vmap(psi)(x)
+        for i in range(5):
+            x = move((x, log_density), jr.fold_in(key, i))
+        energies = jax.vmap(lambda x: local_energy(psi, x))(x)
+        loss_fn = lambda model: kfac.Energy(jax.vmap(model)(x), energies)
+        model, state, info = optimizer.step(loss_fn, model, state, key=key)
+        return (eqx.filter(model, eqx.is_array), state, x), (info.loss, info.rejected)
+
+    start = eqx.filter(model, eqx.is_array), optimizer.init(model), jr.normal(KEY, (256,))
+    return jax.lax.scan(step, start, jr.split(KEY, steps))[1]
+
+
+@pytest.mark.parametrize("block", [kfac.TNT(), kfac.Full()])
+def test_a_ground_state_is_found(block):
+    energies, rejected = ground_state(kfac.KFAC.vmc(), oscillating(block), 100)
+    assert np.mean(energies[1:3]) > 0.55 and not np.any(rejected)
+    assert abs(np.mean(energies[-50:]) - 0.5) < 0.015
+
+
+def test_vmc_takes_other_choices():
+    optimizer = kfac.KFAC.vmc(damping=1e-2)
+    assert isinstance(optimizer.fisher, kfac.Centred) and optimizer.damping == 1e-2
+    assert optimizer.curvature_period == optimizer.inverse_period == 1
+    assert kfac.KFAC.vmc() == kfac.KFAC.vmc()  # Compiled once.
+    with pytest.raises(TypeError, match="unknown"):
+        kfac.KFAC.vmc(unknown=1)
+    with pytest.raises(ValueError, match=r"Use `kfac.TNT\(\)`"):
+        ground_state(optimizer, oscillating(kfac.Kronecker()), 1)

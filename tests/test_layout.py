@@ -64,7 +64,7 @@ def test_files_and_functions_are_short():
 
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()
-        assert text.count("\n") <= 450, path
+        assert text.count("\n") <= 500, path
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 assert length(node) <= 50, (path, node.name)

@@ -279,8 +279,10 @@ def _nearest(*pairs: tuple[Array, Array], stack: int) -> tuple[Array, Array]:
             return jnp.sum(factor, axis=-1)
         return jnp.trace(factor, axis1=-2, axis2=-1)
 
-    G = sum(trailing(traces(a), g) * g for g, a in pairs)
-    A = sum(trailing(traces(g), a) * a for g, a in pairs)
+    (g, a), *rest = pairs
+    G, A = trailing(traces(a), g) * g, trailing(traces(g), a) * a
+    for g, a in rest:
+        G, A = G + trailing(traces(a), g) * g, A + trailing(traces(g), a) * a
     return G, A * trailing(_inverse(traces(G)), A)
 
 

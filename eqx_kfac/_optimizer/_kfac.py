@@ -12,7 +12,7 @@ from .._checks import check_count, plain
 from .._curvature import Batch, GradientRows, LinearisedBatch
 from .._custom_types import Key, Model, Numeric
 from .._devices import beside, cast_varying, putting, varying_axes, zeros_split_as
-from .._fisher import AbstractFisher, MonteCarlo
+from .._fisher import AbstractFisher, Centred, MonteCarlo
 from .._inverse import for_each
 from .._misc import tree_where
 from .._operator import split_still
@@ -213,6 +213,52 @@ class KFAC(eqx.Module):
         damping = LevenbergMarquardt(1.0, decay=0.7, interval=2, minimum=1e-12)
         chosen = dict(learning_rate=rule, momentum=rule, damping=damping)
         return cls(**{**chosen, "curvature_period": 5, **choices})
+
+    @classmethod
+    def vmc(cls, **choices: Any) -> "KFAC":
+        r"""K-FAC for variational Monte Carlo: an [`eqx_kfac.Energy`][] whose walkers
+        are drawn anew from $\lvert \psi \rvert^2$ at every step. Its value says nothing of
+        a step, for it is that of the walkers as they were; so there are no rules, and no
+        region that shrinks.
+
+        Steps are those of stochastic reconfiguration: the covariance
+        ([`eqx_kfac.Centred`][]), a learning rate of $0.1 / (1 + t / 1000)$ per Hartree at
+        step $t$, a constant damping and norm constraint, no momentum. Curvature is
+        estimated, and inverted, at every step. The parameters to evaluate are
+        [`eqx_kfac.averaged`][]. The blocks of the model have to be able to subtract a
+        mean: [`eqx_kfac.TNT`][], [`eqx_kfac.Diagonal`][], [`eqx_kfac.Full`][].
+
+        !!! Example
+
+            ```python
+            wave = kfac.convert(wave, kfac.TNT())
+            optimizer = kfac.KFAC.vmc()
+            ```
+
+        **Arguments:**
+
+        - `choices`: arguments of [`eqx_kfac.KFAC`][] that take the place of these.
+
+        **Returns:** the optimizer.
+
+        **Raises:** as [`eqx_kfac.KFAC`][].
+
+        ??? cite "Reference"
+
+            D. Pfau, J. Spencer, A. Matthews, W. Foulkes, *Ab initio solution of the
+            many-electron Schrödinger equation with deep neural networks*, Physical Review
+            Research 2, 2020, whose schedule, damping and norm constraint have this form.
+        """
+        chosen = dict(
+            learning_rate=_vmc_rate,
+            momentum=0.0,
+            damping=3e-3,
+            fisher=Centred(),
+            norm_constraint=0.03,
+            curvature_period=1,
+            inverse_period=1,
+        )
+        return cls(**{**chosen, **choices})
 
     @putting
     def init(self, model: Model) -> KFACState:
@@ -433,3 +479,7 @@ class KFAC(eqx.Module):
         )
         what = model, state, proposal, updates, fallback, info, self._rules
         return updates, after(*what, begun.watched), info
+
+
+def _vmc_rate(step: Array) -> Array:
+    return 0.1 / (1 + step / 1000)
