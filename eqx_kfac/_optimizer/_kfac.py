@@ -216,9 +216,9 @@ class KFAC(eqx.Module):
 
     @classmethod
     def vmc(cls, **choices: Any) -> "KFAC":
-        r"""K-FAC for variational Monte Carlo: an [`eqx_kfac.Energy`][] whose walkers
-        are drawn anew from $\lvert \psi \rvert^2$ at every step. Its value says nothing of
-        a step, for it is that of the walkers as they were; so there are no rules, and no
+        r"""K-FAC for variational Monte Carlo: an [`eqx_kfac.Energy`][] whose walkers are
+        drawn anew from $\lvert \psi \rvert^2$ at every step. Its value says nothing of a
+        step, for it is that of the walkers as they were; so there are no rules, and no
         region that shrinks.
 
         Steps are those of stochastic reconfiguration: the covariance
