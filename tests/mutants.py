@@ -88,7 +88,6 @@ MUTANTS = [
     M("_block/_kronecker.py", "G, A = G + trailing(traces(a), g) * g, A + trailing(traces(g), a) * a", "G, A = G + g, A + a", "layers"),
     M("_block/_kronecker.py", "(transposed * of_transposed, outputs.transposed / count)", "(transposed / count, outputs.transposed * of_transposed)", "layers"),
     M("_block/_kronecker.py", "return inputs, self.diagonal_output or sizes.d_out > self.widest", "return inputs, self.diagonal_output", "blocks"),
-    M("_block/_ekfac.py", "        return not (missing or (needs_outputs and basis.output_vectors is None))", "        return not missing", "blocks"),
     M("_curvature/_batch.py", "linearise(part.model, bases, program=part.program)", "linearise(part.model, bases)", "verify"),
     M("debug/_check.py", "is_beyond = self.ratio > (10 / self.tolerance) ** 3", "is_beyond = self.ratio > np.inf", "verify"),
     M("debug/_verify.py", "norms[0] <= rounding", "norms[0] == 0", "verify"),
