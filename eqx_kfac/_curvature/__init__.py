@@ -7,7 +7,7 @@ from ._average import (
     init_curvature as init_curvature,
     is_finite as is_finite,
     missing as missing,
-    refreshed as refreshed,
+    try_in_new_bases as try_in_new_bases,
     unseen as unseen,
 )
 from ._batch import Batch as Batch, LinearisedBatch as LinearisedBatch

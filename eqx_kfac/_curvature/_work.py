@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn
 
 from .._custom_types import Args, Kwargs, Model
 from .._program import run
-from .._tag import flatten_tags, Note, tag_p, with_tags
+from .._tag import flatten_tags, Label, tag_p, with_tags
 
 
 class Work(NamedTuple):
@@ -26,12 +26,12 @@ def work(loss_fn: Callable, model: Model, args: Args, kwargs: Kwargs) -> Work:
     found, treedef = flatten_tags(lambda *_: None, model)
     numbers = treedef.unflatten(range(len(found)))
 
-    def note(tag, layer, number):
+    def label(tag, layer, number):
         if number is None:
             return tag
-        return tag.fill(layer, None).noting(layer, Note(0, number, ()))
+        return tag.fill(layer, None).labelled(layer, Label(0, number, ()))
 
-    noted = with_tags(note, model, numbers)
+    noted = with_tags(label, model, numbers)
     params, static = eqx.partition(noted, eqx.is_inexact_array)
 
     def outputs(params):
@@ -42,7 +42,7 @@ def work(loss_fn: Callable, model: Model, args: Args, kwargs: Kwargs) -> Work:
     operations, numbers, called = 0.0, 0.0, set()
     for eqn, times in _equations(closed.jaxpr, 1):
         if eqn.primitive is tag_p:
-            own = eqn.params["layout"].note([atom.aval for atom in eqn.invars])
+            own = eqn.params["layout"].label([atom.aval for atom in eqn.invars])
             called |= {own.number} if own is not None else set()
         size = sum(math.prod(v.aval.shape) for v in eqn.outvars)  # pyright: ignore
         operations += times * size * _per_number(eqn)

@@ -310,7 +310,7 @@ class Binder(AbstractVisitor):
         own, form = tag.form.form, site.use.form  # pyright: ignore
         swapped = matrix(form, site.use.weight) != matrix(own, tag.form.weight)  # pyright: ignore
         if swapped or form != own:
-            tag = Tag(form, tag.block, swapped=swapped).with_slots(tag)
+            tag = Tag(form, tag.block, swapped=swapped).with_slots_of(tag)
         return tagged(tag, z, site)
 
     def accepts(self, site: Site, bias: Term) -> bool:

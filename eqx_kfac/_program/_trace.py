@@ -1,5 +1,10 @@
-"""What is found when a loss function is traced: which tags it uses, and how; and where
-what it returns comes from."""
+"""A trace of a loss function: which tags it uses, and how; and which layers' parameters
+what it returns depends on.
+
+Dependences are sets of sources, as the bits of a number: one for data, one for
+statistics that the loss function collects itself, and two for each tag. The first of
+these is for the parameters that the tag covers, the second for derivatives that it does
+not see."""
 
 import functools as ft
 import math
@@ -16,7 +21,7 @@ from .._custom_types import Args, Kwargs, Model
 from .._loss import L2
 from .._tag import (
     flatten_tags,
-    Note,
+    Label,
     statistic_p,
     Tag,
     tag_p,
@@ -26,29 +31,40 @@ from .._tag import (
     update_layers,
     with_tags,
 )
-from ._flow import all_sources, Around, Expressions, Flow, Value, ZERO
+from ._interpreter import all_sources, Context, Expressions, Interpreter, Value, ZERO
+from ._jaxpr import equations, part_of
 from ._run import example_weights, run
-from ._uses import equations, part_of
 
 
-DATA, STATISTIC = 1, 2  # Sources. The others are layers,
+DATA, STATISTIC = 1, 2
+FIRST_OF_TAGS = 2  # How many bits there are before those of tags.
 
 
-LAYERS = 2  # which have two bits each, behind so many.
+class TagUse(NamedTuple):
+    """A use of a tag.
 
+    **Fields:**
 
-class Call(NamedTuple):
-    """A use of a tag."""
+    - `number`: that of the tag.
+    - `x`: the layer's input, abstractly.
+    - `stack`: how many of its first axes are separate layers.
+    - `examples`: the lengths of the example axes behind these, from the outermost.
+    - `context`: what surrounds the use.
+    - `members_left`: how many axes of stacked layers no loop goes along.
+    - `at_zero`: whether the tag is at a zero, which is added to a result.
+    - `sources`: what the layer's input depends on.
+    - `axes`: of a `shard_map`, over which the rows are split.
+    """
 
-    number: int  # Of the tag.
+    number: int
     x: jax.ShapeDtypeStruct
     stack: int
-    examples: tuple[int, ...]  # The lengths of the example axes, from the outermost.
-    around: Around
-    left: int  # How many axes of stacked layers no loop goes along.
-    at_zero: bool  # The tag is at a zero that is added to a result.
-    sources: int  # Of the layer's input.
-    axes: frozenset  # Of `shard_map`, over which its rows are split.
+    examples: tuple[int, ...]
+    context: Context
+    members_left: int
+    at_zero: bool
+    sources: int
+    axes: frozenset
 
     @property
     def rows(self) -> int:
@@ -62,117 +78,134 @@ def numbered(model: Model) -> Model:
     return treedef.unflatten(range(len(found)))
 
 
-class Found(NamedTuple):
-    """What was found in one trace."""
+class Trace(NamedTuple):
+    """What one trace of a loss function shows.
+
+    **Fields:**
+
+    - `layers`: those with something to train, by number.
+    - `uses`: of their tags, in the order of the program.
+    - `terms`: the shapes of the losses' terms.
+    - `weights`: those of the examples, abstractly.
+    - `outputs`: those of the losses.
+    - `everything`: all that the objective consists of, by path.
+    - `opaque`: whether any operation could not be looked into.
+    - `regularised`: whether there is an `L2` term.
+    - `dead`: tags that are called for results which nothing uses.
+    """
 
     layers: list[TaggedLayer]
-    calls: list[Call]
-    terms: tuple[tuple[int, ...], ...]  # The shapes of the losses' terms.
-    weights: Any  # Of the examples, as an abstract value.
-    outputs: list[Value]  # Of the losses.
-    everything: dict[str, Value]  # What the objective consists of, by path.
+    uses: list[TagUse]
+    terms: tuple[tuple[int, ...], ...]
+    weights: Any
+    outputs: list[Value]
+    everything: dict[str, Value]
     opaque: bool
-    regularised: bool  # There is an `L2` term.
-    dead: frozenset[int]  # Tags that are called for results which nothing uses.
+    regularised: bool
+    dead: frozenset[int]
 
     @property
     def examples(self) -> tuple[int, ...]:
         """How many there are, of every loss."""
         return tuple(dict.fromkeys(shape[0] for shape in self.terms))
 
-    def of(self, number: int) -> list[Call]:
-        return [call for call in self.calls if call.number == number]
+    def uses_of(self, number: int) -> list[TagUse]:
+        return [use for use in self.uses if use.number == number]
 
-    def is_apart(self, call: Call) -> bool:
+    def splits_examples(self, use: TagUse) -> bool:
         """Whether a tag does not see all examples together: in a function with a
         derivative of its own, or on a condition, for which `vmap` gives every example a
         copy of the layer."""
-        return call.around.apart or self.is_conditional(call)
+        return use.context.custom_derivative or self.is_conditional(use)
 
-    def is_conditional(self, call: Call) -> bool:
-        """Whether a use is on a condition that is another one for each example."""
-        _, tag, layer = self.layers[call.number]
-        return call.left > len(tag.stack(layer))
+    def is_conditional(self, use: TagUse) -> bool:
+        """Whether a use is on a condition that is another one for each example: then
+        `vmap` has given every example a copy of the layer, which looks like a stack."""
+        _, tag, layer = self.layers[use.number]
+        return use.members_left > len(tag.stack(layer))
 
-    def repeats(self, call: Call) -> bool:
+    def repeats(self, use: TagUse) -> bool:
         """Whether the same layer is used again and again, in a loop that is not one along
         a stack of layers."""
-        own = source_of(call.number)
-        return not all(along & own for along in call.around.along)
+        own = source_of(use.number)
+        return not all(sliced & own for sliced in use.context.sliced)
 
-    def is_whole(self, call: Call) -> bool:
+    def has_example_axis(self, use: TagUse) -> bool:
         """Whether the outermost example axis of a use counts the examples."""
-        if call.examples == ():
-            return self.examples == (1,) or self.is_by_itself(call)
-        if call.axes:  # Within the loss function, devices may have parts of them.
-            return any(number % call.examples[0] == 0 for number in self.examples)
+        if use.examples == ():
+            return self.examples == (1,) or self.is_looped_over(use)
+        if use.axes:  # Within the loss function, devices may have parts of them.
+            return any(number % use.examples[0] == 0 for number in self.examples)
         # The outputs may have an axis of the members of an ensemble, too.
-        members = call.x.shape[: call.stack]
+        members = use.x.shape[: use.stack]
         behind = [s[len(members) :] for s in self.terms if s[: len(members)] == members]
-        return call.examples[0] in {*self.examples, *(s[0] for s in behind if s)}
+        return use.examples[0] in {*self.examples, *(s[0] for s in behind if s)}
 
-    def is_by_itself(self, call: Call) -> bool:
+    def is_looped_over(self, use: TagUse) -> bool:
         """Whether a loop, and not an axis, is over all examples."""
-        return call.examples == () and call.around.loops == self.examples != (1,)
+        return use.examples == () and use.context.loops == self.examples != (1,)
 
-    def may_be_shared(self, call: Call) -> bool:
+    def may_serve_several(self, use: TagUse) -> bool:
         """Whether a row of it may belong to several examples."""
-        loops = {*call.around.loops}
-        if self.is_apart(call) or self.examples == (1,) or {None, *self.examples} & loops:
+        if self.splits_examples(use) or self.examples == (1,):
             return False
-        return call.examples == () or self.is_constant(call)
+        if {None, *self.examples} & {*use.context.loops}:  # Each round may be an example.
+            return False
+        return use.examples == () or self.is_constant(use)
 
-    def has_few_rows(self, call: Call) -> bool:
+    def has_few_rows(self, use: TagUse) -> bool:
         """Whether a use, and all others that are like it, without any axis of examples,
         are too few to be one for every example."""
-        alike = [c for c in self.of(call.number) if c.examples == ()]
-        loops = [c.around.loops for c in alike if self.may_be_shared(c)]
+        alike = [c for c in self.uses_of(use.number) if c.examples == ()]
+        loops = [c.context.loops for c in alike if self.may_serve_several(c)]
         rows = sum(math.prod(n for n in own if n is not None) for own in loops)
-        return call.examples == () and rows < min(self.examples)
+        return use.examples == () and rows < min(self.examples)
 
-    def is_constant(self, call: Call) -> bool:
+    def is_constant(self, use: TagUse) -> bool:
         """Whether the input of a layer never depends on any data, unlike that of others:
         what its axes count may have nothing to do with the examples."""
-        own = [other.sources & DATA for other in self.of(call.number)]
-        return not any(own) and any(other.sources & DATA for other in self.calls)
+        own = [other.sources & DATA for other in self.uses_of(use.number)]
+        return not any(own) and any(other.sources & DATA for other in self.uses)
 
 
-class Subject(NamedTuple):
-    """A model, prepared to be looked at several times."""
+class LabelledModel(NamedTuple):
+    """A model whose tags collect, for several traces of it."""
 
-    filled: Model  # Its tags collect.
-    numbers: Model
+    filled: Model
+    numbers: Model  # Of its tags.
     sources: list[int]  # For every inexact array, the bits of the tags that cover it.
     layers: list[TaggedLayer]
 
     @classmethod
-    def of(cls, model: Model) -> "Subject":
+    def of(cls, model: Model) -> "LabelledModel":
         numbers = numbered(model)
         fill = lambda tag, layer, n: tag if n is None else tag.fill(layer, None)
         filled = with_tags(fill, model, numbers)
         return cls(filled, numbers, _sources(model, numbers), trained_layers(model))
 
-    def noted(self, examples: tuple[int, ...], spare: bool) -> Model:
+    def with_labels(self, examples: tuple[int, ...], decoys: bool) -> Model:
         """The model, whose tags know their numbers."""
 
-        def noting(tag, layer, number):
-            note = None if number is None else Note(0, number, examples)
-            return tag if note is None else tag.noting(layer, note, spare)
+        def with_label(tag, layer, number):
+            if number is None:
+                return tag
+            return tag.labelled(layer, Label(0, number, examples), decoys)
 
-        return with_tags(noting, self.filled, self.numbers)
+        return with_tags(with_label, self.filled, self.numbers)
 
 
 def traced(
     loss_fn: Callable,
-    subject: Subject,
+    labelled: LabelledModel,
     args: Args,
     kwargs: Kwargs,
     expressions: Expressions,
     examples: tuple[int, ...] = (),
-    spare: bool = False,
-) -> Found:
-    """Traces a loss function, and follows what flows through it."""
-    filled = subject.noted(examples, spare)
+    decoys: bool = False,
+) -> Trace:
+    """Traces a loss function and interprets the program. With `examples`, the tags know
+    how many there are; with `decoys`, they hold more zeros than otherwise."""
+    filled = labelled.with_labels(examples, decoys)
     params, static = eqx.partition(filled, eqx.is_inexact_array)
     losses, weights, rest, regularised = [], [], [], []
 
@@ -180,7 +213,7 @@ def traced(
         objective, _ = run(loss_fn, eqx.combine(params, static), args, kwargs)
         losses[:] = [loss.leading for loss in objective.losses]
         regularised[:] = [isinstance(term, L2) for _, term in objective.terms]
-        own = ft.partial(example_weights, layers=subject.layers)
+        own = ft.partial(example_weights, layers=labelled.layers)
         weights[:] = [jax.eval_shape(own, objective.losses)]
         outputs = [loss.outputs for loss in objective.losses]
         arrays, others = eqx.partition(objective, eqx.is_array)
@@ -189,20 +222,22 @@ def traced(
 
     closed, shapes = jax.make_jaxpr(objective, return_shape=True)(params)
     number = len(jtu.tree_leaves(shapes[0]))
-    flow, values = _followed(expressions, closed, number, params, subject.sources)
+    interpreter, values = _interpreted(
+        expressions, closed, number, params, labelled.sources
+    )
     paths, _ = jtu.tree_flatten_with_path(shapes[1])
     known = [value for _, value in zip(paths, values[number:], strict=True)]
-    known += [flow.source("number", repr(leaf)) for _, leaf in rest]
+    known += [interpreter.source("number", repr(leaf)) for _, leaf in rest]
     paths = [jtu.keystr(path) for path, _ in [*paths, *rest]]
     everything = dict(zip(paths, known, strict=True))
-    return Found(
-        subject.layers,
-        flow.seen,
+    return Trace(
+        labelled.layers,
+        interpreter.records,
         tuple(losses),
         weights[0],
         values[:number],
         everything,
-        flow.opaque,
+        interpreter.opaque,
         any(regularised),
         _dead(closed.jaxpr),
     )
@@ -211,37 +246,37 @@ def traced(
 def bypassed(call: Callable, model: Model) -> list[TaggedLayer]:
     """The tagged layers whose parameters reach what `call(model)` returns other than
     through their tag."""
-    subject = Subject.of(model)
-    params, static = eqx.partition(subject.noted((), False), eqx.is_inexact_array)
+    labelled = LabelledModel.of(model)
+    params, static = eqx.partition(labelled.with_labels((), False), eqx.is_inexact_array)
 
     def outputs(params):
         return eqx.filter(call(eqx.combine(params, static)), eqx.is_array)
 
     closed = jax.make_jaxpr(outputs)(params)
     number = len(closed.jaxpr.outvars)
-    _, values = _followed(Expressions(), closed, number, params, subject.sources)
+    _, values = _interpreted(Expressions(), closed, number, params, labelled.sources)
     sources = all_sources(values)
-    return [own for n, own in enumerate(subject.layers) if sources & source_of(n)]
+    return [own for n, own in enumerate(labelled.layers) if sources & source_of(n)]
 
 
-def _followed(
+def _interpreted(
     expressions: Expressions, closed: Any, number: int, params: Model, sources: list[int]
-) -> tuple[Flow, list[Value]]:
-    """What flows to every result of a program, and what was seen on the way to the first
-    `number` of them, the outputs of the losses."""
+) -> tuple[Interpreter, list[Value]]:
+    """The values of all results of a program; and an interpreter with the records of what
+    the first `number` of them need, the outputs of the losses."""
     visit = ft.partial(_visit, _covering(sources))
-    flow = Flow(expressions, visit, DATA | STATISTIC)
-    inputs = list(_inputs(flow, params, sources))
-    consts = [flow.constant(c, DATA * bool(c.ndim)) for c in closed.consts]
-    values = flow.follow(closed.jaxpr, consts, inputs)
+    interpreter = Interpreter(expressions, visit, DATA | STATISTIC)
+    inputs = list(_inputs(interpreter, params, sources))
+    consts = [interpreter.constant(c, DATA * bool(c.ndim)) for c in closed.consts]
+    values = interpreter.interpret(closed.jaxpr, consts, inputs)
     if number == len(values):
-        return flow, values
-    # What only penalties see is not collected.
+        return interpreter, values
+    # A second time, without what only penalties use: of that, no curvature is collected.
     wanted = [i < number for i in range(len(values))]
     part, *used = part_of(closed.jaxpr, wanted)
-    flow = Flow(expressions, visit, DATA | STATISTIC)
+    interpreter = Interpreter(expressions, visit, DATA | STATISTIC)
     consts, inputs = map(list, map(compress, (consts, inputs), used))
-    return flow, flow.follow(part, consts, inputs) + values[number:]
+    return interpreter, interpreter.interpret(part, consts, inputs) + values[number:]
 
 
 def _dead(jaxpr: Any) -> frozenset[int]:
@@ -251,15 +286,15 @@ def _dead(jaxpr: Any) -> frozenset[int]:
 
 
 def _called(jaxpr: Any) -> set[int]:
-    """The numbers of the tags that a program calls."""
+    """The numbers of the tags that a program uses."""
     avals = lambda eqn: [atom.aval for atom in eqn.invars]
-    calls = [eqn for eqn in equations(jaxpr) if eqn.primitive is tag_p]
-    notes = [eqn.params["layout"].note(avals(eqn)) for eqn in calls]
-    return {note.number for note in notes if note is not None}
+    uses = [eqn for eqn in equations(jaxpr) if eqn.primitive is tag_p]
+    labels = [eqn.params["layout"].label(avals(eqn)) for eqn in uses]
+    return {label.number for label in labels if label is not None}
 
 
 def _visit(
-    covering: dict[int, int], eqn: JaxprEqn, values: list[Value], around: Around
+    covering: dict[int, int], eqn: JaxprEqn, values: list[Value], context: Context
 ) -> Any:
     """What is known of tags, and of their statistics. `covering` has, for each tag, the
     bits of all that cover any of its parameters."""
@@ -275,31 +310,32 @@ def _visit(
     params = eqn.params
     layout, stack = params["layout"], params["stack"]
     avals: list[Any] = [atom.aval for atom in eqn.invars]
-    note = layout.note(avals)
-    if note is None:  # The loss function itself collects curvature by it.
+    label = layout.label(avals)
+    if label is None:  # The loss function itself collects curvature by it.
         return values[:1], []
     y, x = values[:2]
     shape = avals[1].shape
-    call = Call(
-        number=note.number,
+    use = TagUse(
+        number=label.number,
         x=jax.ShapeDtypeStruct(shape, avals[1].dtype),
         stack=stack,
         examples=shape[stack : stack + params["examples"]],
-        around=around,
-        left=note.stack,
+        context=context,
+        members_left=label.stack,
         at_zero=y == ZERO,
         sources=x.sources,
         axes=avals[0].manual_axis_type.varying,
     )
-    # Not of the layer's own parameters: unless its input depends on these, too. (If they
-    # are parts of arrays, the others' bits are those of the same arrays.)
-    own = covering[note.number]
-    return [y._replace(sources=y.sources & ~own | x.sources & own)], [call]
+    # The tag has seen how the output depends on the layer's own parameters, so that this
+    # dependence ends here; unless the layer's input depends on them, too. (Tags of parts
+    # of one array share its bits.)
+    own = covering[label.number]
+    return [y._replace(sources=y.sources & ~own | x.sources & own)], [use]
 
 
 def source_of(number: int) -> int:
     """The bit of the parameters that a tag covers."""
-    return 1 << (LAYERS + 2 * number)
+    return 1 << (FIRST_OF_TAGS + 2 * number)
 
 
 def unseen_of(number: int) -> int:
@@ -331,7 +367,9 @@ def _covering(sources: list[int]) -> dict[int, int]:
     return found
 
 
-def _inputs(flow: Flow, params: Model, sources: list[int]) -> Iterator[Value]:
+def _inputs(
+    interpreter: Interpreter, params: Model, sources: list[int]
+) -> Iterator[Value]:
     """The values of a filled model's arrays: what tags hold is zero."""
     is_tag = lambda node: isinstance(node, Tag)
     remaining = iter(sources)
@@ -339,4 +377,4 @@ def _inputs(flow: Flow, params: Model, sources: list[int]) -> Iterator[Value]:
         if is_tag(node):
             yield from [ZERO] * len(jtu.tree_leaves(node))
         else:
-            yield flow.source("parameter", i, sources=next(remaining))
+            yield interpreter.source("parameter", i, sources=next(remaining))

@@ -1,9 +1,11 @@
-"""The rows themselves, instead of sums over them: what `capture` asks of a tag.
+"""What a tag collects beside its block's statistics: the rows themselves, and the
+gradient as far as the tag sees it.
 
-Cotangents add up, and rows that were added up would be nonsense. So before any row is
-collected, the backward pass is traced once with a *use* in the place of each layer's
-rows, and what arrives in the slots is evaluated: all ones, if nothing is added to
-anything.
+Cotangents add up. The rows of two uses of a layer would add up, too, and their sum is
+nothing. So before any row is collected, the backward pass is traced once with only a
+counter in each slot: the transposition puts a one there, together with the shapes of the
+rows. What arrives, evaluated, is the number of uses, and if it is one, its rows have
+these shapes.
 """
 
 import math
@@ -16,14 +18,19 @@ from jax.interpreters import batching, mlir, partial_eval
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from .._block import AbstractBlock, Columns, columns_of, Statistics
+from .._block import AbstractCollector, Columns, columns_of, Statistics
 from .._custom_types import Layer, Weights
 from .._devices import explicit_sharding, zeros_of
 from .._misc import moment
 from ..form import AbstractForm, Rows
 
 
-class RawRows(NamedTuple):
+#
+# Rows
+#
+
+
+class TaggedRows(NamedTuple):
     """A layer's input `x` and the gradient `g` at its output, as the tag sees them: the
     first `stack` axes separate layers, the others of the first `axes` are examples."""
 
@@ -36,8 +43,9 @@ class RawRows(NamedTuple):
     basis: Any = None
 
 
-class Use(NamedTuple):
-    """What is known of rows before they are there."""
+class RowShapes(NamedTuple):
+    """The shapes of the rows of one use of a layer: all that is known before they are
+    collected."""
 
     x: jax.ShapeDtypeStruct
     g: jax.ShapeDtypeStruct
@@ -46,11 +54,10 @@ class Use(NamedTuple):
     derivative: bool
 
 
-class Raw(AbstractBlock):
-    """Collects rows; or, if there is no slot for gradients, uses."""
+class RowCollector(AbstractCollector):
+    """Collects the rows of a layer; given a slot for its inputs alone, which is a number,
+    the number of its uses."""
 
-    weighted = False
-    mixes_positions = False
     derivatives = True
 
     def __init__(self):
@@ -60,6 +67,7 @@ class Raw(AbstractBlock):
         return Statistics(inputs=None, outputs=None)
 
     def slots(self, form: AbstractForm, layer: Layer) -> Statistics:
+        # The slots' shapes are those of rows, which no layer knows.
         return self.empty()
 
     def rows(
@@ -70,23 +78,22 @@ class Raw(AbstractBlock):
         weights: Weights,
         stack: int,
         axes: int,
-    ) -> RawRows:
-        return RawRows(x, g, stack, axes)
+    ) -> TaggedRows:
+        return TaggedRows(x, g, stack, axes)
 
-    def statistics(self, rows: Any, slots: Statistics) -> Statistics:
+    def statistics(self, rows: TaggedRows, slots: Statistics) -> Statistics:
         if slots.outputs is None:
-            return Statistics(inputs=_use(rows, slots.inputs.dtype), outputs=None)
+            return Statistics(_one_use(rows, slots.inputs.dtype), outputs=None)
         inputs = None if slots.inputs is None else rows.x.astype(slots.inputs.dtype)
         return Statistics(inputs, rows.g.astype(slots.outputs.dtype))
 
-    def factors(self, statistics: Statistics, count: Array, l2: Array) -> Any:
-        return statistics
 
-    def operator(self, factors: Any) -> Any:
-        raise NotImplementedError
+#
+# Gradients
+#
 
 
-class Seen(NamedTuple):
+class CollectedGradient(NamedTuple):
     r"""The sum of $g x^\top$ over rows, which is the gradient of whatever is pulled back
     if all of a layer's uses pass through its tag; the number of rows; and the sum of
     $\lVert g \rVert \lVert x \rVert$, to which rounding is relative: rows may cancel."""
@@ -96,65 +103,69 @@ class Seen(NamedTuple):
     size: Any = None
 
 
-class Sight(AbstractBlock):
-    """Collects the gradient that a tag sees."""
+class GradientCollector(AbstractCollector):
+    """Collects the gradient that a tag sees, to be compared with JAX's: the difference is
+    what passes by the tag."""
 
-    weighted = False
-    mixes_positions = False
     derivatives = True
 
     def __init__(self):
         pass
 
     def empty(self) -> Statistics:
-        return Statistics(inputs=Columns(), outputs=Seen())
+        return Statistics(inputs=Columns(), outputs=CollectedGradient())
 
     def slots(self, form: AbstractForm, layer: Layer) -> Statistics:
         found = columns_of(form, layer)
         if found is None:
             return self.empty()
         columns, shape, zeros = found
-        return Statistics(inputs=columns, outputs=Seen(zeros(*shape), zeros(), zeros()))
+        return Statistics(columns, CollectedGradient(zeros(*shape), zeros(), zeros()))
 
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
         x, g, like = slots.inputs.inputs(rows), rows.g, slots.outputs
         x, g = (g, x) if rows.swapped else (x, g)
         x, g = (a.astype(like.gradient.dtype) for a in (x, g))
-        # The number as a function of the data, so that it is added up wherever these are.
+        # As a function of the data, the number is added up wherever these are: over the
+        # rounds of a loop, and over devices.
         zero = 0 * jnp.sum(g, axis=tuple(range(rows.stack, g.ndim)))
         number = zero + math.prod(g.shape[rows.stack : -1])
         norms = jnp.linalg.norm(g, axis=-1) * jnp.linalg.norm(x, axis=-1)
         size = jnp.sum(norms, axis=tuple(range(rows.stack, norms.ndim)))
-        seen = Seen(moment(g, x, rows.stack, like.gradient), number, size)
-        return Statistics(zeros_of(slots.inputs), seen)
-
-    def factors(self, statistics: Statistics, count: Array, l2: Array) -> Any:
-        return statistics
-
-    def operator(self, factors: Any) -> Any:
-        raise NotImplementedError
+        gradient = moment(g, x, rows.stack, like.gradient)
+        outputs = CollectedGradient(gradient, number, size)
+        return Statistics(zeros_of(slots.inputs), outputs)
 
 
-use_p = Primitive("kfac_use")
+#
+# The primitive that counts uses
+#
 
 
-def _use(rows: RawRows, dtype: DTypeLike) -> Array:
+row_shapes_p = Primitive("kfac_row_shapes")
+"""A one that knows the shapes of rows. It has an operand only as long as it is being
+differentiated and batched, so that it is mapped as the rows are; dead code elimination
+takes the operand away (`aval` then says what the one looks like), and what is left of the
+program needs no data."""
+
+
+def _one_use(rows: TaggedRows, dtype: DTypeLike) -> Array:
     probe = jnp.sum(rows.g, axis=tuple(range(rows.stack, rows.g.ndim))).astype(dtype)
-    x, g = map(_struct, (rows.x, rows.g))
-    use = Use(x, g, rows.stack, rows.axes, rows.derivative)
-    return use_p.bind(probe, aval=None, use=use)
+    x, g = map(_shape, (rows.x, rows.g))
+    shapes = RowShapes(x, g, rows.stack, rows.axes, rows.derivative)
+    return row_shapes_p.bind(probe, aval=None, shapes=shapes)
 
 
-def _struct(a: Array) -> jax.ShapeDtypeStruct:
+def _shape(a: Array) -> jax.ShapeDtypeStruct:
     sharding = explicit_sharding(jax.typeof(a))
     return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
 
-def _one(*_, aval, use):
+def _one(*_, aval, shapes):
     return jnp.ones(aval.shape, aval.dtype)
 
 
-def _without_data(used_outputs, *others):
+def _without_operand(used_outputs, *others):
     *_, eqn = others  # From JAX 0.12 on, there is something else before it.
     if not any(used_outputs):
         return [False] * len(eqn.invars), None
@@ -163,20 +174,14 @@ def _without_data(used_outputs, *others):
     return [False] * len(eqn.invars), eqn.replace(invars=[], params=params)
 
 
-def _batch(operands, dims, *, aval, use):
-    return use_p.bind(*operands, aval=aval, use=use), dims[0]
+def _batch(operands, dims, *, aval, shapes):
+    return row_shapes_p.bind(*operands, aval=aval, shapes=shapes), dims[0]
 
 
-use_p.def_impl(_one)
-
-
-use_p.def_abstract_eval(lambda *avals, aval, use: aval if aval is not None else avals[0])
-
-
-mlir.register_lowering(use_p, mlir.lower_fun(_one, multiple_results=False))
-
-
-batching.primitive_batchers[use_p] = _batch
-
-
-partial_eval.dce_rules[use_p] = _without_data
+row_shapes_p.def_impl(_one)
+row_shapes_p.def_abstract_eval(
+    lambda *avals, aval, shapes: aval if aval is not None else avals[0]
+)
+mlir.register_lowering(row_shapes_p, mlir.lower_fun(_one, multiple_results=False))
+batching.primitive_batchers[row_shapes_p] = _batch
+partial_eval.dce_rules[row_shapes_p] = _without_operand
