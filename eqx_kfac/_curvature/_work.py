@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-from jax.extend.core import JaxprEqn
 
 from .._custom_types import Args, Kwargs, Model
+from .._jax import Equation
 from .._program import run
 from .._tag import flatten_tags, Label, tag_p, with_tags
 
@@ -50,7 +50,7 @@ def work(loss_fn: Callable, model: Model, args: Args, kwargs: Kwargs) -> Work:
     return Work(operations, numbers, frozenset(called))
 
 
-def _equations(value: Any, times: int) -> Iterator[tuple[JaxprEqn, int]]:
+def _equations(value: Any, times: int) -> Iterator[tuple[Equation, int]]:
     """The equations of a jaxpr that have none inside, and how often each is evaluated."""
     if isinstance(value, (tuple, list)):
         for item in value:
@@ -61,7 +61,7 @@ def _equations(value: Any, times: int) -> Iterator[tuple[JaxprEqn, int]]:
         yield from inner or [(eqn, times)]
 
 
-def _per_number(eqn: JaxprEqn) -> float:
+def _per_number(eqn: Equation) -> float:
     """How many operations there are for each number that an equation returns."""
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]

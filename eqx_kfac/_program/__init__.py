@@ -3,7 +3,6 @@ from ._jaxpr import (
     contains as contains,
     count_uses as count_uses,
     depends as depends,
-    part_of as part_of,
     SlotUses as SlotUses,
 )
 from ._program import analyse as analyse, Program as Program, with_labels as with_labels

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.core import Tracer
-from jax.extend.core import JaxprEqn
+
+from .._jax import Equation, Tracer
 
 
 class Value(NamedTuple):
@@ -142,7 +142,7 @@ class Interpreter:
         return self.source("literal", str(atom.aval), repr(atom.val))
 
     def _results(
-        self, eqn: JaxprEqn, values: list[Value], context: Context
+        self, eqn: Equation, values: list[Value], context: Context
     ) -> list[Value]:
         visited = self.visit(eqn, values, context)
         if visited is not None:
@@ -173,7 +173,7 @@ class Interpreter:
         consts = map(self.constant, getattr(jaxpr, "consts", ()))
         return self.interpret(_open(jaxpr), list(consts), values, context)
 
-    def _operation(self, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
+    def _operation(self, eqn: Equation, values: list[Value]) -> list[Value]:
         """The results of an operation on arrays."""
         name, known = eqn.primitive.name, self.expressions
         zero = [v.expression == ZERO.expression for v in values]
@@ -212,7 +212,7 @@ class Interpreter:
             known.padded |= found
         return results
 
-    def _sourced(self, eqn: JaxprEqn, parts: tuple, sources: int) -> list[Value]:
+    def _sourced(self, eqn: Equation, parts: tuple, sources: int) -> list[Value]:
         """The results of an operation that is made of `parts`. Those without a derivative
         depend on what is tracked alone."""
         results = []
@@ -224,7 +224,7 @@ class Interpreter:
             results.append(self.source(*parts, i, sources=kept))
         return results
 
-    def _unknown(self, eqn: JaxprEqn, values: list[Value], inner: list) -> list[Value]:
+    def _unknown(self, eqn: Equation, values: list[Value], inner: list) -> list[Value]:
         """The results of an operation that is not made of operations on arrays, such as a
         call of Python. Tags may be used in it, but nobody knows how."""
         self.opaque = True
@@ -240,7 +240,7 @@ class Interpreter:
             for i in range(len(eqn.outvars))
         ]
 
-    def _scan(self, eqn: JaxprEqn, values: list[Value], context: Context) -> list[Value]:
+    def _scan(self, eqn: Equation, values: list[Value], context: Context) -> list[Value]:
         params, length = eqn.params, eqn.params["length"]
         m, n = scan_counts(eqn)
         consts, carry, xs = values[:m], values[m : m + n], values[m + n :]
@@ -352,7 +352,7 @@ def _is_zero(name: str, zero: list[bool]) -> bool:
     return zero[0] and name in ("div", "integer_pow", *_LOOKUPS)
 
 
-def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+def scan_counts(eqn: Equation) -> tuple[int, int]:
     """The numbers of constants and of values carried, told from shapes: JAX's own
     parameters for them change, but what a scan slices or stacks has one more axis."""
     body = _open(eqn.params["jaxpr"])

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import numpy as np
-from jax.core import eval_jaxpr, Tracer
-from jax.interpreters import partial_eval
 
+from .._jax import eval_jaxpr, part_of, Tracer
 from .._tag import row_shapes_p
 
 
@@ -58,12 +57,6 @@ def depends(fn: Callable, *args: Any) -> bool:
     closed = jax.make_jaxpr(fn)(*args)
     everything = [True] * len(closed.out_avals)
     return any(part_of(closed.jaxpr, everything)[2])
-
-
-def part_of(jaxpr: Any, wanted: Sequence[bool]) -> tuple[Any, list[bool], list[bool]]:
-    """The part of a jaxpr that some of its outputs need; and which constants and inputs
-    it has."""
-    return partial_eval.dce_jaxpr_consts(jaxpr, wanted)
 
 
 def _needed(jaxpr: Any, consts: Sequence[Any], wanted: list[bool]) -> Any:

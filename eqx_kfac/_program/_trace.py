@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
-from jax.extend.core import JaxprEqn
 
 from .._custom_types import Args, Kwargs, Model
+from .._jax import Equation, part_of, varying
 from .._loss import L2
 from .._tag import (
     flatten_tags,
@@ -32,7 +32,7 @@ from .._tag import (
     with_tags,
 )
 from ._interpreter import all_sources, Context, Expressions, Interpreter, Value, ZERO
-from ._jaxpr import equations, part_of
+from ._jaxpr import equations
 from ._run import example_weights, run
 
 
@@ -294,7 +294,7 @@ def _called(jaxpr: Any) -> set[int]:
 
 
 def _visit(
-    covering: dict[int, int], eqn: JaxprEqn, values: list[Value], context: Context
+    covering: dict[int, int], eqn: Equation, values: list[Value], context: Context
 ) -> Any:
     """What is known of tags, and of their statistics. `covering` has, for each tag, the
     bits of all that cover any of its parameters."""
@@ -324,7 +324,7 @@ def _visit(
         members_left=label.stack,
         at_zero=y == ZERO,
         sources=x.sources,
-        axes=avals[0].manual_axis_type.varying,
+        axes=varying(avals[0]),
     )
     # The tag has seen how the output depends on the layer's own parameters, so that this
     # dependence ends here; unless the layer's input depends on them, too. (Tags of parts

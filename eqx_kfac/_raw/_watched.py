@@ -15,8 +15,8 @@ from jaxtyping import Array, PyTree
 
 from .._block import Kronecker
 from .._custom_types import Layer
+from .._jax import part_of
 from .._module import member, replaced
-from .._program import part_of
 from .._tag import Tag
 from ..form import AbstractForm, Convolution, Leaf, Lookup, Parameters, View
 from ._axes import Axes

@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir, partial_eval
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from .._block import AbstractCollector, Columns, columns_of, Statistics
 from .._custom_types import Layer, Weights
 from .._devices import explicit_sharding, zeros_of
+from .._jax import Primitive, set_dead_code, set_simple_batching, set_values
 from .._misc import moment
 from ..form import AbstractForm, Rows
 
@@ -165,8 +164,7 @@ def _one(*_, aval, shapes):
     return jnp.ones(aval.shape, aval.dtype)
 
 
-def _without_operand(used_outputs, *others):
-    *_, eqn = others  # From JAX 0.12 on, there is something else before it.
+def _without_operand(used_outputs, eqn):
     if not any(used_outputs):
         return [False] * len(eqn.invars), None
     (out,) = eqn.outvars
@@ -178,10 +176,10 @@ def _batch(operands, dims, *, aval, shapes):
     return row_shapes_p.bind(*operands, aval=aval, shapes=shapes), dims[0]
 
 
-row_shapes_p.def_impl(_one)
-row_shapes_p.def_abstract_eval(
-    lambda *avals, aval, shapes: aval if aval is not None else avals[0]
-)
-mlir.register_lowering(row_shapes_p, mlir.lower_fun(_one, multiple_results=False))
-batching.primitive_batchers[row_shapes_p] = _batch
-partial_eval.dce_rules[row_shapes_p] = _without_operand
+def _abstract(*avals, aval, shapes):
+    return aval if aval is not None else avals[0]
+
+
+set_values(row_shapes_p, _one, _abstract)
+set_simple_batching(row_shapes_p, _batch)
+set_dead_code(row_shapes_p, _without_operand)

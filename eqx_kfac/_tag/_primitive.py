@@ -16,15 +16,27 @@ nothing. All four are the identity on their first operand.
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.experimental import jet
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from .._block import AbstractCollector
 from .._devices import cast_varying
+from .._jax import (
+    aval_of,
+    broadcast_along,
+    instantiated,
+    is_linear_operand,
+    is_zero,
+    Primitive,
+    set_batching,
+    set_elementwise,
+    set_jvp,
+    set_linear,
+    set_taylor,
+    set_transpose,
+    set_values,
+    varying,
+)
 from ..form import AbstractForm
 from ._collector import RowCollector
 from ._weights import row_weights, with_influence
@@ -102,7 +114,7 @@ def _batch_tag(primitive, axis, operands, dims, *, layout, **params):
         if label is None or axis.size not in label.examples:
             return primitive.bind(*operands, layout=layout, **params), None
         y, *others = operands
-        y = batching.broadcast(y, axis.size, 0, axis.explicit_mesh_axis)
+        y = broadcast_along(y, axis, 0)
         operands, dims = [y, *others], [0, *dims[1:]]
     return _batch(primitive, axis, operands, dims, layout=layout, **params)
 
@@ -120,9 +132,8 @@ def _batch(primitive, mapped, operands, dims, *, layout, stack, examples):
     def place(x, d):
         if d is not None:
             return jnp.moveaxis(x, d, axis)
-        # All examples have the same, or all members of an ensemble; on an explicit mesh,
-        # split over devices as these are.
-        return batching.broadcast(x, mapped.size, axis, mapped.explicit_mesh_axis)
+        # All examples have the same, or all members of an ensemble.
+        return broadcast_along(x, mapped, axis)
 
     num_placed = len(operands) if stacked else layout.num_rows
     placed = list(map(place, operands[:num_placed], dims[:num_placed]))
@@ -146,8 +157,8 @@ def _jvp(primitive, primals, tangents, *, layout, **params):
     on that. Slots only have a tangent where somebody asks for statistics."""
     out = primitive.bind(*primals, layout=layout, **params)
     y_dot, x_dot, _, slot_dots = layout.split(tangents)
-    if not all(type(s) is ad.Zero for s in slot_dots):
-        y_dot, *slot_dots = map(ad.instantiate_zeros, (y_dot, *slot_dots))
+    if not all(map(is_zero, slot_dots)):
+        y_dot, *slot_dots = map(instantiated, (y_dot, *slot_dots))
         between = primals[1 : len(primals) - len(slot_dots)]
         y_dot = tag_linear_p.bind(y_dot, *between, *slot_dots, layout=layout, **params)
     elif primitive is tag_p:
@@ -158,11 +169,11 @@ def _jvp(primitive, primals, tangents, *, layout, **params):
 def _derivative(y_dot, x_dot, primals, layout, **params):
     r"""The derivative of $z = W x + b$ along $\dot x$: $\dot z = W \dot x$ is one more
     row of the same weight."""
-    if type(x_dot) is ad.Zero:
+    if is_zero(x_dot):
         return y_dot
     # Where a layer is tagged at a zero that is added to its output, the zero has no
     # tangent, but the layer has one all the same.
-    y_dot = ad.instantiate_zeros(y_dot)
+    y_dot = instantiated(y_dot)
     if not (layout.form.linear and layout.collector.derivatives):
         return _mark_unseen(y_dot, layout.label(primals))
     _, _, shared, slots = layout.split(primals)
@@ -196,7 +207,7 @@ def _mark_unseen(a, label):
 def _transpose_derivative(ct, *operands, layout, **_):
     """The transpose of a tag at a derivative of the layer: a gradient in the layer's
     input, in which the weight acts transposed. Its rows are not those of the layer."""
-    if type(ct) is not ad.Zero:
+    if not is_zero(ct):
         ct = _mark_unseen(ct, layout.label(operands))
     return [ct, *[None] * (len(operands) - 1)]
 
@@ -206,9 +217,9 @@ def _transpose(ct, *operands, layout, stack, examples):
     the layer's input and this cotangent."""
     _, x, shared, slots = layout.split(operands)
     nothing = [None] * (layout.num_rows - 1 + len(shared))
-    if type(ct) is ad.Zero or not any(map(ad.is_undefined_primal, slots)):
+    if is_zero(ct) or not any(map(is_linear_operand, slots)):
         return [ct, *nothing, *[None] * len(slots)]
-    avals = [s.aval if ad.is_undefined_primal(s) else jax.typeof(s) for s in slots]
+    avals = list(map(aval_of, slots))
     like = jtu.tree_unflatten(layout.slots, avals)
 
     def statistics(x, ct, *shared):
@@ -231,17 +242,14 @@ def _transpose(ct, *operands, layout, stack, examples):
     if not isinstance(layout.collector, RowCollector):
         # Sums are no function of the loss; rows are, and may be differentiated.
         stats = list(map(statistic_p.bind, stats))
-    stats = [
-        cast_varying(s, a.manual_axis_type.varying)
-        for s, a in zip(stats, avals, strict=True)
-    ]
-    wanted = [s if ad.is_undefined_primal(t) else None for s, t in zip(stats, slots)]
+    stats = [cast_varying(s, varying(a)) for s, a in zip(stats, avals, strict=True)]
+    wanted = [s if is_linear_operand(t) else None for s, t in zip(stats, slots)]
     return [ct, *nothing, *wanted]
 
 
 def _no_derivative(primals, tangents):
     (statistic,), (tangent,) = primals, tangents
-    if type(tangent) is ad.Zero:
+    if is_zero(tangent):
         return statistic_p.bind(statistic), tangent
     raise TypeError(
         "Tried to differentiate curvature statistics. They are defined by a "
@@ -264,18 +272,16 @@ def _first(y, *_, **__):
 
 
 for _p in (tag_p, tag_linear_p, statistic_p, unseen_p):
-    _p.def_impl(_first)
-    _p.def_abstract_eval(_first)
-    mlir.register_lowering(_p, mlir.lower_fun(_first, multiple_results=False))
+    set_values(_p, _first, _first)
 
 for _p in (tag_p, tag_linear_p):
-    ad.primitive_jvps[_p] = jtu.Partial(_jvp, _p)
-    batching.fancy_primitive_batchers[_p] = jtu.Partial(_batch_tag, _p)
+    set_jvp(_p, jtu.Partial(_jvp, _p))
+    set_batching(_p, jtu.Partial(_batch_tag, _p))
 
-ad.primitive_transposes[tag_p] = _transpose_derivative
-ad.primitive_transposes[tag_linear_p] = _transpose
-ad.primitive_jvps[statistic_p] = _no_derivative
-ad.deflinear2(unseen_p, lambda ct, *_, **__: [ct])
-batching.defvectorized(statistic_p)
-batching.defvectorized(unseen_p)
-jet.jet_rules[tag_p] = _taylor
+set_transpose(tag_p, _transpose_derivative)
+set_transpose(tag_linear_p, _transpose)
+set_taylor(tag_p, _taylor)
+set_jvp(statistic_p, _no_derivative)
+set_linear(unseen_p)
+set_elementwise(statistic_p)
+set_elementwise(unseen_p)
