@@ -1,5 +1,4 @@
 from ._partition import (
-    check_covered as check_covered,
     partition_tagged as partition_tagged,
 )
 from ._primitive import (
