@@ -12,7 +12,7 @@ from ._average import (
 )
 from ._batch import Batch as Batch, LinearisedBatch as LinearisedBatch
 from ._block_diagonal import BlockDiagonalOperator as BlockDiagonalOperator
-from ._capture import capture as capture, Captured as Captured
+from ._capture import capture as capture, Captured as Captured, captured as captured
 from ._estimate import (
     curvature as curvature,
     value_grad_and_curvature as value_grad_and_curvature,
@@ -26,4 +26,5 @@ from ._model_operator import (
     GaussNewton as GaussNewton,
     Hessian as Hessian,
 )
+from ._places import raw_rows as raw_rows, Used as Used, used_places as used_places
 from ._work import Work as Work, work as work

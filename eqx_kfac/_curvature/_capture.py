@@ -145,16 +145,16 @@ def capture(loss_fn: Callable, fisher: AbstractFisher | None = None) -> Callable
             loss_fn, model, args, kwargs, fill=fill, program=program
         )
         inputs, gradients = _collected(linearisation, fisher, key)
-        captured = [
-            None if use is None else _captured(place, use, x, g, fisher is not None)
+        found = [
+            None if use is None else captured(place, use, x, g, fisher is not None)
             for place, use, x, g in zip(places, uses, inputs, gradients, strict=True)
         ]
-        return treedef.unflatten(captured)
+        return treedef.unflatten(found)
 
     return wrapped
 
 
-def _captured(place: Place, use: Use, x: Any, g: Array, several: bool) -> Captured:
+def captured(place: Place, use: Use, x: Any, g: Array, several: bool) -> Captured:
     """The contents of the slots, in the types that the tag saw."""
     return Captured(
         inputs=None if x is None else x.astype(use.x.dtype),

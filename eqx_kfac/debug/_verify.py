@@ -31,6 +31,7 @@ from ._check import LayerCheck, Verification
 from ._compare import along_vectors, compared, Comparison, densely, ready
 from ._parts import groups, parts, Size, sizes
 from ._plan import compiled, Costs, costs, MEMORY
+from ._rows import Places
 from ._table import block_shown, sizes_shown
 
 
@@ -165,8 +166,9 @@ def _checks(problem: Problem, model: Model) -> list[LayerCheck]:
     fitting = [i for i, size in enumerate(measured) if size.bytes <= problem.memory]
     # What has no rows has no curvature.
     used = [i for i in fitting if not np.all(each[1][i] == 0)]
+    places = Places(loss_fn, model, args, kwargs, every.program)
     for group in groups(used, measured, problem.memory):
-        found.update(_compared(problem, model, every, measured, group))
+        found.update(_compared(problem, model, every, measured, group, places))
     checks = []
     for i, (own, share, rows, inverse) in enumerate(zip(layers, *each, strict=True)):
         use = "used"
@@ -180,11 +182,16 @@ def _checks(problem: Problem, model: Model) -> list[LayerCheck]:
 
 
 def _compared(
-    problem: Problem, model: Model, every: Costs, layers: list[Size], group: list[int]
+    problem: Problem,
+    model: Model,
+    every: Costs,
+    layers: list[Size],
+    group: list[int],
+    places: Places,
 ) -> dict[int, tuple[Comparison, Comparison | None]]:
     """The comparisons of a group of layers, by their numbers."""
     loss_fn, args, kwargs, given, key, limit, memory = problem
-    plan = parts(every, given, key, limit, memory, layers, group)
+    plan = parts(every, given, key, limit, memory, layers, group, places)
 
     def collected(model, args, key, kwargs):
         batch = Batch(loss_fn, args, kwargs)
@@ -209,22 +216,27 @@ def _compared(
     if plan.dense is not None:
         pairs = zip(plan.dense.layers, dense, strict=True)
         found = {i: compared(numbers, False) for i, numbers in pairs}
-    if plan.rest is None:
-        return found
-    own, random = plan.rest.layers, plan.rest.vectors
 
-    def back(model, args, key, kwargs, indices):
+    def matrices(model, args, key, kwargs, indices):
+        own, random, _ = plan.rest  # pyright: ignore
         pull, losses = pulled(only(model, frozenset(own)), loss_fn, args, kwargs)
         along = lambda i: pull(random.cotangents(losses, i, key))
         return jax.lax.map(along, indices)
 
-    pull = compiled(back, *arguments, optimise=every.takes_long(random))
-    stacks = [len(layers[i].stack) for i in own]
-    numbers = along_vectors(
-        [blocks[i] for i in own], stacks, pull, random, plan.rest.at_once
-    )
-    pairs = zip(own, numbers, strict=True)
-    return found | {i: compared(n, random.sampled) for i, n in pairs}
+    def rows(model, args, key, kwargs, indices):
+        own, random, _ = plan.rows  # pyright: ignore
+        return places.pulled(own, random, key)(model, args, kwargs, indices)
+
+    for part, back in ((plan.rest, matrices), (plan.rows, rows)):
+        if part is not None:
+            own, random, at_once = part
+            pull = compiled(back, *arguments, optimise=every.takes_long(random))
+            stacks = [len(layers[i].stack) for i in own]
+            operators_ = [blocks[i] for i in own]
+            numbers = along_vectors(operators_, stacks, pull, random, at_once)
+            pairs = zip(own, numbers, strict=True)
+            found |= {i: compared(n, random.sampled) for i, n in pairs}
+    return found
 
 
 def _unseen(
