@@ -81,12 +81,13 @@ def along_vectors(
     found: list[list] = [[] for _ in operators]
     for first in range(0, vectors.number, at_once):
         indices = first + jnp.arange(at_once)
-        rows = pull(indices)
+        rows = list(pull(indices))
         for i, (operator, axes) in enumerate(zip(operators, stacks, strict=True)):
-            if isinstance(rows[i], Sides):
-                own = _of_sides(operator, rows[i], axes)
+            own, rows[i] = rows[i], None  # Not to be held any longer.
+            if isinstance(own, Sides):
+                own = _of_sides(operator, own, axes)
             else:
-                own = _of_rows(operator, rows[i], indices, axes, vectors.sampled)
+                own = _of_rows(operator, own, indices, axes, vectors.sampled)
             found[i].append(own)
     numbers = []
     for operator, axes, blocks in zip(operators, stacks, found, strict=True):
