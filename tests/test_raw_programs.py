@@ -206,6 +206,12 @@ CASES = {
     "rows that nothing uses": case(
         lambda m, x: m.w[:2] @ x, VECTORS, {"others": "Parameters 9"}, w=(3, 3)
     ),
+    "carried, and used before": case(
+        lambda m, x: carried(m, jnp.tanh(m.w @ x)),
+        VECTORS,
+        {"others": "Parameters 9"},
+        w=(3, 3),
+    ),
     "a part of a result": case(
         lambda m, x: jnp.tanh(m.w @ x)[:2] + (m.v @ x)[1:],
         VECTORS,
