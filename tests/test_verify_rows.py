@@ -132,3 +132,21 @@ def test_report(monkeypatch):
             got, want = getattr(check, name), getattr(other, name)
             noise = getattr(check, f"{name}_noise")
             assert np.all(np.abs(got - want) < 5 * noise + 0.01), (check.path, name)
+
+
+def test_rows_of_derivatives():
+    """Have no bias, which is for whoever knows of them: there, matrices are looked at."""
+    model = [kfac.Linear(3, 2, key=KEY)]
+
+    def of_derivative(model, x):
+        slopes = jax.vmap(jax.jacfwd(model[0]))(x)
+        return kfac.SquaredError(slopes[..., 0], jnp.zeros((2, 2)))
+
+    def of_value(model, x):
+        return kfac.SquaredError(jax.vmap(model[0])(x), jnp.zeros((2, 2)))
+
+    for loss_fn, is_there in ((of_value, True), (of_derivative, False)):
+        args = (normal(2, 3),)
+        every = costs(loss_fn, model, args, {})
+        places = Places(loss_fn, model, args, {}, every.program)
+        assert (places.few(0) is not None) == is_there
