@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+
+from ._jax import Tracer
 
 
 _RANGES: dict[str, Callable[[Any], bool]] = {

@@ -10,12 +10,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int, PyTree, Shaped
 
 from ._custom_types import Like
+from ._jax import Tracer, varying
 
 
 _Function = TypeVar("_Function", bound=Callable)
@@ -38,7 +38,7 @@ def varying_axes(tree: PyTree) -> frozenset:
     axes = frozenset()
     for leaf in jtu.tree_leaves(tree):
         if isinstance(leaf, jax.Array):
-            axes |= jax.typeof(leaf).manual_axis_type.varying
+            axes |= varying(jax.typeof(leaf))
     return axes
 
 
@@ -124,8 +124,7 @@ def zeros_of(structs: PyTree) -> PyTree:
     def zeros(struct):
         sharding = explicit_sharding(struct)
         array = jnp.zeros(struct.shape, struct.dtype, out_sharding=sharding)
-        manual = getattr(struct, "manual_axis_type", None)
-        return array if manual is None else cast_varying(array, manual.varying)
+        return cast_varying(array, varying(struct))
 
     return jtu.tree_map(zeros, structs)
 

@@ -358,7 +358,8 @@ def test_frozen_weight():
 def test_vmap_of_capture():
     x, y = np.asarray(X), np.asarray(CLASSES)
     x, y = np.stack([x, 2 * x]), np.stack([y, 1 - y])
-    several = jax.vmap(lambda x, y: both(plain, plain, mlp(), x, y)[1])
+    model = mlp()
+    several = jax.vmap(lambda x, y: both(plain, plain, model, x, y)[1])
     for got, want in jax.jit(several)(x, y):
         assert_pairs(zip(got, want, strict=True))
 

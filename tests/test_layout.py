@@ -44,6 +44,21 @@ def test_imports_point_downwards(path):
     assert imported(path) <= {own, *below}
 
 
+UNSTABLE = "jax.core", "jax.extend", "jax.interpreters", "jax.experimental", "jax._src"
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.stem)
+def test_one_file_imports_what_is_unstable(path):
+    modules = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+    found = {name for name in modules if name.startswith(UNSTABLE)}
+    assert bool(found) == (path == PACKAGE / "_jax.py"), found
+
+
 def test_everything_is_drawn():
     here = {p.name.removesuffix(".py") for p in PACKAGE.iterdir()}
     assert set(drawn()) == here - {"__init__", "__pycache__", "_custom_types", "py.typed"}

@@ -1,11 +1,14 @@
 from ._base import (
     AbstractBlock as AbstractBlock,
     AbstractFactors as AbstractFactors,
-    is_statistics as is_statistics,
     no_l2 as no_l2,
-    Statistics as Statistics,
 )
 from ._check import check_block as check_block
+from ._collector import (
+    AbstractCollector as AbstractCollector,
+    is_statistics as is_statistics,
+    Statistics as Statistics,
+)
 from ._diagonal import Diagonal as Diagonal, DiagonalFactors as DiagonalFactors
 from ._ekfac import EKFAC as EKFAC, EKFACFactors as EKFACFactors
 from ._full import Full as Full, FullFactors as FullFactors

@@ -1,43 +1,18 @@
+"""What is kept of a layer's curvature, and which operator it is."""
+
 import abc
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float, PyTree
 
-from .._custom_types import Layer, Weights
-from .._devices import zeros_beside, zeros_of
-from .._misc import accumulator, is_none
-from .._module import PlainModule
-from ..form import AbstractForm, Rows, Sizes
-
-
-class Statistics(NamedTuple):
-    """What a block collects, as sums over rows. It is also the type of a tag's *slots*;
-    their leaves are `None`, or zeros while curvature is being collected. (It is made of
-    tuples only, because a tag is in every tree that Python flattens at every step.)
-
-    **Fields:**
-
-    - `inputs`: what depends on the layer's inputs only: the same for every pullback.
-    - `outputs`: what depends on the gradients at the outputs: it adds up over
-        pullbacks.
-    """
-
-    inputs: PyTree
-    outputs: PyTree
-
-
-def is_statistics(node: PyTree) -> bool:
-    return isinstance(node, Statistics)
-
-
-def completed(statistics: Statistics, slots: Statistics) -> Statistics:
-    """`statistics`, with zeros in those `slots` for which there is `None`."""
-    zeros = lambda new, slot: zeros_of(slot) if new is None else new
-    return jtu.tree_map(zeros, statistics, slots, is_leaf=is_none)
+from .._custom_types import Layer
+from .._devices import zeros_beside
+from .._misc import accumulator
+from ..form import AbstractForm, Sizes
+from ._collector import AbstractCollector, Statistics
 
 
 def sizes_and_zeros(form: AbstractForm, layer: Layer) -> tuple[Sizes, Callable] | None:
@@ -88,7 +63,7 @@ class AbstractFactors(eqx.Module):
         return jnp.zeros((), bool)
 
 
-class AbstractBlock(PlainModule):
+class AbstractBlock(AbstractCollector):
     """How a layer's curvature is approximated: what is kept, and which operator it is.
 
     A block has no arrays: it is static data on the layer's [`eqx_kfac.Tag`][], compared
@@ -104,9 +79,9 @@ class AbstractBlock(PlainModule):
         is diagonal in a basis that is one.
     - `squares_examples`: whether it consists of squares of single examples' gradients.
         If these use the layer more than once, its slots hold the gradients themselves:
-        see `together`.
+        see `per_example_slots`.
     - `centres`: whether the mean of the examples' gradients may be subtracted: see
-        `without`.
+        `minus_example`.
     - `derivatives`: whether it supports rows of derivatives, which have no bias
         (`rows.derivative`).
     - `has_basis`: whether the statistics are taken in a basis that the factors have.
@@ -117,33 +92,7 @@ class AbstractBlock(PlainModule):
     two_sided: ClassVar[bool] = False
     squares_examples: ClassVar[bool] = False
     centres: ClassVar[bool] = False
-    derivatives: ClassVar[bool] = False
     has_basis: ClassVar[bool] = False
-
-    @abc.abstractmethod
-    def empty(self) -> Statistics:
-        """Statistics whose leaves are all `None`."""
-
-    @abc.abstractmethod
-    def slots(self, form: AbstractForm, layer: Layer) -> Statistics:
-        """Zeros of the statistics' shapes for `layer`; `None` where a parameter is
-        missing or frozen."""
-
-    def rows(
-        self,
-        form: AbstractForm,
-        x: Any,
-        g: Any,
-        weights: Weights,
-        stack: int,
-        axes: int,
-    ) -> Any:
-        """The argument of `statistics`: the rows as the form sees them."""
-        return form.rows(x, g, weights, stack, axes)
-
-    @abc.abstractmethod
-    def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
-        """Sums over `rows`. `slots` holds the abstract values that are wanted."""
 
     @abc.abstractmethod
     def factors(self, statistics: Statistics, count: Array, l2: Array) -> AbstractFactors:
@@ -159,20 +108,22 @@ class AbstractBlock(PlainModule):
     # With `squares_examples`, and a number of `batch_axes`:
     #
 
-    def together(self, form: AbstractForm, layer: Layer, examples: int) -> Statistics:
-        """As `slots`, but for the gradients of so many examples, which add up over the
-        uses of the layer; `squared` then has the statistics."""
+    def per_example_slots(
+        self, form: AbstractForm, layer: Layer, examples: int
+    ) -> Statistics:
+        """Slots for the gradients of so many examples, which add up over the uses of the
+        layer before `from_per_example` squares them."""
         raise NotImplementedError
 
-    def squared(self, statistics: Statistics) -> Statistics:
-        """The statistics, given what came into either kind of slots."""
+    def from_per_example(self, statistics: Statistics) -> Statistics:
+        """The statistics, given what arrived in either kind of slots."""
         return statistics
 
     #
     # With `centres`:
     #
 
-    def without(
+    def minus_example(
         self, statistics: Statistics, gradient: Float[Array, "*stack d_out d_in"]
     ) -> Statistics:
         """The statistics without an example that has this gradient."""
@@ -194,11 +145,11 @@ class AbstractBlock(PlainModule):
         """The factors of statistics that were taken in `basis`."""
         return factors
 
-    def expressed(self, factors: Any, basis: Any) -> Any:
+    def change_basis(self, factors: Any, basis: Any) -> Any:
         """The factors of one layer, as well as they can be expressed in another basis."""
         return factors
 
-    def refreshed(self, factors: Any, eigenbasis: Callable) -> Any:
+    def rebased(self, factors: Any, eigenbasis: Callable) -> Any:
         """The factors of one layer in a new basis. `eigenbasis(factor, vectors)` gives
         eigenvalues and eigenvectors, close to `vectors` if it can make use of them."""
         return factors

@@ -12,7 +12,8 @@ from .._custom_types import Layer
 from .._devices import zeros_of
 from .._operator import KroneckerBasis, matmul, SpectralOperator, vanishes
 from ..form import AbstractForm, Rows
-from ._base import AbstractBlock, AbstractFactors, Statistics
+from ._base import AbstractBlock, AbstractFactors
+from ._collector import Statistics
 from ._gradients import Columns, columns_of, Squares, squares
 from ._kronecker import Kronecker
 from ._sharing import AbstractSharing, Expand
@@ -145,13 +146,15 @@ class EKFAC(AbstractBlock):
         missing = needs_inputs and basis.input_vectors is None
         return not (missing or (needs_outputs and basis.output_vectors is None))
 
-    def together(self, form: AbstractForm, layer: Layer, examples: int) -> Statistics:
+    def per_example_slots(
+        self, form: AbstractForm, layer: Layer, examples: int
+    ) -> Statistics:
         slots = self.slots(form, layer)
         outputs, eigenvalues = slots.outputs
-        eigenvalues = eigenvalues.together(form, layer, examples)
+        eigenvalues = eigenvalues.per_example(form, layer, examples)
         return slots._replace(outputs=(outputs, eigenvalues))
 
-    def squared(self, statistics: Statistics) -> Statistics:
+    def from_per_example(self, statistics: Statistics) -> Statistics:
         outputs, (gradients, _) = statistics.outputs
         if gradients is None:
             return statistics
@@ -190,7 +193,7 @@ class EKFAC(AbstractBlock):
             output_vectors=basis.output_vectors,
         )
 
-    def expressed(self, factors: EKFACFactors, basis: KroneckerBasis) -> EKFACFactors:
+    def change_basis(self, factors: EKFACFactors, basis: KroneckerBasis) -> EKFACFactors:
         values = factors.eigenvalues
         # The diagonal of Q S Q^T in another basis is (U o U) S, with U its change.
         if factors.output_vectors is not None:
@@ -201,14 +204,14 @@ class EKFAC(AbstractBlock):
             values = matmul(values, change.T)
         return self.in_basis(dataclasses.replace(factors, eigenvalues=values), basis)
 
-    def refreshed(self, factors: EKFACFactors, eigenbasis: Callable) -> EKFACFactors:
+    def rebased(self, factors: EKFACFactors, eigenbasis: Callable) -> EKFACFactors:
         bases = jtu.tree_leaves((factors.output_vectors, factors.input_vectors))
         first = jnp.asarray([jnp.all(b == 0) for b in bases[:1]]).any()  # No basis yet.
         values_out, vectors_out = eigenbasis(
             factors.output_factor, factors.output_vectors
         )
         values_in, vectors_in = eigenbasis(factors.input_factor, factors.input_vectors)
-        new = self.expressed(factors, KroneckerBasis(vectors_out, vectors_in))
+        new = self.change_basis(factors, KroneckerBasis(vectors_out, vectors_in))
         kronecker = jnp.outer(values_out, values_in)
         values = jnp.where(first, kronecker, new.eigenvalues)
         return dataclasses.replace(new, eigenvalues=values)

@@ -6,7 +6,8 @@ from jaxtyping import Array, Bool, Float
 from .._custom_types import Like
 from .._misc import moment
 from .._operator import KroneckerOperator, vanishes
-from ._base import AbstractFactors, Statistics
+from ._base import AbstractFactors
+from ._collector import Statistics
 from ._gradients import AbstractGradientBlock
 
 

@@ -16,7 +16,8 @@ from .._custom_types import Layer, Like
 from .._devices import gathered, zeros_of
 from .._misc import accumulator, moment
 from ..form import AbstractForm, Rows
-from ._base import AbstractBlock, sizes_and_zeros, Statistics
+from ._base import AbstractBlock, sizes_and_zeros
+from ._collector import Statistics
 
 
 class Columns(NamedTuple):
@@ -118,11 +119,13 @@ class AbstractGradientBlock(AbstractBlock):
             outputs = Squares(None, self.moments_of_rows(g, x, stack, like))
         return Statistics(zeros_of(slots.inputs), outputs)
 
-    def together(self, form: AbstractForm, layer: Layer, examples: int) -> Statistics:
+    def per_example_slots(
+        self, form: AbstractForm, layer: Layer, examples: int
+    ) -> Statistics:
         slots = self.slots(form, layer)
-        return slots._replace(outputs=slots.outputs.together(form, layer, examples))
+        return slots._replace(outputs=slots.outputs.per_example(form, layer, examples))
 
-    def squared(self, statistics: Statistics) -> Statistics:
+    def from_per_example(self, statistics: Statistics) -> Statistics:
         gradients, like = statistics.outputs
         if gradients is None:
             return statistics
@@ -130,7 +133,7 @@ class AbstractGradientBlock(AbstractBlock):
         moments = self.moments(gradients, gradients.ndim - 3, like)
         return statistics._replace(outputs=Squares(None, moments))
 
-    def without(
+    def minus_example(
         self, statistics: Statistics, gradient: Float[Array, "*stack d_out d_in"]
     ) -> Statistics:
         squares = statistics.outputs.squares
@@ -154,7 +157,7 @@ class Squares(NamedTuple):
         gradients = gathered(gradients.astype(self.gradients.dtype), stack)
         return Squares(gradients, zeros_of(self.squares))
 
-    def together(self, form: AbstractForm, layer: Layer, examples: int) -> "Squares":
+    def per_example(self, form: AbstractForm, layer: Layer, examples: int) -> "Squares":
         """Slots for gradients."""
         found = columns_of(form, layer)
         if found is None:

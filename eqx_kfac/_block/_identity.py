@@ -8,7 +8,8 @@ from jaxtyping import Array, Bool, Float
 
 from .._custom_types import Like
 from .._devices import zeros_of
-from ._base import AbstractFactors, Statistics
+from ._base import AbstractFactors
+from ._collector import Statistics
 from ._gradients import AbstractGradientBlock
 
 

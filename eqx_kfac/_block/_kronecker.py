@@ -11,13 +11,8 @@ from .._devices import zeros_of
 from .._misc import trailing
 from .._operator import diagonal, KroneckerOperator, vanishes
 from ..form import AbstractForm, Rows, Sizes, Vectors
-from ._base import (
-    AbstractBlock,
-    AbstractFactors,
-    completed,
-    sizes_and_zeros,
-    Statistics,
-)
+from ._base import AbstractBlock, AbstractFactors, sizes_and_zeros
+from ._collector import filled_with_zeros, Statistics
 from ._sharing import AbstractSharing, Expand
 
 
@@ -181,7 +176,9 @@ class Kronecker(AbstractBlock):
         like = self._moments(slots)
         if rows.derivative and like.second is None:  # Of a bias alone: zero.
             return zeros_of(slots)
-        return completed(self._sums(self.sharing(rows), like, slots.outputs), slots)
+        return filled_with_zeros(
+            self._sums(self.sharing(rows), like, slots.outputs), slots
+        )
 
     def _sums(
         self, rows: Rows, like: InputMoments, like_outputs: OutputMoments

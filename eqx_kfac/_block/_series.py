@@ -8,7 +8,8 @@ from .._custom_types import Layer
 from .._misc import moment, trailing
 from .._operator import SeriesOperator, vanishes
 from ..form import AbstractForm, Rows
-from ._base import AbstractBlock, AbstractFactors, sizes_and_zeros, Statistics
+from ._base import AbstractBlock, AbstractFactors, sizes_and_zeros
+from ._collector import Statistics
 
 
 class SeriesMoments(NamedTuple):

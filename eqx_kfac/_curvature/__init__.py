@@ -7,7 +7,7 @@ from ._average import (
     init_curvature as init_curvature,
     is_finite as is_finite,
     missing as missing,
-    refreshed as refreshed,
+    try_in_new_bases as try_in_new_bases,
     unseen as unseen,
 )
 from ._batch import Batch as Batch, LinearisedBatch as LinearisedBatch
@@ -26,5 +26,9 @@ from ._model_operator import (
     GaussNewton as GaussNewton,
     Hessian as Hessian,
 )
-from ._places import raw_rows as raw_rows, Used as Used, used_places as used_places
+from ._sites import (
+    collected_rows as collected_rows,
+    used_sites as used_sites,
+    UsedSite as UsedSite,
+)
 from ._work import Work as Work, work as work

@@ -16,7 +16,7 @@ from .._devices import zeros_of
 from .._fisher import AbstractFisher, check_separate, Exact
 from .._misc import accumulator
 from .._tag import fill_tags
-from ._average import factors, refresh
+from ._average import factors, in_new_bases
 from ._linearise import linearise, Share
 
 
@@ -131,7 +131,7 @@ class Accumulator(eqx.Module):
         )
         l2 = jtu.tree_map(lambda x: x / total.batches.astype(x.dtype), total.l2)
         curvature = factors(model, statistics, count, l2, self.bases)
-        return refresh(curvature, model) if self.bases is None else curvature
+        return in_new_bases(curvature, model) if self.bases is None else curvature
 
     def _sums(self, model: Model, args: tuple, key: Key | None, kwargs: dict) -> Total:
         fill = ft.partial(fill_tags, curvature=self.bases)

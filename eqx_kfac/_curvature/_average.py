@@ -119,7 +119,7 @@ def has_bases(model: Model) -> bool:
     return any(tag.block.has_basis for _, tag, _ in tagged_layers(model))
 
 
-def refresh(
+def in_new_bases(
     curvature: Model, model: Model, solver: AbstractDampedSolver = Eigh()
 ) -> Model:
     """The curvature in the bases that now are its own. That of most blocks stays what it
@@ -129,11 +129,11 @@ def refresh(
         if factors is None or not tag.block.has_basis:
             return None
 
-        def refreshed(factors):
-            return tag.block.refreshed(factors, solver.eigenbasis)
+        def rebased(factors):
+            return tag.block.rebased(factors, solver.eigenbasis)
 
         stack = factors.l2.ndim
-        return Job(tag.block, refreshed, (unpacked(factors),), stack, solver.together)
+        return Job(tag.block, rebased, (unpacked(factors),), stack, solver.together)
 
     devices = Devices.of(curvature, model)
     new = map_at_once(lambda jobs: done(jobs, devices), job, model, curvature)
@@ -144,11 +144,11 @@ def refresh(
     return map_tags(layer_factors, model, new, curvature)
 
 
-def refreshed(
+def try_in_new_bases(
     curvature: Model, model: Model, solver: AbstractDampedSolver
 ) -> tuple[Model, Bool[Array, ""]]:
-    """As `refresh`, and whether it is finite; what was there, if it is not."""
-    new = refresh(curvature, model, solver)
+    """As `in_new_bases`, and whether it is finite; what was there, if it is not."""
+    new = in_new_bases(curvature, model, solver)
     finite = all_finite(new)
     return tree_where(finite, new, curvature), finite
 
@@ -191,9 +191,9 @@ def _in_bases_of(
         if old is None or not tag.block.has_basis:
             return new
 
-        def expressed(old, new):
-            return tag.block.expressed(new, tag.block.basis(old))
+        def changed(old, new):
+            return tag.block.change_basis(new, tag.block.basis(old))
 
-        return tree_where(first, new, over_stack(expressed, old.l2.ndim)(old, new))
+        return tree_where(first, new, over_stack(changed, old.l2.ndim)(old, new))
 
     return map_tags(layer_factors, model, curvature, new)

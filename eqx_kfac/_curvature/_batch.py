@@ -15,9 +15,9 @@ from .._custom_types import Key, Kwargs, Model, Weights
 from .._devices import zeros_of
 from .._fisher import AbstractFisher
 from .._module import PlainModule
-from .._program import look, Program, run
-from .._tag import empty_tags, fill_raw, fill_tags
-from ._average import factors, has_bases, refresh
+from .._program import analyse, Program, run
+from .._tag import empty_tags, fill_rows, fill_tags
+from ._average import factors, has_bases, in_new_bases
 from ._gradient_rows import GradientRows, row_slots, RowSlots
 from ._linearise import evaluate, Linearisation, linearise, Share, whole
 
@@ -62,7 +62,7 @@ class Batch(PlainModule):
         the loss function already. `collects`: tags are ready to collect statistics, for
         which some of them copy parameters; if not, whoever asks for curvature pays for
         another forward pass."""
-        program = self.look(model) if program is None else program
+        program = self.analyse(model) if program is None else program
         if self.micro_batches > 1:
             share, row_slots, linearised = self._share(model), None, None
         else:
@@ -77,10 +77,10 @@ class Batch(PlainModule):
         found = share, linearised, row_slots, program, collects
         return LinearisedBatch(self, model, curvature, *found)
 
-    def look(self, model: Model, uses: bool = True, trains: bool = False) -> Program:
+    def analyse(self, model: Model, uses: bool = True, trains: bool = False) -> Program:
         """What the loss function does with the tags of the model."""
         args = self.args if self.micro_batches == 1 else self._first_piece()
-        return look(self.loss_fn, model, args, self.kwargs, uses, trains)
+        return analyse(self.loss_fn, model, args, self.kwargs, uses, trains)
 
     def row_slots(self, model: Model, program: Program) -> RowSlots | None:
         """Where rows are less work than features, and all there at the same time."""
@@ -204,7 +204,7 @@ class LinearisedBatch(PlainModule):
         if not part.collects:
             part = part.batch.linearise(part.model, part.bases, program=part.program)
         if part.bases is None and has_bases(part.model):
-            bases = refresh(part._curvature(fisher, key), part.model)
+            bases = in_new_bases(part._curvature(fisher, key), part.model)
             part = part.batch.linearise(part.model, bases, program=part.program)
         return part._curvature(fisher, key)
 
@@ -283,7 +283,7 @@ def _filled(
 ) -> Model:
     """The model, with tags that are ready for what is wanted of them."""
     filled = fill_tags(model, weights, curvature) if collects else model
-    return filled if row_slots is None else fill_raw(filled, row_slots.slots)
+    return filled if row_slots is None else fill_rows(filled, row_slots.slots)
 
 
 def _has_examples(x: Any) -> bool:

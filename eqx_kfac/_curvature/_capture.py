@@ -15,11 +15,11 @@ from .._devices import varying_axes
 from .._fisher import AbstractFisher, check_separate
 from .._loss import Sum
 from .._misc import accumulator
-from .._program import look
-from .._tag import check_tagged, fill_raw, Use
+from .._program import analyse
+from .._tag import check_tagged, fill_rows, RowShapes
 from ..form import AbstractForm, join
 from ._linearise import evaluate, Linearisation, linearise
-from ._places import Place, raw_rows, Used, used_places
+from ._sites import collected_rows, TagSite, used_sites, UsedSite
 
 
 class Captured(eqx.Module):
@@ -134,46 +134,46 @@ def capture(loss_fn: Callable, fisher: AbstractFisher | None = None) -> Callable
             )
 
         # What is not called has no rows, and what passes by a tag is not asked for.
-        program = look(loss_fn, model, args, kwargs, uses=False)
-        found, treedef = used_places(loss_fn, model, args, kwargs, program)
+        program = analyse(loss_fn, model, args, kwargs, uses=False)
+        found, treedef = used_sites(loss_fn, model, args, kwargs, program)
         uses = [_checked(used) for used in found]
-        places = [used.place for used in found]
-        slots = [place.slots(use) for place, use in zip(places, uses, strict=True)]
+        sites = [used.site for used in found]
+        slots = [site.slots(use) for site, use in zip(sites, uses, strict=True)]
         slots = treedef.unflatten(slots)
-        fill = lambda model, weights=None: fill_raw(model, slots)
+        fill = lambda model, weights=None: fill_rows(model, slots)
         linearisation = linearise(
             loss_fn, model, args, kwargs, fill=fill, program=program
         )
         inputs, gradients = _collected(linearisation, fisher, key)
         found = [
-            None if use is None else captured(place, use, x, g, fisher is not None)
-            for place, use, x, g in zip(places, uses, inputs, gradients, strict=True)
+            None if use is None else captured(site, use, x, g, fisher is not None)
+            for site, use, x, g in zip(sites, uses, inputs, gradients, strict=True)
         ]
         return treedef.unflatten(found)
 
     return wrapped
 
 
-def captured(place: Place, use: Use, x: Any, g: Array, several: bool) -> Captured:
+def captured(site: TagSite, use: RowShapes, x: Any, g: Array, several: bool) -> Captured:
     """The contents of the slots, in the types that the tag saw."""
     return Captured(
         inputs=None if x is None else x.astype(use.x.dtype),
         output_gradients=g.astype(use.g.dtype),
-        stack=len(place.stack),
+        stack=len(site.stack),
         examples=use.axes - use.stack,
-        form=place.form,
-        has_weight=place.sizes.d_in > 0,
-        has_bias=place.sizes.bias,
+        form=site.form,
+        has_weight=site.sizes.d_in > 0,
+        has_bias=site.sizes.bias,
         several=several,
     )
 
 
-def _checked(used: Used) -> Use | None:
-    """The one use of a layer, or `None` if there is none."""
-    path, _, (number, kinds, devices) = used
+def _checked(used: UsedSite) -> RowShapes | None:
+    """The rows of the one use of a layer, or `None` if there is none."""
+    path, _, (number, shapes, devices) = used
     if used.once is not None and not used.once.derivative:
         return used.once
-    if any(use.derivative for use in kinds):
+    if any(rows.derivative for rows in shapes):
         how = "is used in a derivative of the model in its inputs, which is another row"
     elif devices:
         how = "is used by several devices, in a `shard_map`"
@@ -190,7 +190,7 @@ def _checked(used: Used) -> Use | None:
     raise ValueError(
         f"Cannot capture the rows of {f'`{path}`' if path else 'the model'}: it {how}, "
         "and what is captured would be added up. Capture from a loss function that uses "
-        "the layer once, such as a `vmap` over time steps or positions in the place of a "
+        "the layer once, such as a `vmap` over time steps or positions in the site of a "
         "loop, or leave the layer out: `kfac.convert(model, blocks={path: None})`. "
         "(`kfac.curvature`, whose statistics are sums, is right as it is.)"
     )
@@ -201,14 +201,14 @@ def _collected(
 ) -> tuple[list[Any], list[Any]]:
     """The inputs and the gradients of every tag."""
     if fisher is None:
-        raw = raw_rows(lin.collect(_gradient(lin)))
+        raw = collected_rows(lin.collect(_gradient(lin)))
         return [r.inputs for r in raw], [r.outputs for r in raw]
     pull, number = lin.pulled(fisher, key)
-    first = raw_rows(pull(0))
+    first = collected_rows(pull(0))
     if number == 1:
         gradients = jtu.tree_map(lambda g: g[None], [r.outputs for r in first])
     else:
-        outputs = lambda index: [r.outputs for r in raw_rows(pull(index))]
+        outputs = lambda index: [r.outputs for r in collected_rows(pull(index))]
         gradients = jax.lax.map(outputs, jnp.arange(number))
     return [r.inputs for r in first], gradients
 

@@ -13,9 +13,9 @@ from .._custom_types import Args, Kwargs, Model
 from .._devices import explicit_sharding, varying_axes
 from .._module import PlainModule
 from .._program import Program
-from .._tag import empty_tags, map_tags, trained_layers, Use
+from .._tag import empty_tags, map_tags, RowShapes, trained_layers
 from ..form import Dense
-from ._places import Place, Used, used_places
+from ._sites import TagSite, used_sites, UsedSite
 
 
 class GradientRows(PlainModule):
@@ -40,7 +40,7 @@ class RowSlots(NamedTuple):
             if use is None:
                 return None
             # In the types that the layer has seen. (A scan's body sees no stack.)
-            x, g = tag.held.raw
+            x, g = tag.contents.row_slots
             x, g = x.astype(use.x.dtype), g.astype(use.g.dtype)
             stack = len(tag.form.sizes(layer).stack)
             return tag.form.rows(x, g, None, stack, stack + use.axes - use.stack)
@@ -62,12 +62,12 @@ def row_slots(
     within_shard_map = varying_axes((args, kwargs))  # Every device has rows of its own.
     if within_shard_map or program.regularised or not _any_few(model, program):
         return None
-    found, treedef = used_places(loss_fn, model, args, kwargs, program)
+    found, treedef = used_sites(loss_fn, model, args, kwargs, program)
     uses = list(map(_use_with_few_rows, found))
     if not any(uses):
         return None
     slots = [
-        None if use is None else used.place.slots(use)
+        None if use is None else used.site.slots(use)
         for used, use in zip(found, uses, strict=True)
     ]
     return RowSlots(treedef.unflatten(slots), treedef.unflatten(uses))
@@ -76,28 +76,28 @@ def row_slots(
 def _any_few(model: Model, program: Program) -> bool:
     """Whether any layer may have such rows: else, it is not looked at how often each of
     them is used, which takes one more trace."""
-    places = [Place(tag, layer) for _, tag, layer in trained_layers(model)]
+    sites = [TagSite(tag, layer) for _, tag, layer in trained_layers(model)]
     return any(
-        _are_few(n, place)
-        for place, numbers in zip(places, program.rows, strict=True)
+        _are_few(n, site)
+        for site, numbers in zip(sites, program.rows, strict=True)
         for n in numbers
     )
 
 
-def _use_with_few_rows(used: Used) -> Use | None:
+def _use_with_few_rows(used: UsedSite) -> RowShapes | None:
     """The use of a layer that is made for this, if rows are less work."""
-    place, use = used.place, used.once
+    site, use = used.site, used.once
     if use is None or use.derivative:
         return None
     rows = math.prod(use.x.shape[use.stack : use.axes])
-    return use if _are_few(rows, place) else None
+    return use if _are_few(rows, site) else None
 
 
-def _are_few(rows: int, place: Place) -> bool:
+def _are_few(rows: int, site: TagSite) -> bool:
     """Whether so many rows are less work than the features of a layer."""
-    if not (isinstance(place.form, Dense) and place.block.two_sided):
+    if not (isinstance(site.form, Dense) and site.block.two_sided):
         return False
-    d_out, d_in = place.sizes.d_out, place.sizes.d_in + place.sizes.bias
+    d_out, d_in = site.sizes.d_out, site.sizes.d_in + site.sizes.bias
     through_rows = rows * (d_out**2 + d_in**2 + d_out * d_in)
     return through_rows < d_out * d_in * (d_out + d_in)
 

@@ -17,8 +17,8 @@ from .._fisher import AbstractFisher
 from .._loss import AbstractLoss, is_negative, L2, linear_combination, Sum
 from .._misc import accumulator, symmetric, tree_dot
 from .._module import PlainModule
-from .._program import depends, example_weights, look, prepared, Program, run
-from .._tag import fill_tags, is_trainable, map_tags, only_raw, Tag, trained_layers
+from .._program import analyse, depends, example_weights, Program, run, with_labels
+from .._tag import fill_tags, is_trainable, map_tags, only_rows, Tag, trained_layers
 
 
 class Share(PlainModule):
@@ -68,7 +68,7 @@ class Linearisation(PlainModule):
         """The gradient of `value`, shaped like the model; its tags hold rows, if any were
         asked for, and no statistics."""
         cotangent = eqx.filter_grad(_value)(self.objective, self.share, self.axes)
-        return self.pullback(cotangent, wanted=only_raw(self.model))
+        return self.pullback(cotangent, wanted=only_rows(self.model))
 
     def statistics(self, fisher: AbstractFisher, key: Key | None) -> Model:
         """The statistics of every tagged layer, summed over all cotangents."""
@@ -110,7 +110,7 @@ class Linearisation(PlainModule):
                 return statistics
             total = tag.to_matrix(layer)
             mean = total / jnp.sqrt(self.share.count).astype(total.dtype)
-            return tag.block.without(statistics, mean)
+            return tag.block.minus_example(statistics, mean)
 
         return map_tags(layer_statistics, pulled, statistics)
 
@@ -271,8 +271,8 @@ def linearise(
     """Runs `loss_fn` once, at a model whose tags are ready to collect: `fill(model,
     weights)`. `program` is what is known of the loss function already. If nothing
     `collects`, only the loss, its gradient and products with directions are asked for."""
-    program = look(loss_fn, model, args, kwargs) if program is None else program
-    filled = prepared(fill(model), program)
+    program = analyse(loss_fn, model, args, kwargs) if program is None else program
+    filled = with_labels(fill(model), program)
     objective, pushforward, pullback, aux = filter_linearize(
         lambda model: run(loss_fn, model, args, kwargs), filled
     )
@@ -292,7 +292,7 @@ def linearise(
             weights = cast_varying(weights, varying_axes(model))
         curved, _, collect, _ = filter_linearize(
             lambda model: (Sum(run(loss_fn, model, args, kwargs)[0].curved), None),
-            prepared(fill(model, weights), program),
+            with_labels(fill(model, weights), program),
         )
     return Linearisation(
         objective, aux, filled, pushforward, pullback, curved, collect, share, axes

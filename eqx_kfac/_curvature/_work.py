@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-from jax.extend.core import JaxprEqn
 
 from .._custom_types import Args, Kwargs, Model
+from .._jax import Equation
 from .._program import run
-from .._tag import flatten_tags, Note, tag_p, with_tags
+from .._tag import flatten_tags, Label, tag_p, with_tags
 
 
 class Work(NamedTuple):
@@ -26,12 +26,12 @@ def work(loss_fn: Callable, model: Model, args: Args, kwargs: Kwargs) -> Work:
     found, treedef = flatten_tags(lambda *_: None, model)
     numbers = treedef.unflatten(range(len(found)))
 
-    def note(tag, layer, number):
+    def label(tag, layer, number):
         if number is None:
             return tag
-        return tag.fill(layer, None).noting(layer, Note(0, number, ()))
+        return tag.fill(layer, None).labelled(layer, Label(0, number, ()))
 
-    noted = with_tags(note, model, numbers)
+    noted = with_tags(label, model, numbers)
     params, static = eqx.partition(noted, eqx.is_inexact_array)
 
     def outputs(params):
@@ -42,7 +42,7 @@ def work(loss_fn: Callable, model: Model, args: Args, kwargs: Kwargs) -> Work:
     operations, numbers, called = 0.0, 0.0, set()
     for eqn, times in _equations(closed.jaxpr, 1):
         if eqn.primitive is tag_p:
-            own = eqn.params["layout"].note([atom.aval for atom in eqn.invars])
+            own = eqn.params["layout"].label([atom.aval for atom in eqn.invars])
             called |= {own.number} if own is not None else set()
         size = sum(math.prod(v.aval.shape) for v in eqn.outvars)  # pyright: ignore
         operations += times * size * _per_number(eqn)
@@ -50,7 +50,7 @@ def work(loss_fn: Callable, model: Model, args: Args, kwargs: Kwargs) -> Work:
     return Work(operations, numbers, frozenset(called))
 
 
-def _equations(value: Any, times: int) -> Iterator[tuple[JaxprEqn, int]]:
+def _equations(value: Any, times: int) -> Iterator[tuple[Equation, int]]:
     """The equations of a jaxpr that have none inside, and how often each is evaluated."""
     if isinstance(value, (tuple, list)):
         for item in value:
@@ -61,7 +61,7 @@ def _equations(value: Any, times: int) -> Iterator[tuple[JaxprEqn, int]]:
         yield from inner or [(eqn, times)]
 
 
-def _per_number(eqn: JaxprEqn) -> float:
+def _per_number(eqn: Equation) -> float:
     """How many operations there are for each number that an equation returns."""
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]

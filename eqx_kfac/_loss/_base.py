@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, PyTree, Shaped
 
 from .._checks import is_number, plain
 from .._custom_types import Key, Weights
 from .._devices import placed_like, zeros_beside
+from .._jax import Tracer
 from .._misc import accumulator, trailing
 from ._no_number import NoNumber
 

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 from jaxtyping import Array, Bool, PyTree
 
 from .._block import AbstractFactors
-from .._curvature import has_bases, init_curvature, refreshed
+from .._curvature import has_bases, init_curvature, try_in_new_bases
 from .._custom_types import Model
 from .._devices import meshes_of, zeros_as_from
 from .._inverse import factorise, refactorise
@@ -53,8 +53,10 @@ class Factorising:
         """The curvature of blocks that are kept in a basis, in that of today."""
         if not has_bases(self.model):
             return curvature
-        refresh = lambda curvature: refreshed(curvature, self.model, self.solver)
-        return self._when_due(refresh, curvature)[0]
+        in_new_bases = lambda curvature: try_in_new_bases(
+            curvature, self.model, self.solver
+        )
+        return self._when_due(in_new_bases, curvature)[0]
 
     def anew(
         self, inverse: Model, curvature: Model, strength: Any

@@ -342,7 +342,7 @@ class KFAC(eqx.Module):
         micro_batches = check_count("micro_batches", micro_batches, 1)
         state = self._prepare(state, model)
         batch = Batch(loss_fn, args, kwargs, micro_batches)
-        program = batch.look(model, trains=True)
+        program = batch.analyse(model, trains=True)
         slots = batch.row_slots(model, program) if self._by_rows else None
         due = self._due(state, "curvature_period")
         # A forward pass that also serves statistics has tags in it, some of which copy

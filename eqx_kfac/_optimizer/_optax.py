@@ -14,6 +14,7 @@ from .._curvature import missing
 from .._custom_types import Model, Numeric
 from .._devices import beside, putting
 from .._inverse import precondition
+from .._jax import is_placeholder
 from .._operator import split_still
 from .._raw import check_covered
 from .._solver import AbstractDampedSolver, Cholesky
@@ -107,7 +108,7 @@ class _ScaleByKFAC:
     @putting
     def init(self, params: Model) -> Any:
         params = _unmask(params)
-        if _is_placeholder(params):
+        if is_placeholder(params):
             trees = _in_place_of(params, self.fallback)
         else:
             check_covered(params, self.fallback)
@@ -215,7 +216,7 @@ class _KFAC:
     @putting
     def init(self, params: Model) -> Any:
         params, optimizer = _unmask(params), self.optimizer
-        if _is_placeholder(params):
+        if is_placeholder(params):
             trees = _in_place_of(params, optimizer.fallback)
             state = optimizer._init_with(
                 velocity=params,
@@ -261,12 +262,6 @@ def _check_given(curvature: object, name: str) -> None:
 def _may_change(choice: object) -> bool:
     """Whether a number has not been looked at when it was chosen."""
     return callable(choice) or eqx.is_array(choice)
-
-
-def _is_placeholder(params: object) -> bool:
-    """Whether `optax.tree.map_params` asks where the state has trees like the
-    parameters. (It is not told what these are.)"""
-    return type(params).__name__ == "_ParamsPlaceholder"
 
 
 def _in_place_of(

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from .._custom_types import Model
 from .._devices import zeros_split_as
+from .._jax import Tracer
 from .._misc import accumulator, by_path, names
 from ._numbers import Numbers
 from ._rollback import Rollback

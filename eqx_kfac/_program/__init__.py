@@ -1,11 +1,10 @@
-from ._flow import opened as opened, scan_counts as scan_counts
-from ._found import bypassed as bypassed
-from ._program import look as look, prepared as prepared, Program as Program
-from ._run import example_weights as example_weights, run as run
-from ._uses import (
+from ._interpreter import opened as opened, scan_counts as scan_counts
+from ._jaxpr import (
     contains as contains,
+    count_uses as count_uses,
     depends as depends,
-    part_of as part_of,
-    Uses as Uses,
-    uses as uses,
+    SlotUses as SlotUses,
 )
+from ._program import analyse as analyse, Program as Program, with_labels as with_labels
+from ._run import example_weights as example_weights, run as run
+from ._trace import bypassed as bypassed

@@ -1,9 +1,9 @@
-"""What a loss function does with the layers of a model, looked at before it runs.
+"""What a loss function does with the layers of a model, checked before it runs.
 
 Statistics are right if all of a layer's parameters reach the losses through its tag, if
-the examples are where the tag looks for them, and if nothing but tags notices the slots.
-So the loss function is traced, and the flow of values followed. A second trace has more
-slots than the first: the losses have to be the same expressions."""
+the examples are where the tag expects them, and if nothing but tags notices the slots. So
+the loss function is traced, and its program interpreted. A second trace has more zeros in
+the tags than the first: the losses have to be the same expressions."""
 
 import functools as ft
 import math
@@ -18,7 +18,7 @@ from .._devices import check_tracked
 from .._misc import names
 from .._tag import (
     check_tagged,
-    Note,
+    Label,
     row_weights,
     Tag,
     TaggedLayer,
@@ -26,33 +26,41 @@ from .._tag import (
 )
 from ..form import Parameters
 from ..nn import has_own_tag, is_followed
-from ._flow import all_sources, Expressions
-from ._found import (
-    Call,
-    Found,
+from ._interpreter import all_sources, Expressions
+from ._trace import (
+    LabelledModel,
     numbered,
     source_of,
     STATISTIC,
-    Subject,
+    TagUse,
+    Trace,
     traced,
     unseen_of,
 )
 
 
 class Program(NamedTuple):
-    """How the tags of a model are to be filled for a loss function."""
+    """How the tags of a model are to be filled for a loss function.
 
-    examples: tuple[int, ...] = ()  # Of every loss; none if no tag has to know.
-    # How many examples there are (on this device) at the tags, by number, of layers that
-    # an example may use more than once, if their block squares examples' gradients.
-    together: tuple[tuple[int, int], ...] = ()
-    axes: frozenset = frozenset()  # Of `shard_map`, over which these are split.
-    regularised: bool = False  # The gradient has a part from an `L2` term.
-    # How many rows each use of each tag has, by the tag's number.
+    **Fields:**
+
+    - `examples`: how many there are, of every loss; none if no tag has to know.
+    - `per_example`: the tags, by number, whose slots are for single examples' gradients,
+        and how many examples these are (on this device). Their layers may be used more
+        than once by an example, and their block squares the gradients of examples.
+    - `axes`: of a `shard_map`, over which these examples are split.
+    - `regularised`: whether the gradient has a part from an `L2` term.
+    - `rows`: how many rows each use of each tag has, by the tag's number.
+    """
+
+    examples: tuple[int, ...] = ()
+    per_example: tuple[tuple[int, int], ...] = ()
+    axes: frozenset = frozenset()
+    regularised: bool = False
     rows: tuple[tuple[int, ...], ...] = ()
 
 
-def look(
+def analyse(
     loss_fn: Callable,
     model: Model,
     args: Args,
@@ -60,61 +68,62 @@ def look(
     uses: bool = True,
     trains: bool = False,
 ) -> Program:
-    """Looks at what a loss function does with the tags of a model; `uses`: also at what
-    it does beside them. `trains`: layers that it does not use at all are a mistake.
+    """What a loss function does with the tags of a model. With `uses`, parameters must
+    not pass by them; with `trains`, there must be no layers that it does not use at all.
 
     **Raises:** `ValueError`, naming layers by their path, for a program whose curvature
     would not be right.
     """
     check_tracked()
     check_tagged(model)
-    what = loss_fn, Subject.of(model), args, kwargs, Expressions()
-    trace = ft.partial(traced, *what)
-    found = trace()
-    _check_unnoticed(found, trace(spare=True))
+    labelled = LabelledModel.of(model)
+    again = ft.partial(traced, loss_fn, labelled, args, kwargs, Expressions())
+    trace = again()
+    _check_unnoticed(trace, again(decoys=True))
     examples = ()
-    if any(map(found.may_be_shared, found.calls)):
-        # With the number of examples, what is the same for all of them gets their axis.
-        examples, before = found.examples, found
-        found = trace(examples=examples)
-        _check_shared(found, before)
+    if any(map(trace.may_serve_several, trace.uses)):
+        # Tags that know the number of examples give what is the same for all of these an
+        # axis for them.
+        examples, before = trace.examples, trace
+        trace = again(examples=examples)
+        _check_shared(trace, before)
     if uses:
-        _check_uses(found, trains)
-    _check_examples(found)
-    together = dict(_together(found))
-    split = [call.axes for call in found.calls if call.number in together]
+        _check_uses(trace, trains)
+    _check_examples(trace)
+    per_example = dict(_used_repeatedly(trace))
+    split = [use.axes for use in trace.uses if use.number in per_example]
     axes = frozenset().union(*split)
-    rows = tuple(
-        tuple(call.rows for call in found.of(number))
-        for number in range(len(found.layers))
-    )
-    return Program(examples, tuple(together.items()), axes, found.regularised, rows)
+    numbers = range(len(trace.layers))
+    rows = tuple(tuple(use.rows for use in trace.uses_of(n)) for n in numbers)
+    return Program(examples, tuple(per_example.items()), axes, trace.regularised, rows)
 
 
-def prepared(filled: Model, program: Program) -> Model:
-    """The model, whose tags are ready to collect, with what they have to know."""
-    if not (program.examples or program.together):
+def with_labels(filled: Model, program: Program) -> Model:
+    """A model whose tags are ready to collect, with the labels and the slots that a
+    program asks for."""
+    if not (program.examples or program.per_example):
         return filled
     numbers = numbered(filled)
-    together = dict(program.together)
+    per_example = dict(program.per_example)
 
     def prepare(tag, layer, number):
         if number is None or not tag.collecting:
             return tag
-        if number in together and jtu.tree_leaves(tag.slots):
-            tag = tag.adding_up(layer, together[number], program.axes)
-        note = Note(0, number, program.examples)
-        return tag.noting(layer, note) if program.examples else tag
+        if number in per_example and jtu.tree_leaves(tag.slots):
+            tag = tag.per_example(layer, per_example[number], program.axes)
+        label = Label(0, number, program.examples)
+        return tag.labelled(layer, label) if program.examples else tag
 
     return with_tags(prepare, filled, numbers)
 
 
-def _check_unnoticed(found: Found, again: Found) -> None:
+def _check_unnoticed(trace: Trace, again: Trace) -> None:
     """Raises if the losses depend on what tags hold, or on how much that is."""
     changed = [
         path
-        for path, value in found.everything.items()
-        if value.sources & STATISTIC or value.key != again.everything[path].key
+        for path, value in trace.everything.items()
+        if value.sources & STATISTIC
+        or value.expression != again.everything[path].expression
     ]
     if changed:
         raise ValueError(
@@ -127,22 +136,22 @@ def _check_unnoticed(found: Found, again: Found) -> None:
         )
 
 
-def _check_uses(found: Found, trains: bool) -> None:
+def _check_uses(trace: Trace, trains: bool) -> None:
     """Raises if parameters pass by their tag, naming all such layers."""
-    outputs = all_sources(found.outputs)
+    outputs = all_sources(trace.outputs)
     unseen, outside, uncalled, unused, untagged = [], [], [], [], []
-    for number, own in enumerate(found.layers):
-        calls = found.of(number)
+    for number, own in enumerate(trace.layers):
+        uses = trace.uses_of(number)
         bypassing = outputs & source_of(number)
         if outputs & unseen_of(number):
             unseen.append(own)
-        elif bypassing and is_followed(own.layer) and not _at_zero(calls):
+        elif bypassing and is_followed(own.layer) and not _at_zero(uses):
             outside.append(own)
-        elif not calls and bypassing:
+        elif not uses and bypassing:
             uncalled.append(own)
-        elif not calls and trains and not found.opaque and number not in found.dead:
+        elif not uses and trains and not trace.opaque and number not in trace.dead:
             unused.append(own)
-        elif bypassing and not _at_zero(calls):
+        elif bypassing and not _at_zero(uses):
             untagged.append(own)
     if unseen:
         raise ValueError(_through_derivatives(unseen))
@@ -157,10 +166,10 @@ def _check_uses(found: Found, trains: bool) -> None:
         raise ValueError(" ".join(messages))
 
 
-def _at_zero(calls: list[Call]) -> bool:
-    """Whether there are calls, with a tag at a zero that is added to the result: what
+def _at_zero(uses: list[TagUse]) -> bool:
+    """Whether there are uses, with a tag at a zero that is added to the result: what
     bypasses it is the result itself."""
-    return bool(calls) and all(call.at_zero for call in calls)
+    return bool(uses) and all(use.at_zero for use in uses)
 
 
 _OUTSIDE = (
@@ -274,18 +283,18 @@ def _unseen(tag: Tag) -> str:
     )
 
 
-def _check_shared(found: Found, before: Found) -> None:
+def _check_shared(trace: Trace, before: Trace) -> None:
     """Raises if rows belong to several examples. A layer that is called inside of the
     `vmap` over the examples, if on constants, has got their axis since `before`."""
-    for old, call in zip(before.calls, found.calls, strict=True):
-        path, tag, _ = found.layers[call.number]
-        if not found.may_be_shared(call):
+    for old, use in zip(before.uses, trace.uses, strict=True):
+        path, tag, _ = trace.layers[use.number]
+        if not trace.may_serve_several(use):
             continue
-        unchanged = found.is_constant(call) and call.examples == old.examples
-        if unchanged or found.has_few_rows(call):
+        unchanged = trace.is_constant(use) and use.examples == old.examples
+        if unchanged or trace.has_few_rows(use):
             raise ValueError(
                 f"The layer `{path}` is called outside of the `vmap` over the "
-                f"{found.examples[0]} examples ({_seen(call)}), so that what it returns "
+                f"{trace.examples[0]} examples ({_seen(use)}), so that what it returns "
                 "serves several of them, whose gradients would be added up before they "
                 f"are squared. {_inside(tag)}"
             )
@@ -304,75 +313,79 @@ def _inside(tag: Tag) -> str:
     )
 
 
-def _check_examples(found: Found) -> None:
-    """Raises if the examples are not where the tags look for them."""
-    for call in found.calls:
-        path, tag, _ = found.layers[call.number]
+def _check_examples(trace: Trace) -> None:
+    """Raises if the examples are not where the tags expect them."""
+    for use in trace.uses:
+        path, tag, _ = trace.layers[use.number]
         block = tag.block
-        if call.around.pushed and found.is_conditional(call):
+        if use.context.in_custom_jvp and trace.is_conditional(use):
             raise ValueError(
                 f"The layer `{path}` is called on a condition that is another one for "
                 "each example, within a `custom_jvp`: also the inputs of examples that "
                 "do not use the layer would enter its curvature. Leave out the "
                 "`custom_jvp`, or put it around a part of the function without layers."
             )
-        weighted = found.weights is not None and block.weighted
+        weighted = trace.weights is not None and block.weighted
         if not (weighted or block.mixes_positions):
             continue
         what = "the examples have weights"
         if block.mixes_positions:
             what = f"its block, `kfac.{type(block).__name__}`, tells examples apart"
-        if not found.is_whole(call) or found.is_apart(call) or _is_ambiguous(found, call):
+        if (
+            not trace.has_example_axis(use)
+            or trace.splits_examples(use)
+            or _is_ambiguous(trace, use)
+        ):
             raise ValueError(
                 f"Cannot tell which axis of the layer `{path}` counts the examples "
-                f"({_seen(call)}; the losses have {found.examples[0]}), but {what}. The "
+                f"({_seen(use)}; the losses have {trace.examples[0]}), but {what}. The "
                 "batch has to be the outermost `vmap` around the layer, not a loop, and "
                 "not outside of a function with a derivative of its own (`custom_vjp`). "
                 "Write it so, or give the layer the block `kfac.Kronecker(weighted="
                 "False)`, which takes every row by itself."
             )
         if weighted:
-            _check_weights(found, call, path)
+            _check_weights(trace, use, path)
 
 
-def _is_ambiguous(found: Found, call: Call) -> bool:
+def _is_ambiguous(trace: Trace, use: TagUse) -> bool:
     """Whether a loop around a use goes round as often as there are examples, so that it
     may be over these, and the axis that looks like them something else."""
-    lengths = {n for n in found.examples if n > 1} & {*call.around.loops}
-    return bool(lengths) and call.examples != () and found.repeats(call)
+    lengths = {n for n in trace.examples if n > 1} & {*use.context.loops}
+    return bool(lengths) and use.examples != () and trace.repeats(use)
 
 
-def _check_weights(found: Found, call: Call, path: str) -> None:
-    members, shape = call.x.shape[: call.stack], found.weights.shape
-    if call.axes:  # Devices take their part of them.
-        shape = (*call.examples[:1], *shape[1:])
-    weights = jax.ShapeDtypeStruct(members + shape, found.weights.dtype)
-    axes = call.stack + len(call.examples)
+def _check_weights(trace: Trace, use: TagUse, path: str) -> None:
+    members, shape = use.x.shape[: use.stack], trace.weights.shape
+    if use.axes:  # Devices take their part of them.
+        shape = (*use.examples[:1], *shape[1:])
+    weights = jax.ShapeDtypeStruct(members + shape, trace.weights.dtype)
+    axes = use.stack + len(use.examples)
     try:
-        jax.eval_shape(lambda w, x: row_weights(w, x, call.stack, axes), weights, call.x)
+        jax.eval_shape(lambda w, x: row_weights(w, x, use.stack, axes), weights, use.x)
     except ValueError as error:
         error.add_note(f"The layer is `{path}` of the model.")
         raise
 
 
-def _seen(call: Call) -> str:
+def _seen(use: TagUse) -> str:
     """How a tag is used, in words."""
-    seen = f"it sees axes of lengths {call.examples}"
-    if call.around.loops:
-        seen += f", in loops of lengths {call.around.loops}"
-    return seen + (", in a `custom_vjp`" if call.around.apart else "")
+    seen = f"it sees axes of lengths {use.examples}"
+    if use.context.loops:
+        seen += f", in loops of lengths {use.context.loops}"
+    return seen + (", in a `custom_vjp`" if use.context.custom_derivative else "")
 
 
-def _together(found: Found) -> Iterator[tuple[int, int]]:
+def _used_repeatedly(trace: Trace) -> Iterator[tuple[int, int]]:
     """The tags of layers that an example may use more than once, if their block squares
     examples' gradients: these are to be added up before."""
-    for number, (path, tag, _) in enumerate(found.layers):
-        calls = found.of(number)
-        several = len(calls) > 1 or any(map(found.repeats, calls))
+    for number, (path, tag, _) in enumerate(trace.layers):
+        uses = trace.uses_of(number)
+        several = len(uses) > 1 or any(map(trace.repeats, uses))
         if not several or not tag.block.squares_examples:
             continue
-        if any(map(found.is_by_itself, calls)):
-            if len(calls) == 1:  # Once in the loop over the examples.
+        if any(map(trace.is_looped_over, uses)):
+            if len(uses) == 1:  # Once in the loop over the examples.
                 continue
             raise ValueError(
                 f"The layer `{path}` is used several times in a loop over the examples, "
@@ -381,7 +394,7 @@ def _together(found: Found) -> Iterator[tuple[int, int]]:
                 "`kfac.Kronecker()` for the layer."
             )
         axes = tag.block.batch_axes  # pyright: ignore
-        numbers = {math.prod(call.examples[:axes]) for call in calls}
+        numbers = {math.prod(use.examples[:axes]) for use in uses}
         if len(numbers) > 1:
             raise ValueError(
                 f"The layer `{path}` is used several times, for different numbers of "

@@ -7,13 +7,13 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
 
+from .._jax import Equation
 from ._axes import Axes
 from ._facts import added, bias_order, Fact, Frame
 
 
-def _moved(frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
+def _moved(frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
     """An operation that moves entries of its first operand."""
     (value, fact), *_ = inputs
     move = ft.partial(_MOVES[eqn.primitive.name], eqn)
@@ -38,7 +38,7 @@ def _moved(frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
     return None
 
 
-def _cast(frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
+def _cast(frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
     new = eqn.outvars[0].aval.dtype  # pyright: ignore
     if not jnp.issubdtype(new, jnp.inexact):
         return None
@@ -53,7 +53,7 @@ def _cast(frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
     return ([out], [fact._replace(uniform=uniform)]) if keep else None
 
 
-def _split(frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
+def _split(frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
     ((value, fact),) = inputs
     if not fact.terms:
         return None
@@ -70,7 +70,7 @@ def _split(frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
     return evaluated(eqn, [value]), facts
 
 
-def _multiplied(frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
+def _multiplied(frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
     """A product with, or a quotient by, a number; or a change of sign."""
     name = eqn.primitive.name
     side = 0 if inputs[0][1].terms else 1
@@ -95,7 +95,7 @@ def _multiplied(frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
     return evaluated(eqn, values), [Fact(data, terms)]
 
 
-def _sum(frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
+def _sum(frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
     """A sum (or a difference): of arrays, or of a result and its bias."""
     joined = _joined(frame, eqn, inputs)
     if joined is not None:
@@ -111,7 +111,7 @@ def _sum(frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
     return evaluated(eqn, [a, b]), [Fact(False, added((*fact_a.terms, *terms)))]
 
 
-def _joined(frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
+def _joined(frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
     """A bias joins the array whose product with data it is added to."""
     if eqn.primitive.name == "sub":
         return None
@@ -131,7 +131,7 @@ def _joined(frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
     return None
 
 
-def _complex(frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
+def _complex(frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
     (a, fact_a), (b, fact_b) = inputs
     if not (fact_a.terms or fact_b.terms) or fact_a.data or fact_b.data:
         return None
@@ -153,7 +153,7 @@ def _along(shape: Sequence[int], axis: int, start: int, stop: int) -> tuple:
     return starts, stops
 
 
-def evaluated(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
+def evaluated(eqn: Equation, values: Sequence[Any]) -> list[Any]:
     """What an equation gives."""
     params = eqn.primitive.get_bind_params(eqn.params)
     functions, params = params if isinstance(params, tuple) else ((), params)
@@ -161,7 +161,7 @@ def evaluated(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def _slice(eqn: JaxprEqn, axes: Axes) -> Axes | None:
+def _slice(eqn: Equation, axes: Axes) -> Axes | None:
     p = eqn.params
     if p["strides"] is not None and any(s != 1 for s in p["strides"]):
         return None

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
+from .._jax import Equation
 from ..form import AbstractForm, Convolution, Dense, Einsum, Leaf, Lookup
 from ._axes import Axes, Axis, Factor, merged
 
@@ -78,7 +78,7 @@ class Site(NamedTuple):
     )
 
 
-def contraction(eqn: JaxprEqn, side: int, axes: Axes, x: Array) -> tuple | None:
+def contraction(eqn: Equation, side: int, axes: Axes, x: Array) -> tuple | None:
     """A `dot_general` of which operand `side` is an array with these `axes`, and the
     other one is `x`: the use, the arranged `x`, how the result is arranged, and which of
     its axes belong to the array. `None` if no form fits."""
@@ -170,7 +170,7 @@ def leaf_of(axes: Axes, order: Sequence[Factor], seen: tuple[int, ...]) -> Leaf:
     return Leaf("", axes.window, shape, places, seen)
 
 
-def lookup(eqn: JaxprEqn, axes: Axes, index: Array) -> tuple | None:
+def lookup(eqn: Equation, axes: Axes, index: Array) -> tuple | None:
     """A `gather` of whole rows, or columns, of an array, as `contraction`."""
     params, shape = eqn.params, axes.shape
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
@@ -197,7 +197,7 @@ def lookup(eqn: JaxprEqn, axes: Axes, index: Array) -> tuple | None:
     return _looked_up(axes, along, others, results, aval.shape, index, clamps)
 
 
-def row(eqn: JaxprEqn, axes: Axes, along: int, index: Array) -> tuple | None:
+def row(eqn: Equation, axes: Axes, along: int, index: Array) -> tuple | None:
     """A `dynamic_slice` of one row, as `contraction`."""
     others = [axis for i, axis in enumerate(axes.axes) if i != along]
     results = [() if i == along else axis for i, axis in enumerate(axes.axes)]
@@ -229,7 +229,7 @@ def _looked_up(
     return use, index, outputs, channels
 
 
-def convolution(eqn: JaxprEqn, axes: Axes, x: Array) -> tuple | None:
+def convolution(eqn: Equation, axes: Axes, x: Array) -> tuple | None:
     """A convolution with an array as its kernel, as `contraction`; the last number is
     whether the form is mapped over the first axis."""
     p = eqn.params

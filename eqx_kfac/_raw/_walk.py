@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
 
+from .._jax import Equation
 from .._program import opened, scan_counts
 from ..form import Dense, Einsum, Lookup
 from ._axes import Axes
@@ -77,7 +77,7 @@ class Walk:
         out = [frame.read(atom) for atom in jaxpr.outvars]
         return [value for value, _ in out], [fact for _, fact in out]
 
-    def _special(self, frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
+    def _special(self, frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
         """The results of an operation, and what is known of them, if there is anything to
         be known."""
         name = eqn.primitive.name
@@ -85,7 +85,7 @@ class Walk:
             return MOVING[name](frame, eqn, inputs)
         return _SPECIAL[name](self, frame, eqn, inputs) if name in _SPECIAL else None
 
-    def _anything(self, frame: Frame, eqn: JaxprEqn, told: bool = True) -> tuple:
+    def _anything(self, frame: Frame, eqn: Equation, told: bool = True) -> tuple:
         """An operation of which nothing special is known."""
         frame.settle(eqn.invars)
         inputs = [frame.read(atom) for atom in eqn.invars]
@@ -101,7 +101,7 @@ class Walk:
     # The array meets data
     #
 
-    def _contraction(self, frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
+    def _contraction(self, frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
         sides = [i for i, (_, fact) in enumerate(inputs) if fact.terms]
         if len(sides) != 1 or not inputs[1 - sides[0]][1].data:
             return None
@@ -111,7 +111,7 @@ class Walk:
         match = lambda term: contraction(eqn, side, term.axes, x)
         return self._met(frame, eqn, inputs[side][1].terms, match)
 
-    def _convolution(self, frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
+    def _convolution(self, frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
         (_, fact_x), (_, fact) = inputs
         if fact_x.terms or not fact.terms or not fact_x.data:
             return None
@@ -121,7 +121,7 @@ class Walk:
             frame, eqn, fact.terms, lambda term: convolution(eqn, term.axes, x)
         )
 
-    def _lookup(self, frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
+    def _lookup(self, frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
         (_, fact), (index, fact_index) = inputs
         if len(fact.terms) != 1 or not fact_index.data or fact.terms[0].scale is not None:
             return None
@@ -129,7 +129,7 @@ class Walk:
             frame, eqn, fact.terms, lambda term: lookup(eqn, term.axes, index)
         )
 
-    def _dynamic_slice(self, frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
+    def _dynamic_slice(self, frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
         (_, fact), *indices = inputs
         if len(fact.terms) != 1:
             return None
@@ -145,7 +145,7 @@ class Walk:
         return self._met(frame, eqn, fact.terms, match)
 
     def _met(
-        self, frame: Frame, eqn: JaxprEqn, terms: tuple[Term, ...], match: Callable
+        self, frame: Frame, eqn: Equation, terms: tuple[Term, ...], match: Callable
     ) -> tuple | None:
         """The result of an operation on data and the sum of `terms`."""
         matches = [match(term) for term in terms]
@@ -169,7 +169,7 @@ class Walk:
     # Programs within
     #
 
-    def _inlined(self, frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
+    def _inlined(self, frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
         concerned = [fact.terms or fact.pending for _, fact in inputs]
         if not any(concerned):
             return None
@@ -182,7 +182,7 @@ class Walk:
         values, facts = [list(column) for column in zip(*inputs, strict=True)]
         return self._run(inner, consts, values, facts)
 
-    def _checkpoint(self, frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
+    def _checkpoint(self, frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
         if not any(fact.terms for _, fact in inputs):
             return None
         frame.settle(eqn.invars)
@@ -198,7 +198,7 @@ class Walk:
         out = jax.checkpoint(run, **options)(*(value for value, _ in inputs))
         return out, _all_alike(inputs, len(out))
 
-    def _cond(self, frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
+    def _cond(self, frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
         if not any(fact.terms for _, fact in inputs):
             return None
         frame.settle(eqn.invars)
@@ -213,12 +213,12 @@ class Walk:
         out = jax.lax.switch(index, branches, *(value for value, _ in operands))
         return out, _all_alike([(index, of_index), *operands], len(out))
 
-    def _while(self, frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple:
+    def _while(self, frame: Frame, eqn: Equation, inputs: list) -> tuple:
         """A loop of unknown length has no derivative in reverse mode: whatever is used in
         it is used for something else than training."""
         return self._anything(frame, eqn, told=False)
 
-    def _scan(self, frame: Frame, eqn: JaxprEqn, inputs: list) -> tuple | None:
+    def _scan(self, frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
         if not any(fact.terms for _, fact in inputs):
             return None
         frame.settle(eqn.invars)

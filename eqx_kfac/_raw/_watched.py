@@ -15,8 +15,8 @@ from jaxtyping import Array, PyTree
 
 from .._block import Kronecker
 from .._custom_types import Layer
+from .._jax import part_of
 from .._module import member, replaced
-from .._program import part_of
 from .._tag import Tag
 from ..form import AbstractForm, Convolution, Leaf, Lookup, Parameters, View
 from ..nn import Derived
@@ -311,7 +311,7 @@ class Binder(AbstractVisitor):
         own, form = tag.form.form, site.use.form  # pyright: ignore
         swapped = matrix(form, site.use.weight) != matrix(own, tag.form.weight)  # pyright: ignore
         if swapped or form != own:
-            tag = Tag(form, tag.block, swapped=swapped).with_slots(tag)
+            tag = Tag(form, tag.block, swapped=swapped).with_slots_of(tag)
         return tagged(tag, z, site)
 
     def accepts(self, site: Site, bias: Term) -> bool:

@@ -1,20 +1,24 @@
+from ._collector import (
+    row_shapes_p as row_shapes_p,
+    RowCollector as RowCollector,
+    RowShapes as RowShapes,
+)
 from ._partition import (
     partition_tagged as partition_tagged,
 )
 from ._primitive import (
-    Note as Note,
+    Label as Label,
     statistic_p as statistic_p,
     tag_p as tag_p,
     unseen_p as unseen_p,
 )
-from ._rows import Raw as Raw, Use as Use, use_p as use_p
 from ._tag import is_trainable as is_trainable, Tag as Tag
 from ._tagged import (
     blank as blank,
     check_order as check_order,
     check_tagged as check_tagged,
     empty_tags as empty_tags,
-    fill_raw as fill_raw,
+    fill_rows as fill_rows,
     fill_tags as fill_tags,
     flatten_tags as flatten_tags,
     is_code as is_code,
@@ -23,7 +27,7 @@ from ._tagged import (
     map_at_once as map_at_once,
     map_tags as map_tags,
     naming_layers as naming_layers,
-    only_raw as only_raw,
+    only_rows as only_rows,
     tagged_layers as tagged_layers,
     TaggedLayer as TaggedLayer,
     trained_layers as trained_layers,

@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, Shaped
 from wadler_lindig import AbstractDoc, TextDoc
 
-from .._block import AbstractBlock, check_block, Series, Statistics
+from .._block import AbstractBlock, AbstractCollector, check_block, Series, Statistics
 from .._checks import check_instance
 from .._custom_types import Layer, Weights
 from .._devices import (
@@ -24,24 +24,29 @@ from .._devices import (
 from .._misc import accumulator, is_none
 from .._module import PlainModule, replaced
 from ..form import AbstractForm, Parameters
-from ._primitive import Layout, Note, tag_p
-from ._rows import Raw, Sight
+from ._collector import GradientCollector, RowCollector
+from ._primitive import Label, Layout, tag_p
 
 
-class Held(NamedTuple):
-    """What a tag holds while curvature is being collected. Otherwise all is `None`."""
+class Contents(NamedTuple):
+    """What is in a tag while curvature is being collected. Otherwise all is `None`."""
 
+    # Where the statistics of the block arrive.
     slots: Statistics
+    # Weights of examples, and the basis that the block takes its statistics in.
     weights: Weights
     basis: Any
-    # A tag at parameters has a mark for each one that is trained. (Within the loss
-    # function, the others are there again.)
-    trained: tuple[Array | None, ...] | None
-    raw: Statistics  # Slots for the rows themselves, beside or instead of their sums.
-    seen: Statistics  # Slots for the gradient, as far as the tag sees it.
-    note: Array | None = None  # See `Note`.
-    # Zeros that nothing uses: does the loss function notice them?
-    spare: tuple[Array | None, Array | None, Array | None] = (None, None, None)
+    # A tag at parameters has a mark for each one that is trained: within the loss
+    # function, the frozen ones are back in the layer, and look like the others.
+    trained_mask: tuple[Array | None, ...] | None
+    # Where rows arrive, and the gradient as far as the tag sees it.
+    row_slots: Statistics
+    gradient_slots: Statistics
+    # The tag's number, as a shape: see `Label`.
+    label: Array | None = None
+    # Zeros of three shapes which no tag uses: a loss function that changes with them
+    # works on all arrays of the model, and would change with slots, too.
+    decoys: tuple[Array | None, Array | None, Array | None] = (None, None, None)
 
 
 class Tag(PlainModule):
@@ -53,18 +58,18 @@ class Tag(PlainModule):
 
     **Fields:**
 
-    - `places`: the leaves that the tag holds while curvature is being collected; `None`
+    - `leaves`: the leaves of its contents while curvature is being collected; `None`
         otherwise. (Their number is fixed, so a filled tag may be combined with an empty
         one.)
-    - `also`: the tag of another layer whose weight is used here, if there is one.
+    - `owner`: the tag of another layer whose weight is used here, if there is one.
     """
 
     form: AbstractForm = eqx.field(static=True)
     block: AbstractBlock = eqx.field(static=True)
     swapped: bool = eqx.field(static=True)
-    # In one tuple: Python goes through every node of every tag at every step.
-    places: tuple[Array | None, ...]
-    also: "Tag | None"
+    # One flat tuple, because Python goes through every node of every tag at every step.
+    leaves: tuple[Array | None, ...]
+    owner: "Tag | None"
 
     def __init__(
         self, form: AbstractForm, block: AbstractBlock, *, swapped: bool = False
@@ -83,8 +88,8 @@ class Tag(PlainModule):
         self.form = form
         self.block = block
         self.swapped = swapped
-        self.places = (None,) * _holder(form, block).num_leaves
-        self.also = None
+        self.leaves = (None,) * _structure(form, block).num_leaves
+        self.owner = None
 
     def __pdoc__(self, **kwargs: Any) -> AbstractDoc:
         """One line, wherever a model is printed. (Also by JAX, which wants a name for
@@ -97,19 +102,19 @@ class Tag(PlainModule):
         return TextDoc(f"Tag(form={form}, block={block}({sharing}){collecting})")
 
     @property
-    def held(self) -> Held:
-        """What it holds."""
-        return _holder(self.form, self.block).unflatten(self.places)
+    def contents(self) -> Contents:
+        """What is in the tag."""
+        return _structure(self.form, self.block).unflatten(self.leaves)
 
     @property
     def slots(self) -> Statistics:
         """Where the statistics arrive."""
-        return self.held.slots
+        return self.contents.slots
 
     @property
     def statistics(self) -> Statistics:
         """What arrived there."""
-        return self.block.squared(self.held.slots)
+        return self.block.from_per_example(self.contents.slots)
 
     def __call__(
         self, y: Inexact[Array, "*y"], x: Shaped[Array, "*x"]
@@ -129,37 +134,41 @@ class Tag(PlainModule):
                 "the cell with `kfac.scan_cell(cell, hidden, inputs)`, or call "
                 "`tag.remember` in a loop of your own."
             )
-        if self.also is not None:  # The statistics of another layer's weight, used here.
-            y = self.also(y, x)
+        if self.owner is not None:  # The statistics of another layer's weight, used here.
+            y = self.owner(y, x)
         return self._bind(y, x)
 
     def _bind(self, y: Array, x: Array) -> Array:
         if not self.collecting:
             return y
-        held = self.held
-        collected = (self.block, held.slots), (Raw(), held.raw), (Sight(), held.seen)
-        for block, empty in collected:
-            slots, treedef = jtu.tree_flatten(empty)
-            if slots:
-                y = self._bind_slots(y, x, block, slots, treedef)
+        contents = self.contents
+        collectors = (
+            (self.block, contents.slots),
+            (RowCollector(), contents.row_slots),
+            (GradientCollector(), contents.gradient_slots),
+        )
+        for collector, slots in collectors:
+            if jtu.tree_leaves(slots):
+                y = self._bind_collector(y, x, collector, slots)
         return y
 
-    def _bind_slots(
-        self, y: Array, x: Array, block: AbstractBlock, slots: list[Array], treedef: Any
+    def _bind_collector(
+        self, y: Array, x: Array, collector: AbstractCollector, slots: Statistics
     ) -> Array:
-        for slot in slots:
+        leaves, treedef = jtu.tree_flatten(slots)
+        for slot in leaves:
             if slot.dtype != accumulator(slot.dtype):
                 raise TypeError(
                     f"The statistics of a layer would be added up in {slot.dtype}: the "
                     "whole model was cast, the slots of its tags included. Cast the "
                     "parameters only, with `kfac.cast(model, dtype)`."
                 )
-        held = self.held
-        shared = held.weights, held.basis, held.note
+        contents = self.contents
+        shared = contents.weights, contents.basis, contents.label
         shared, shared_treedef = jtu.tree_flatten(shared)
-        y, x, slots = cast_varying((y, x, slots), varying_axes((y, x, slots)))
-        layout = Layout(self.form, block, self.swapped, treedef, shared_treedef)
-        return tag_p.bind(y, x, *shared, *slots, layout=layout, stack=0, examples=0)
+        y, x, leaves = cast_varying((y, x, leaves), varying_axes((y, x, leaves)))
+        layout = Layout(self.form, collector, self.swapped, treedef, shared_treedef)
+        return tag_p.bind(y, x, *shared, *leaves, layout=layout, stack=0, examples=0)
 
     def memory(self, layer: Layer) -> Any:
         """What [`remember`][eqx_kfac.Tag.remember] passes on from one time step to the
@@ -212,8 +221,8 @@ class Tag(PlainModule):
         if not self.collecting or not is_trainable(self, layer):
             return layer
         (example, *_) = [a for a in jtu.tree_leaves(x) if isinstance(a, jax.Array)]
-        marks = self.held.trained or ()
-        leaves = zip(self.form.parameters(layer), marks, strict=True)
+        mask = self.contents.trained_mask or ()
+        leaves = zip(self.form.parameters(layer), mask, strict=True)
         trained = tuple(None if mark is None else leaf for leaf, mark in leaves)
         part = self.form.only(layer, trained)
         # The example only counts: parameters have no derivative in it.
@@ -225,12 +234,12 @@ class Tag(PlainModule):
     @property
     def collecting(self) -> bool:
         """Whether the slots are filled."""
-        return any(place is not None for place in self.places)
+        return any(place is not None for place in self.leaves)
 
     @property
-    def checking(self) -> bool:
-        """Whether the slots are for the gradient that is seen, to be compared."""
-        return self.held.seen.outputs.gradient is not None
+    def collects_gradient(self) -> bool:
+        """Whether there are slots for the gradient that the tag sees."""
+        return self.contents.gradient_slots.outputs.gradient is not None
 
     def fill(
         self,
@@ -248,26 +257,30 @@ class Tag(PlainModule):
             weights = None
         if weights is not None:
             weights = jnp.broadcast_to(weights, self.stack(layer) + weights.shape)
-        held = self.held._replace(slots=slots, weights=weights)
+        contents = self.contents._replace(slots=slots, weights=weights)
         if factors is not None:
-            held = held._replace(basis=self.block.basis(factors))
-        return self._holding(held._replace(trained=self._marks(layer)))
+            contents = contents._replace(basis=self.block.basis(factors))
+        return self._with_contents(
+            contents._replace(trained_mask=self._trained_mask(layer))
+        )
 
-    def fill_raw(self, layer: Layer, raw: Statistics) -> "Tag":
-        """This tag, ready to hand out its rows, if there are slots for them."""
-        if not jtu.tree_leaves(raw):
+    def fill_rows(self, layer: Layer, slots: Statistics) -> "Tag":
+        """This tag, ready to collect rows, if there are `slots` for them."""
+        if not jtu.tree_leaves(slots):
             return self
-        return self._holding(self.held._replace(raw=raw, trained=self._marks(layer)))
+        mask = self._trained_mask(layer)
+        contents = self.contents._replace(row_slots=slots, trained_mask=mask)
+        return self._with_contents(contents)
 
-    def adding_up(self, layer: Layer, examples: int, axes: frozenset) -> "Tag":
+    def per_example(self, layer: Layer, examples: int, axes: frozenset) -> "Tag":
         """This tag, ready to collect, with slots in which the gradients of examples add
         up over all uses of the layer. Devices, along `axes`, have their own examples."""
-        slots = self.block.together(self.form, layer, examples)
+        slots = self.block.per_example_slots(self.form, layer, examples)
         slots = slots._replace(outputs=cast_varying(slots.outputs, axes))
-        return self._holding(self.held._replace(slots=slots))
+        return self._with_contents(self.contents._replace(slots=slots))
 
-    def noting(self, layer: Layer, note: Note, spare: bool = False) -> "Tag":
-        """This tag with a note, and with spare zeros, if it is ready to collect."""
+    def labelled(self, layer: Layer, label: Label, decoys: bool = False) -> "Tag":
+        """This tag with a label, and with decoys, if it is ready to collect."""
         if not self.collecting:
             return self
         stack = self.stack(layer)
@@ -276,10 +289,10 @@ class Tag(PlainModule):
         def zeros(*shape):
             return zeros_beside(leaf, (*stack, *shape), float, len(stack))
 
-        held = self.held._replace(note=zeros(*note.shape))
-        if spare:  # Of one, a vector, a matrix.
-            held = held._replace(spare=(zeros(), zeros(2), zeros(2, 2)))
-        return self._holding(held)
+        contents = self.contents._replace(label=zeros(*label.shape))
+        if decoys:  # A number, a vector, a matrix.
+            contents = contents._replace(decoys=(zeros(), zeros(2), zeros(2, 2)))
+        return self._with_contents(contents)
 
     def stack(self, layer: Layer) -> tuple[int, ...]:
         """The axes along which whole layers are stacked."""
@@ -310,23 +323,28 @@ class Tag(PlainModule):
         placed = [None if p is None else placed_like(p, like) for p, like in both]
         return self.form.replace(new, tuple(placed))
 
-    def fill_seen(self, layer: Layer) -> "Tag":
+    def fill_gradient(self, layer: Layer) -> "Tag":
         """This tag, ready to collect the gradient that it sees."""
-        seen = Sight().slots(self.form, layer)
-        if not jtu.tree_leaves(seen):
+        slots = GradientCollector().slots(self.form, layer)
+        if not jtu.tree_leaves(slots):
             return self
-        return self._holding(self.held._replace(seen=seen, trained=self._marks(layer)))
+        mask = self._trained_mask(layer)
+        contents = self.contents._replace(gradient_slots=slots, trained_mask=mask)
+        return self._with_contents(contents)
 
-    def with_slots(self, other: "Tag") -> "Tag":
-        """This tag, to add to the statistics of another one."""
-        return self._holding(other.held._replace(trained=self.held.trained))
+    def with_slots_of(self, other: "Tag") -> "Tag":
+        """This tag, adding to the statistics of another one."""
+        return self._with_contents(
+            other.contents._replace(trained_mask=self.contents.trained_mask)
+        )
 
-    def _holding(self, held: Held) -> "Tag":
-        places = tuple(_holder(self.form, self.block).flatten_up_to(held))
-        return replaced(self, "places", places)
+    def _with_contents(self, contents: Contents) -> "Tag":
+        leaves = tuple(_structure(self.form, self.block).flatten_up_to(contents))
+        return replaced(self, "leaves", leaves)
 
-    def _marks(self, layer: Layer) -> tuple[Array | None, ...] | None:
-        """For the parameters that it is at, one for every member of a stack."""
+    def _trained_mask(self, layer: Layer) -> tuple[Array | None, ...] | None:
+        """Of a tag at parameters, a mark for each one that there is, for every member of
+        a stack."""
         if not isinstance(self.form, Parameters):
             return None
         leaves = zip(self.form.parameters(layer), self.form.ranks, strict=True)
@@ -335,23 +353,24 @@ class Tag(PlainModule):
             for p, rank in leaves
         )
 
-    def only_raw(self) -> "Tag":
+    def only_rows(self) -> "Tag":
         """This tag, with slots for its rows alone, if it has any."""
         empty = self.empty()
-        return empty._holding(empty.held._replace(raw=self.held.raw))
+        contents = empty.contents._replace(row_slots=self.contents.row_slots)
+        return empty._with_contents(contents)
 
     def empty(self) -> "Tag":
         """This tag without its slots."""
         return Tag(self.form, self.block, swapped=self.swapped)
 
 
-@ft.cache  # For every tag asks again and again.
-def _holder(form: AbstractForm, block: AbstractBlock) -> Any:
-    """The structure of what is held."""
-    trained = (None,) * len(form.names) if isinstance(form, Parameters) else None
-    basis, raw, seen = block.empty_basis(), Raw().empty(), Sight().empty()
-    empty = Held(block.empty(), None, basis, trained, raw, seen)
-    return jtu.tree_structure(empty, is_leaf=is_none)
+@ft.cache  # Every tag asks again and again.
+def _structure(form: AbstractForm, block: AbstractBlock) -> Any:
+    """The structure of the contents."""
+    mask = (None,) * len(form.names) if isinstance(form, Parameters) else None
+    rows, gradient = RowCollector().empty(), GradientCollector().empty()
+    contents = Contents(block.empty(), None, block.empty_basis(), mask, rows, gradient)
+    return jtu.tree_structure(contents, is_leaf=is_none)
 
 
 def is_trainable(tag: Tag, layer: Layer) -> bool:

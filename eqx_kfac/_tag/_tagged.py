@@ -291,11 +291,11 @@ def fill_tags(
     return with_tags(fill, model, blank(model) if curvature is None else curvature)
 
 
-def fill_raw(model: Model, slots: Model) -> Model:
+def fill_rows(model: Model, slots: Model) -> Model:
     """The model with its tags ready to hand out rows, where `slots` has any for them."""
 
     def fill(tag, layer, slots):
-        return tag if slots is None else tag.fill_raw(layer, slots)
+        return tag if slots is None else tag.fill_rows(layer, slots)
 
     return with_tags(fill, model, slots)
 
@@ -305,9 +305,9 @@ def empty_tags(model: Model) -> Model:
     return with_tags(lambda tag, _: tag.empty(), model)
 
 
-def only_raw(model: Model) -> Model:
+def only_rows(model: Model) -> Model:
     """The model, whose tags are ready to hand out rows alone, where they are now."""
-    return with_tags(lambda tag, _: tag.only_raw(), model)
+    return with_tags(lambda tag, _: tag.only_rows(), model)
 
 
 def with_tags(fn: Callable, model: Model, *rest: Model) -> Model:

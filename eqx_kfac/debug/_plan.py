@@ -67,7 +67,7 @@ def costs(loss_fn: Callable, model: Model, args: Args, kwargs: Kwargs) -> Costs:
     found = []
 
     def look(model, args, kwargs):
-        program = Batch(loss_fn, args, kwargs).look(model, uses=False)
+        program = Batch(loss_fn, args, kwargs).analyse(model, uses=False)
         losses = run(loss_fn, model, args, kwargs)[0].losses
         needed = work(loss_fn, model, args, kwargs)
         shapes = [loss.root_shape for loss in losses]

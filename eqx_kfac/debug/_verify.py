@@ -270,7 +270,7 @@ def _unseen(
     **Returns:** for every tag and member of a stack, the norm of the difference over that
     of the gradient (NaN if the outputs are not finite); and the number of rows.
     """
-    fill = lambda model, _=None: with_tags(Tag.fill_seen, model)
+    fill = lambda model, _=None: with_tags(Tag.fill_gradient, model)
     lin = linearise(loss_fn, model, args, kwargs, fill=fill, program=program)
     keys = jax.random.split(jax.random.key(0), len(lin.curved.losses))
 
@@ -290,14 +290,14 @@ def _unseen(
     def share(tag, layer):
         if not is_trainable(tag, layer):
             return None
-        seen = tag.held.seen.outputs.gradient
+        seen = tag.contents.gradient_slots.outputs.gradient
         gradient = tag.to_matrix(layer).astype(seen.dtype)
         norms = [jnp.linalg.norm(a, axis=(-2, -1)) for a in (gradient - seen, gradient)]
-        rounding = jnp.finfo(seen.dtype).eps * tag.held.seen.outputs.size
+        rounding = jnp.finfo(seen.dtype).eps * tag.contents.gradient_slots.outputs.size
         part = jnp.where(norms[0] <= rounding, 0, norms[0] / norms[1])
         return jnp.where(finite, part, jnp.nan)
 
-    rows = map_tags(lambda tag, _: tag.held.seen.outputs.rows, pulled)
+    rows = map_tags(lambda tag, _: tag.contents.gradient_slots.outputs.rows, pulled)
     return map_tags(share, pulled), rows
 
 

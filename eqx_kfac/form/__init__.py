@@ -4,7 +4,6 @@ from ._base import (
     AbstractForm as AbstractForm,
     has_bias as has_bias,
     Rows as Rows,
-    SharedNode as SharedNode,
     Sizes as Sizes,
 )
 from ._convolution import Convolution as Convolution

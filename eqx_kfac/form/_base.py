@@ -1,17 +1,13 @@
 import abc
 from typing import Any, ClassVar, NamedTuple
 
-import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Shaped
 
 from .._custom_types import Layer, Weights
+from .._jax import SharedNode
 from .._module import member, PlainModule, replaced
 from ._inputs import AbstractInputs
-
-
-# What stands for an array that is another layer's.
-SharedNode = type(eqx.nn.Shared((0, 0), lambda p: p[1], lambda p: p[0]).pytree[1])
 
 
 class Sizes(NamedTuple):

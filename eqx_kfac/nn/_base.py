@@ -10,6 +10,7 @@ import numpy as np
 
 from .._block import AbstractBlock, check_block, Diagonal, Kronecker
 from .._custom_types import Layer
+from .._jax import transposed_padding
 from .._tag import Tag
 from ..form import AbstractForm, Convolution, Dense, Lookup, Parameters
 from ._inputs import check_floating, check_input
@@ -133,7 +134,7 @@ def _convolution(layer: eqx.nn.Conv) -> Convolution:
 
 
 def _transposed_convolution(layer: eqx.nn.ConvTranspose) -> Convolution:
-    padding, extension = layer._padding_transpose(), "VALID"
+    padding, extension = transposed_padding(layer), "VALID"
     if layer.padding_mode == "CIRCULAR":  # Whole strides of it, before any zeros.
         widths, strides = np.asarray(padding), np.asarray(layer.stride)[:, None]
         extension, padding = _pads(widths // strides), _pads(widths % strides)

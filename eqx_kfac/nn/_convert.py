@@ -10,9 +10,9 @@ from jaxtyping import PyTree
 from .._block import AbstractBlock, AbstractSharing, check_block, Kronecker
 from .._complex import is_complex
 from .._custom_types import Layer
+from .._jax import SharedNode
 from .._misc import names
 from .._tag import is_tagged, Tag
-from ..form import SharedNode
 from ._base import with_fields_of
 from ._composite import MLP, MultiheadAttention
 from ._conv import (

@@ -40,4 +40,4 @@ class Embedding(TaggedOutputs, eqx.nn.Embedding):
                 "`attend` uses the embedding's transposed weight, which its block does "
                 "not account for: make it with `block=kfac.Kronecker(tied=True)`.",
             )
-        return Tag(Dense(), block, swapped=True).with_slots(self.tag)(y, x)
+        return Tag(Dense(), block, swapped=True).with_slots_of(self.tag)(y, x)

@@ -45,7 +45,7 @@ class WeightNorm(AbstractTagged, eqx.nn.WeightNorm):
         if not self.tag["weight"].collecting:
             return y
         norm = self._norm(self.layer.weight)
-        if self.tag["weight"].checking:
+        if self.tag["weight"].collects_gradient:
             y = _with_fixed(layer.layer, layer.g / jax.lax.stop_gradient(norm), x)
         return _tagged(self.tag["weight"], y, x, (self.g / norm).reshape(-1))
 
@@ -78,7 +78,7 @@ class SpectralNorm(AbstractTagged, eqx.nn.SpectralNorm):
         u, v = state.get(self.uv_index)
         matrix = self.layer.weight.reshape(len(u), len(v))
         scale = 1 / jnp.einsum("i,ij,j->", u, matrix, v)
-        if self.tag["weight"].checking:
+        if self.tag["weight"].collects_gradient:
             y = _with_fixed(layer.layer, jax.lax.stop_gradient(scale), x)
         return _tagged(self.tag["weight"], y, x, scale[None]), state
 

@@ -56,8 +56,10 @@ class Shared(eqx.nn.Shared):
         for tie in self.ties:
             owner, user = _at(self.pytree, tie.owner).tag, _at(tree, tie.user).tag
             if owner.collecting:
-                also = Tag(user.form, owner.block, swapped=tie.swapped).with_slots(owner)
-                where = lambda m, at=tie.user: _at(m, at).tag.also
+                also = Tag(user.form, owner.block, swapped=tie.swapped).with_slots_of(
+                    owner
+                )
+                where = lambda m, at=tie.user: _at(m, at).tag.owner
                 tree = eqx.tree_at(where, tree, also, is_leaf=is_none)
         return tree
 

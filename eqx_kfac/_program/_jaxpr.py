@@ -1,4 +1,5 @@
-"""How often layers are used, and what a traced function needs: parts of jaxprs."""
+"""Programs as data: what is in a jaxpr, which part of it some results need, and how often
+that uses a layer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -6,23 +7,29 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import numpy as np
-from jax.core import eval_jaxpr, Tracer
-from jax.interpreters import partial_eval
 
-from .._tag import use_p
+from .._jax import eval_jaxpr, part_of, Tracer
+from .._tag import row_shapes_p
 
 
-class Uses(NamedTuple):
-    """How a layer is used: `number` for each one of a stack, `None` if that depends on
-    data; the `Use`s that all those are; and whether there are several devices."""
+class SlotUses(NamedTuple):
+    """How a layer is used.
+
+    **Fields:**
+
+    - `number`: how often, for each one of a stack; `None` if that depends on data.
+    - `shapes`: the `RowShapes` of all uses.
+    - `devices`: whether there are several devices, each with uses of its own.
+    """
 
     number: np.ndarray | None
-    kinds: frozenset
+    shapes: frozenset
     devices: bool
 
 
-def uses(fn: Callable, *args: Any) -> list[Uses]:
-    """What is in the slots of uses that `fn(*args)` returns."""
+def count_uses(fn: Callable, *args: Any) -> list[SlotUses]:
+    """What is in the slots for uses that `fn(*args)` returns: the program without data,
+    of which only the ones of `row_shapes_p` are left, is evaluated."""
     params, static = eqx.partition(args, eqx.is_array)
     closed = jax.make_jaxpr(lambda p: fn(*eqx.combine(p, static)))(params)
     everything = [True] * len(closed.out_avals)
@@ -33,8 +40,9 @@ def uses(fn: Callable, *args: Any) -> list[Uses]:
         own, _, known = _needed(jaxpr, consts, wanted)
         devices = contains(own, "shard_map")
         without_data.append(known and not devices)
-        kinds = [e.params["use"] for e in equations(own) if e.primitive is use_p]
-        found.append(Uses(None, frozenset(kinds), devices))
+        counters = [e for e in equations(own) if e.primitive is row_shapes_p]
+        shapes = frozenset(e.params["shapes"] for e in counters)
+        found.append(SlotUses(None, shapes, devices))
     own, own_consts, _ = _needed(jaxpr, consts, without_data)
     with jax.ensure_compile_time_eval():
         numbers = iter(jax.jit(eval_jaxpr, static_argnums=0)(own, own_consts))
@@ -49,12 +57,6 @@ def depends(fn: Callable, *args: Any) -> bool:
     closed = jax.make_jaxpr(fn)(*args)
     everything = [True] * len(closed.out_avals)
     return any(part_of(closed.jaxpr, everything)[2])
-
-
-def part_of(jaxpr: Any, wanted: Sequence[bool]) -> tuple[Any, list[bool], list[bool]]:
-    """The part of a jaxpr that some of its outputs need; and which constants and inputs
-    it has."""
-    return partial_eval.dce_jaxpr_consts(jaxpr, wanted)
 
 
 def _needed(jaxpr: Any, consts: Sequence[Any], wanted: list[bool]) -> Any:

@@ -1,0 +1,151 @@
+"""All of JAX, Equinox and optax that the library uses and that these do not promise to
+keep, each behind a name of ours. No other file imports `jax.core`, `jax.extend`,
+`jax.interpreters` or `jax.experimental`, so that what a new version of JAX changes there
+is changed here. (`_program/_interpreter.py` reads programs by the names of primitives,
+too: `tests/test_primitives.py` asks whether JAX still has these.)"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.core import eval_jaxpr as eval_jaxpr, Tracer as Tracer
+from jax.extend.core import JaxprEqn, Primitive as Primitive
+from jax.interpreters import ad, batching, mlir, partial_eval
+
+
+Equation = JaxprEqn
+
+
+#
+# Primitives
+#
+
+
+def set_values(primitive: Primitive, value: Callable, abstract: Callable) -> None:
+    """What a primitive does, in JAX's own operations: `value(*arrays, **params)`; and the
+    abstract value of that."""
+    primitive.def_impl(value)
+    primitive.def_abstract_eval(abstract)
+    mlir.register_lowering(primitive, mlir.lower_fun(value, multiple_results=False))
+
+
+def set_jvp(primitive: Primitive, rule: Callable) -> None:
+    """`rule(primals, tangents, **params)` returns the result and its tangent."""
+    ad.primitive_jvps[primitive] = rule
+
+
+def set_transpose(primitive: Primitive, rule: Callable) -> None:
+    """`rule(cotangent, *operands, **params)` returns a cotangent for every operand."""
+    ad.primitive_transposes[primitive] = rule
+
+
+def set_linear(primitive: Primitive) -> None:
+    """A primitive that is the identity, for derivatives."""
+    ad.deflinear2(primitive, lambda ct, *_, **__: [ct])
+
+
+def set_batching(primitive: Primitive, rule: Callable) -> None:
+    """`rule(axis, operands, dims, **params)` returns the result and the place of its new
+    axis; `axis` has a size, and a mesh axis if it is split explicitly."""
+    batching.fancy_primitive_batchers[primitive] = rule
+
+
+def set_simple_batching(primitive: Primitive, rule: Callable) -> None:
+    """`rule(operands, dims, **params)`, where nothing need be known of the axis."""
+    batching.primitive_batchers[primitive] = rule
+
+
+def set_elementwise(primitive: Primitive) -> None:
+    """A new axis of the only operand is one of the result."""
+    batching.defvectorized(primitive)
+
+
+def set_dead_code(primitive: Primitive, rule: Callable) -> None:
+    """`rule(used_outputs, eqn)` returns which operands are needed, and what is left of
+    the equation."""
+
+    def with_equation(used_outputs, *others):
+        *_, eqn = others  # From JAX 0.12 on, there is something else before it.
+        return rule(used_outputs, eqn)
+
+    partial_eval.dce_rules[primitive] = with_equation
+
+
+def set_taylor(primitive: Primitive, rule: Callable) -> None:
+    """`rule(primals, series, **params)`, for `jax.experimental.jet`, if JAX has it."""
+    try:
+        from jax.experimental import jet
+    except ImportError:
+        return
+    jet.jet_rules[primitive] = rule
+
+
+#
+# In the rules of primitives
+#
+
+
+def is_zero(tangent: Any) -> bool:
+    """Whether a tangent or cotangent is a symbolic zero, of which there is no array."""
+    return type(tangent) is ad.Zero
+
+
+def instantiated(tangent: Any) -> Any:
+    """An array, also of a symbolic zero."""
+    return ad.instantiate_zeros(tangent)
+
+
+def is_linear_operand(operand: Any) -> bool:
+    """Whether an operand of a transposition is one that it transposes in, and not a
+    known array."""
+    return ad.is_undefined_primal(operand)
+
+
+def aval_of(operand: Any) -> Any:
+    """The abstract value of an operand of a transposition."""
+    return operand.aval if ad.is_undefined_primal(operand) else jax.typeof(operand)
+
+
+def broadcast_along(x: Any, mapped: Any, axis: int) -> Any:
+    """An array that is the same along a mapped axis, with that axis; on an explicit mesh,
+    split as the others are."""
+    return batching.broadcast(x, mapped.size, axis, mapped.explicit_mesh_axis)
+
+
+#
+# Programs
+#
+
+
+def part_of(jaxpr: Any, wanted: Sequence[bool]) -> tuple[Any, list[bool], list[bool]]:
+    """The part of a jaxpr that some of its outputs need; and which constants and inputs
+    it has."""
+    return partial_eval.dce_jaxpr_consts(jaxpr, wanted)
+
+
+def varying(aval: Any) -> frozenset:
+    """The axes of a `shard_map` over which an array differs."""
+    kind = getattr(aval, "manual_axis_type", None)
+    return frozenset() if kind is None else kind.varying
+
+
+#
+# Equinox and optax
+#
+
+
+# The node in the place of an array that `eqx.nn.Shared` has taken out.
+SharedNode = type(eqx.nn.Shared((0, 0), lambda p: p[1], lambda p: p[0]).pytree[1])
+
+
+def transposed_padding(layer: Any) -> Any:
+    """The padding of an Equinox layer that is a transposed convolution, for the
+    convolution with a dilated input that it is."""
+    return layer._padding_transpose()
+
+
+def is_placeholder(params: Any) -> bool:
+    """Whether `optax.tree.map_params` asks where the state has trees like the parameters.
+    (It is not told what these are.)"""
+    return type(params).__name__ == "_ParamsPlaceholder"
