@@ -41,6 +41,27 @@ def spectral(m, x):
 
 
 CASES = {
+    "contracted in another order": case(
+        lambda m, x: jax.lax.dot_general(m.w, x, (((1, 2), (1, 0)), ((), ()))) + m.b,
+        SEQUENCES,
+        {"w": "Dense 2x12+1"},
+        w=(2, 4, 3),
+        b=(2,),
+    ),
+    "a difference from a constant": case(
+        lambda m, x: (np.ones((2, 3)) - m.w) @ x + m.b,
+        VECTORS,
+        {"w": "Dense 2x3+1"},
+        w=(2, 3),
+        b=(2,),
+    ),
+    "a bias added twice": case(
+        lambda m, x: (lambda z: jnp.tanh(z + m.b) * jnp.sin(z + m.b))(m.w @ x),
+        VECTORS,
+        {"others": "Parameters 2", "w": "Dense 2x3"},
+        w=(2, 3),
+        b=(2,),
+    ),
     "from the right": case(
         lambda m, x: m.v @ jnp.tanh(x @ m.w + m.b) + m.c,
         VECTORS,

@@ -206,6 +206,39 @@ CASES = {
     "rows that nothing uses": case(
         lambda m, x: m.w[:2] @ x, VECTORS, {"others": "Parameters 9"}, w=(3, 3)
     ),
+    "carried, and used before": case(
+        lambda m, x: carried(m, jnp.tanh(m.w @ x)),
+        VECTORS,
+        {"others": "Parameters 9"},
+        w=(3, 3),
+    ),
+    "a part of a result": case(
+        lambda m, x: jnp.tanh(m.w @ x)[:2] + (m.v @ x)[1:],
+        VECTORS,
+        {"v": "Dense 3x3", "w": "Dense 3x3"},
+        w=(3, 3),
+        v=(3, 3),
+    ),
+    "a reversed result": case(
+        lambda m, x: (m.w @ x)[::-1],
+        VECTORS,
+        {"w": "Dense 3x3"},
+        w=(3, 3),
+    ),
+    "a reversed result and a bias": case(
+        lambda m, x: (m.w @ x)[::-1] + m.b,
+        VECTORS,
+        {"others": "Parameters 3", "w": "Dense 3x3"},
+        w=(3, 3),
+        b=(3,),
+    ),
+    "reversed rows": case(
+        lambda m, x: m.w[::-1][jnp.array([0, 2])][1] * x + m.v[::-1] @ x,
+        VECTORS,
+        {"others": "Parameters 18"},
+        w=(3, 3),
+        v=(3, 3),
+    ),
     "scalars and vectors": case(
         lambda m, x: m.a * jnp.dot(m.w, x) + m.b,
         VECTORS,

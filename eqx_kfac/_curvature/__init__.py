@@ -12,7 +12,7 @@ from ._average import (
 )
 from ._batch import Batch as Batch, LinearisedBatch as LinearisedBatch
 from ._block_diagonal import BlockDiagonalOperator as BlockDiagonalOperator
-from ._capture import capture as capture, Captured as Captured
+from ._capture import capture as capture, Captured as Captured, captured as captured
 from ._estimate import (
     curvature as curvature,
     value_grad_and_curvature as value_grad_and_curvature,
@@ -25,5 +25,10 @@ from ._model_operator import (
     Fisher as Fisher,
     GaussNewton as GaussNewton,
     Hessian as Hessian,
+)
+from ._sites import (
+    collected_rows as collected_rows,
+    used_sites as used_sites,
+    UsedSite as UsedSite,
 )
 from ._work import Work as Work, work as work

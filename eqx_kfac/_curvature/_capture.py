@@ -145,16 +145,16 @@ def capture(loss_fn: Callable, fisher: AbstractFisher | None = None) -> Callable
             loss_fn, model, args, kwargs, fill=fill, program=program
         )
         inputs, gradients = _collected(linearisation, fisher, key)
-        captured = [
-            None if use is None else _captured(site, use, x, g, fisher is not None)
+        found = [
+            None if use is None else captured(site, use, x, g, fisher is not None)
             for site, use, x, g in zip(sites, uses, inputs, gradients, strict=True)
         ]
-        return treedef.unflatten(captured)
+        return treedef.unflatten(found)
 
     return wrapped
 
 
-def _captured(site: TagSite, use: RowShapes, x: Any, g: Array, several: bool) -> Captured:
+def captured(site: TagSite, use: RowShapes, x: Any, g: Array, several: bool) -> Captured:
     """The contents of the slots, in the types that the tag saw."""
     return Captured(
         inputs=None if x is None else x.astype(use.x.dtype),

@@ -16,8 +16,9 @@ from .._fisher import AbstractFisher, Centred, MonteCarlo
 from .._inverse import for_each
 from .._misc import tree_where
 from .._operator import split_still
+from .._raw import check_covered
 from .._solver import AbstractDampedSolver
-from .._tag import check_covered, partition_tagged
+from .._tag import partition_tagged
 from ._after import after, decayed
 from ._arguments import check_init, check_step, check_update
 from ._choices import (

@@ -16,8 +16,9 @@ from .._devices import beside, putting
 from .._inverse import precondition
 from .._jax import is_placeholder
 from .._operator import split_still
+from .._raw import check_covered
 from .._solver import AbstractDampedSolver, Cholesky
-from .._tag import check_covered, is_trainable, map_tags, partition_tagged
+from .._tag import is_trainable, map_tags, partition_tagged
 from ._choices import check_choices, check_without_loss
 from ._collect import Average
 from ._factors import check_belongs, Factorising, init_factors

@@ -24,7 +24,8 @@ from .._tag import (
     TaggedLayer,
     with_tags,
 )
-from ..form import Parameters, View
+from ..form import Parameters
+from ..nn import has_own_tag, is_followed
 from ._interpreter import all_sources, Expressions
 from ._trace import (
     LabelledModel,
@@ -144,7 +145,7 @@ def _check_uses(trace: Trace, trains: bool) -> None:
         bypassing = outputs & source_of(number)
         if outputs & unseen_of(number):
             unseen.append(own)
-        elif bypassing and isinstance(own.tag.form, View) and not _at_zero(uses):
+        elif bypassing and is_followed(own.layer) and not _at_zero(uses):
             outside.append(own)
         elif not uses and bypassing:
             uncalled.append(own)
@@ -181,29 +182,43 @@ _OUTSIDE = (
 )
 _UNCALLED = (
     "The {layers} {are} trained, but the loss function never calls {them}: {parameters} "
-    "are used in another way, of which no curvature is collected. Have tags follow the "
-    "arrays, whatever is done with them: `kfac.convert(kfac.revert(model), "
-    "example=x[0])`, with what one call of the model gets; or call the layer; or leave "
-    "it untagged, `kfac.convert(model, blocks={blocks})`, with a `fallback`."
+    "are used in another way, of which no curvature is collected. Call {them}; or "
+    "{otherwise}"
 )
 _UNTAGGED = (
-    "Parameters of the {layers} reach the losses by another way than through the layer's "
-    "tag, and no curvature would be collected of that: {parameters} are used outside of "
-    "the layer, or a derivative of the layer in its parameters is. Call the layer "
-    "instead; tie weights with `eqx.nn.Shared`; take gradients within the loss with "
-    "respect to `kfac.revert(model)`; have tags follow the arrays, whatever is done with "
-    "them: `kfac.convert(kfac.revert(model), example=x[0])`, with what one call of the "
-    "model gets; or leave the layer untagged, `kfac.convert(model, blocks={blocks})`, "
-    "with a `fallback`."
+    "Parameters of the {layers} reach the losses by another way than through {a_tag}, "
+    "and no curvature would be collected of that: {parameters} are used outside of the "
+    "layer, or a derivative of the layer in its parameters is. Call the layer instead; "
+    "tie weights with `eqx.nn.Shared`; or {otherwise}"
 )
 _UNUSED = (
     "The {layers} {are} trained, but the loss function never calls {them}. Freeze what "
     "is not used (`eqx.partition` it out of the model that is trained), or remove it."
 )
+_FOLLOWED = (
+    "take gradients within the loss with respect to `kfac.revert(model)`; or have tags "
+    "follow the arrays, whatever is done with them: `kfac.convert(kfac.revert(model), "
+    "example=x[0])`, with what one call of the model gets; or leave {them} untagged, "
+    "`kfac.convert(kfac.revert(model), blocks={blocks})`, with a `fallback`."
+)
+_OWN = (
+    "write {them} without a tag of {its} own (an array in the place of a "
+    "`kfac.Parameter`), so that tags can follow the arrays, whatever methods do with "
+    "them: `kfac.convert(model, example=x[0])`, with what one call of the model gets. "
+    "(A tag that a class was written with stays, whatever is converted.)"
+)
 
 
 def _about(layers: list[TaggedLayer], text: str) -> str:
-    """What is to be said of some layers."""
+    """What is to be said of some layers: first of those that can be converted in another
+    way."""
+    own = [layer for layer in layers if has_own_tag(layer.layer)]
+    others = [layer for layer in layers if not has_own_tag(layer.layer)]
+    both = (others, _FOLLOWED), (own, _OWN)
+    return " ".join(_about_alike(some, text, way) for some, way in both if some)
+
+
+def _about_alike(layers: list[TaggedLayer], text: str, otherwise: str) -> str:
     paths = [path for path, _, _ in layers]
     one = len(paths) == 1
     parameters = [n for _, tag, _ in layers for n in tag.form.names]
@@ -211,12 +226,19 @@ def _about(layers: list[TaggedLayer], text: str) -> str:
         layers=("layer " if one else "layers ") + names(paths),
         are="is" if one else "are",
         them="it" if one else "them",
+        its="its" if one else "their",
+        a_tag="the layer's tag" if one else "the layers' tags",
         parameters=("its" if one else "their")
         + " parameters "
         + names(_once(parameters)),
-        blocks="{" + ", ".join(f"{path!r}: None" for path in paths[:8]) + "}",
+        blocks=_untagged(paths),
     )
-    return text.format(**words)
+    return text.format(**words, otherwise=otherwise.format(**words))
+
+
+def _untagged(paths: list[str]) -> str:
+    """The argument of `kfac.convert` that leaves some layers as they are."""
+    return "{" + ", ".join(f"{path!r}: None" for path in paths[:8]) + "}"
 
 
 def _once(words: list[str]) -> list[str]:
@@ -225,16 +247,18 @@ def _once(words: list[str]) -> list[str]:
 
 def _through_derivatives(layers: list[TaggedLayer]) -> str:
     """What is to be said of layers whose derivatives are trained through."""
-    paths = names([path for path, _, _ in layers])
-    blocks = "{" + ", ".join(f"{path!r}: None" for path, _, _ in layers[:8]) + "}"
+    paths = [path for path, _, _ in layers]
     which = "layer" if len(layers) == 1 else "layers"
     whose = "its" if len(layers) == 1 else "their"
+    last = f"leave the {which} untagged, `kfac.convert(kfac.revert(model), blocks="
+    last += f"{_untagged(paths)})`"
+    if any(has_own_tag(layer) for _, _, layer in layers):
+        last = f"write the {which} without a tag"
     return (
-        f"The losses are trained through a derivative of the {which} {paths} in {whose} "
-        f"input, of which no curvature would be collected: {_unseen(layers[0].tag)}. "
-        "Where the losses should not be trained through it, stop it "
-        f"(`jax.lax.stop_gradient`). As a last resort, leave the {which} untagged, "
-        f"`kfac.convert(model, blocks={blocks})`, with a `fallback`."
+        f"The losses are trained through a derivative of the {which} {names(paths)} in "
+        f"{whose} input, of which no curvature would be collected: "
+        f"{_unseen(layers[0].tag)}. Where the losses should not be trained through it, "
+        f"stop it (`jax.lax.stop_gradient`). As a last resort, {last}, with a `fallback`."
     )
 
 

@@ -21,6 +21,7 @@ from .._program import bypassed
 from .._tag import is_tagged, LayerError
 from ..form import AbstractForm, Parameters
 from ..nn import Blocks, Choice, convert_layers, revert_layers
+from ._covered import check_followed, key_name
 from ._formed import Formed, formed, unformed
 from ._notes import Notes, Part, RawArray, tags_for
 from ._watched import (
@@ -94,8 +95,8 @@ def convert(
     The model with the same leaves, the same outputs and the same files
     (`eqx.tree_serialise_leaves`). Its modules are still instances of their classes.
 
-    **Raises:** `ValueError` for a type or a path in `blocks` that matches no layer;
-    `TypeError` if there is nothing to call.
+    **Raises:** `ValueError` for a type or a path in `blocks` that matches no layer, or if
+    no array is in a module; `TypeError` if there is nothing to call.
 
     !!! Example
 
@@ -109,6 +110,8 @@ def convert(
     if rest is not None:
         check_block("rest", rest)
     by_uses, notes = example is not None, Notes()
+    if by_uses or rest is not None:
+        _check_anything(model)
     model = _formed_layers(map_watched(plain, model), dict(layers or {}), choice)
     model = convert_layers(model, choice, lenient=by_uses)
     if by_uses:
@@ -118,7 +121,6 @@ def convert(
     if by_uses or rest is not None:
         of_rest = Diagonal() if rest is None else rest
         model = _with_tags(model, notes, choice, of_rest)
-        _check_anything(model)
     choice.check()
     return model
 
@@ -284,9 +286,11 @@ def _with_tags(model: Model, notes: Notes, choice: Choice, rest: AbstractBlock) 
     """The model, whose arrays have tags."""
     modules = dict(_modules(model))
 
-    def choose(array: RawArray, part: Part | None):
+    def choose(array: RawArray, part: Part | None, name: str):
         default = rest if part is None else Kronecker()
-        return choice(array.path, modules[array.module], default)
+        # As in `kfac.summary`: of modules with other tagged ones within, the second.
+        shown = f"{array.module}['{name}']", f"{array.module}.tag['{name}']"
+        return choice(array.path, modules[array.module], default, shown)
 
     plan = tags_for(_raw_arrays(model), notes, choose)
 
@@ -341,19 +345,9 @@ def _own_arrays(module: Any) -> Iterator[tuple[str, Any]]:
     for field in _dynamic_fields(module):
         leaves, _ = jtu.tree_flatten_with_path(vars(module)[field], is_leaf=_is_module)
         for path, leaf in leaves:
-            names = [field, *map(_key, path)]
+            names = [field, *map(key_name, path)]
             if eqx.is_inexact_array(leaf) and all(n and "." not in n for n in names):
                 yield ".".join(names), leaf
-
-
-def _key(key: Any) -> str:
-    """An entry of a path, as in the name of an array; empty if it cannot be one."""
-    match key:
-        case (
-            jtu.SequenceKey(idx=name) | jtu.DictKey(key=name) | jtu.GetAttrKey(name=name)
-        ):
-            return str(name)
-    return ""
 
 
 def _dynamic_fields(module: Any) -> list[str]:
@@ -369,7 +363,8 @@ def _is_module(node: PyTree) -> bool:
 
 
 def _check_anything(model: Model) -> None:
-    """Raises if there is nothing to train in a model."""
+    """Raises if there is nothing to train in a model, or nowhere to follow it."""
+    check_followed(model)
     if not any(map(eqx.is_inexact_array, jtu.tree_leaves(model))):
         raise ValueError(
             "`kfac.convert` found no array of floating-point numbers in the model: "

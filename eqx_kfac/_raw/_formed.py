@@ -7,10 +7,11 @@ import equinox as eqx
 
 from .._tag import Tag
 from ..form import AbstractForm, Parameters
+from ..nn import Derived
 from ._watched import check_has_no_tag, subclass
 
 
-class Formed:
+class Formed(Derived):
     """A layer whose class was made by `formed_class`: it has one more field, its tag."""
 
 

@@ -26,8 +26,10 @@ def _moved(frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
         moved = [t._replace(axes=a) for t, a in pairs]
         return out(fact._replace(terms=tuple(moved), uniform=None))
     if fact.pending is not None and frame.alone(eqn.invars[0]):
-        axes = move(fact.pending.axes)
-        if axes is None or not axes.is_whole or axes.copied:
+        there = fact.pending.axes
+        axes = move(there)
+        # All of a result is seen by its tag, in the order of the array.
+        if axes is None or axes.window != there.window or axes.flips or axes.copied:
             return None
         return out(fact._replace(pending=fact.pending._replace(axes=axes)))
     uniform = _number(value, fact)

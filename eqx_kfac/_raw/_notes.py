@@ -171,14 +171,15 @@ def _are_apart(windows: Sequence[Any]) -> bool:
 def tags_for(
     arrays: Sequence[RawArray], notes: Notes, choose: Callable
 ) -> dict[str, dict[str, Tag]]:
-    """The tags of all modules, by path and name. `choose(array, part)` is the block for a
-    part of an array, or for an array that is no matrix (`None`); or `None` for no tag."""
+    """The tags of all modules, by path and name. `choose(array, part, name)` is the block
+    for a part of an array, or for an array that is no matrix (`None`), at a tag of that
+    name; or `None` for no tag."""
     plan: dict[str, dict[str, Tag]] = {}
     parts = parts_of(arrays, notes)
     covered: set[int] = set()
     for part in parts:
         array = arrays[part.number]
-        block = choose(array, part)
+        block = choose(array, part, _name(array, part))
         if block is not None and part.tied:
             if not isinstance(block, Kronecker):
                 continue
@@ -188,9 +189,14 @@ def tags_for(
             own[_name(array, part)] = Tag(_form(part, arrays), block)
         covered |= {part.number} if part.bias is None else {part.number, part.bias}
     for number, array in enumerate(arrays):
-        block = None if number in covered else choose(array, None)
+        if number in covered:
+            continue
+        stack = _stack(notes, number)
+        name = "others" if stack == 0 else f"others, stacked {stack}"
+        block = choose(array, None, name)
         if block is not None:
-            _add_at_value(plan.setdefault(array.module, {}), array, notes, number, block)
+            own = plan.setdefault(array.module, {})
+            _add_at_value(own, name, array, stack, block)
     return plan
 
 
@@ -213,14 +219,17 @@ def _name(array: RawArray, part: Part) -> str:
     return array.name if whole else f"{array.name}[{', '.join(ranges)}]"
 
 
-def _add_at_value(
-    tags: dict[str, Tag], array: RawArray, notes: Notes, number: int, block: AbstractBlock
-) -> None:
-    """One more array for the tag of a module at whatever is no matrix."""
+def _stack(notes: Notes, number: int) -> int:
+    """How many axes of an array loops go along, in all its uses."""
     stacks = {use.stack for use in notes.uses.get(number, ())}
     stacks |= notes.others.get(number, set())
-    stack = stacks.pop() if len(stacks) == 1 else 0
-    name = "others" if stack == 0 else f"others, stacked {stack}"
+    return stacks.pop() if len(stacks) == 1 else 0
+
+
+def _add_at_value(
+    tags: dict[str, Tag], name: str, array: RawArray, stack: int, block: AbstractBlock
+) -> None:
+    """One more array for the tag of a module at whatever is no matrix."""
     if name in tags and tags[name].block != block:
         name = array.name
     ranks = {}

@@ -19,13 +19,14 @@ from .._jax import part_of
 from .._module import member, replaced
 from .._tag import Tag
 from ..form import AbstractForm, Convolution, Leaf, Lookup, Parameters, View
+from ..nn import Derived
 from ._axes import Axes
 from ._facts import AbstractVisitor, Fact, Term
 from ._sites import GROUPED, Site
 from ._walk import Walk
 
 
-class Watched:
+class Watched(Derived):
     """A module whose class was made by `watched_class`: it has one more field, a
     dictionary of tags for its arrays, and knows when its methods are called."""
 

@@ -4,7 +4,6 @@ from ._collector import (
     RowShapes as RowShapes,
 )
 from ._partition import (
-    check_covered as check_covered,
     partition_tagged as partition_tagged,
 )
 from ._primitive import (

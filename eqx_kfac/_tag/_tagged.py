@@ -209,8 +209,8 @@ def _check_parameters(where: str, tag: Tag, layer: Layer) -> None:
                 f"{what} is of type {p.dtype}, but curvature is that of real "
                 "floating-point numbers. (A complex parameter is two: its real and its "
                 "imaginary part.) Freeze it (`eqx.partition` it out of the model), or "
-                "leave its layer without a tag: `kfac.convert(model, blocks={path: "
-                "None})`."
+                "leave its layer without a tag: `kfac.convert(kfac.revert(model), "
+                "blocks={path: None})`."
             )
         if p is not None and p.size == 0:
             raise ValueError(

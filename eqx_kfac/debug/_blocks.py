@@ -20,7 +20,7 @@ from .._fisher import AbstractFisher, check_whole
 from .._misc import accumulator, names
 from .._program import run
 from .._tag import flatten_tags, is_trainable, map_tags, Tag, update_layers, with_tags
-from ._plan import compiled, Costs, costs, MEMORY, Vectors, vectors
+from ._plan import compiled, Costs, costs, MEMORY, scale, Vectors, vectors
 
 
 class Nothing(AbstractBlock):
@@ -159,10 +159,7 @@ def pulled(
     matrices = map_tags(canonical, model)
     _, pullback, objective = eqx.filter_vjp(outputs, matrices, has_aux=True)
     terms = objective.weighted_losses
-    scales = [
-        jnp.sqrt(coefficient * loss.term_weights / loss.count)[..., None]
-        for coefficient, loss in terms
-    ]
+    scales = [scale(*term) for term in terms]
 
     def pull(cotangents):
         pairs = zip(cotangents, scales, strict=True)

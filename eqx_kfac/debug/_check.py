@@ -32,7 +32,8 @@ class LayerCheck:
     - `cosine`: $\langle \hat F, F \rangle / (\lVert \hat F \rVert \lVert F \rVert)$.
     - `ratio`: $\operatorname{tr} \hat F / \operatorname{tr} F$: 1 if the scale is
         right.
-    - `diagonal_error`: like `error`, for the diagonals alone.
+    - `diagonal_error`: like `error`, for the diagonals alone; NaN for an estimate along
+        rows, which do not tell.
     - `zero`: whether both blocks are zero.
     - `estimated`: whether these are estimates, from random vectors.
     - `error_noise`, `cosine_noise`, `ratio_noise`: the standard errors of such estimates

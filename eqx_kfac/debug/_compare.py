@@ -75,15 +75,19 @@ def along_vectors(
     operators: list[Any], stacks: list[int], pull: Callable, vectors: Any, at_once: int
 ) -> list[Numbers]:
     """The comparison along all `vectors`, `pull(indices)` (of every layer, those of
-    `at_once` of them). Inner products are those of vectors that are pulled back together.
-    A loop in Python, so that no more is held, and that layers of the same shapes are the
-    same program."""
+    `at_once` of them, as matrices or as the `Sides` of these). Inner products are those
+    of vectors that are pulled back together. A loop in Python, so that no more is held,
+    and that layers of the same shapes are the same program."""
     found: list[list] = [[] for _ in operators]
     for first in range(0, vectors.number, at_once):
         indices = first + jnp.arange(at_once)
-        rows = pull(indices)
+        rows = list(pull(indices))
         for i, (operator, axes) in enumerate(zip(operators, stacks, strict=True)):
-            own = _of_rows(operator, rows[i], indices, axes, vectors.sampled)
+            own, rows[i] = rows[i], None  # Not to be held any longer.
+            if isinstance(own, Sides):
+                own = _of_sides(operator, own, axes)
+            else:
+                own = _of_rows(operator, own, indices, axes, vectors.sampled)
             found[i].append(own)
     numbers = []
     for operator, axes, blocks in zip(operators, stacks, found, strict=True):
@@ -131,6 +135,56 @@ def _of_rows(
         return products, (matmul(flat, flat.T), matmul(squares, squares.T))
 
     return over_stack(of_one, axes)(operator, jnp.moveaxis(rows, 0, axes))
+
+
+class Sides(NamedTuple):
+    r"""Matrices $\sum g x^\top$, as the rows that they are sums of products of."""
+
+    x: Float[Array, "*stack rows d_in"]
+    g: Float[Array, "n *stack rows d_out"]
+
+
+@eqx.filter_jit
+def _of_sides(
+    operator: Any, sides: Sides, axes: int
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    r"""As `_of_rows`, without the matrices themselves: with $V = \sum g x^\top$,
+    $\langle V, G V' A \rangle = \sum \langle g_m, G g'_n \rangle x_m^\top A x_n$. (Of
+    diagonals, nothing is known: NaN.)"""
+
+    def of_one(operator, x, g):
+        kernel, product = matmul(x, x.T), _product_of_sides(operator, x)
+        flat = lambda rows: rows.reshape(len(g), -1)
+        seen = jax.lax.map(lambda own: matmul(kernel, own), g)
+        products, grams = jax.lax.map(product, g), matmul(flat(g), flat(seen).T)
+        nothing = jax.tree_util.tree_map(
+            lambda a: jnp.full_like(a, jnp.nan), (products, grams)
+        )
+        return (products, nothing[0]), (grams, nothing[1])
+
+    return over_stack(of_one, axes)(operator, sides.x, jnp.moveaxis(sides.g, 0, axes))
+
+
+def _product_of_sides(operator: Any, x: Float[Array, "rows d_in"]) -> Callable:
+    """A function of `g`, for these `x`."""
+    if isinstance(operator, KroneckerOperator):
+        kernel = matmul(right(x, operator.input_factor), x.T)
+        return lambda g: jnp.sum(g * matmul(kernel, right(g, operator.output_factor)))
+
+    def product(g):
+        row = matmul(g.T, x)
+        shape = operator.in_structure().shape
+        return jnp.sum(row * operator.mv(row.reshape(shape)).reshape(row.shape))
+
+    return product
+
+
+def operations_of_sides(operator: Any, rows: int) -> float:
+    """How many operations one product takes in `_of_sides`, with so many rows."""
+    if not isinstance(operator, KroneckerOperator):
+        return operations(operator) + 2 * rows * math.prod(operator.in_structure().shape)
+    d_out = operator.output_factor.shape[0]
+    return 2.0 * rows * (operator.output_factor.size + 2 * rows * d_out)
 
 
 def operations(operator: Any) -> float:

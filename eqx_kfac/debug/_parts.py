@@ -1,7 +1,7 @@
 """Which layers of a model are compared together, and in which way."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -13,8 +13,9 @@ from .._custom_types import Key, Model
 from .._fisher import AbstractFisher
 from .._tag import flatten_tags
 from ._blocks import chunk, size_of
-from ._compare import is_structured, operations, PROBES, WIDE
+from ._compare import is_structured, operations, operations_of_sides, PROBES, WIDE
 from ._plan import ALL, Costs, random_vectors, Vectors, vectors
+from ._rows import Places, Rows
 
 
 class Size(NamedTuple):
@@ -26,6 +27,7 @@ class Size(NamedTuple):
     itemsize: int
     product: float  # Operations of a product with the approximate block.
     estimate: float  # And if it may be estimated.
+    operator: Any  # The approximate block, without its numbers.
 
     @property
     def number(self) -> int:
@@ -56,7 +58,7 @@ def sizes(model: Model) -> list[Size]:
             product = estimate = operations(operator)
         if product > WIDE and is_structured(operator):
             estimate = min(product, 4 * PROBES * (size + product / size))
-        return Size(held, stack, size, itemsize, product, estimate)
+        return Size(held, stack, size, itemsize, product, estimate, operator)
 
     return [size for _, size in flatten_tags(of_layer, model, shapes)[0]]
 
@@ -85,11 +87,13 @@ class Part(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How the layers of a group are compared: as dense matrices, and along vectors. And
-    the estimate that approximates them, and its key."""
+    """How the layers of a group are compared: as dense matrices, and along vectors, as
+    matrices or as the rows of these. And the estimate that approximates them, and its
+    key."""
 
     dense: Part | None
     rest: Part | None
+    rows: Part | None
     fisher: AbstractFisher
     key: Key | None
 
@@ -102,19 +106,26 @@ def parts(
     memory: float,
     sizes: list[Size],
     group: list[int],
+    places: Places,
 ) -> Plan:
     """The plan for a group of layers. `given`, `key`, `limit`, `memory`: as for
     `verify`."""
     chosen, fisher, key = vectors(costs, given, key, _numbers(sizes, group), memory)
     dense = [] if chosen.sampled else _dense(chosen, limit, memory, sizes, group)
     rest = [i for i in group if i not in dense]
-    of_dense = of_rest = None
+    of_dense = of_rest = of_rows = None
     if dense:
         at_once = chunk(costs, chosen.number, _numbers(sizes, dense), memory)
         of_dense = Part(dense, chosen, at_once)
     if rest:
-        of_rest = _along(costs, chosen, given, memory, sizes, rest)
-    return Plan(of_dense, of_rest, fisher, key)
+        of_rest = _along_all(chosen, memory, sizes, rest)
+    if rest and of_rest is None:
+        few = {i: rows for i in rest if (rows := places.few(i)) is not None}
+        rest = [i for i in rest if i not in few]
+        parts = bool(rest) + bool(few)  # Which share what may be spent.
+        of_rest = _along(costs, given, memory, sizes, rest, parts) if rest else None
+        of_rows = _along_rows(costs, given, memory, sizes, few, parts) if few else None
+    return Plan(of_dense, of_rest, of_rows, fisher, key)
 
 
 def _dense(
@@ -132,24 +143,64 @@ def _dense(
     return sorted(found)
 
 
+def _along_all(
+    chosen: Vectors, memory: float, sizes: list[Size], layers: list[int]
+) -> Part | None:
+    """Along all vectors, if these fit."""
+    gradient = sum(sizes[i].gradient for i in layers)
+    products = sum(sizes[i].number * sizes[i].product for i in layers)
+    fits = chosen.number * gradient <= memory / 4 and chosen.number * products <= ALL
+    return Part(layers, chosen, chosen.number) if fits and not chosen.sampled else None
+
+
 def _along(
     costs: Costs,
-    chosen: Vectors,
     given: AbstractFisher | None,
     memory: float,
     sizes: list[Size],
     layers: list[int],
+    parts: int,
 ) -> Part:
-    """Along all vectors, if these fit, and otherwise along random ones."""
+    """Along random vectors."""
     gradient = sum(sizes[i].gradient for i in layers)
-    products = sum(sizes[i].number * sizes[i].product for i in layers)
-    fits = chosen.number * gradient <= memory / 4 and chosen.number * products <= ALL
-    if not chosen.sampled and fits:
-        return Part(layers, chosen, chosen.number)
     products = sum(sizes[i].number * sizes[i].estimate for i in layers)
     pullback = 2 * costs.work.operations + 4 * _numbers(sizes, layers)
-    random = random_vectors(given, pullback + products)
-    at_once = int(np.clip(memory / 4 // gradient, 2, random.number))
+    return _random(layers, given, parts * (pullback + products), gradient, memory)
+
+
+def _along_rows(
+    costs: Costs,
+    given: AbstractFisher | None,
+    memory: float,
+    sizes: list[Size],
+    layers: dict[int, Rows],
+    parts: int,
+) -> Part:
+    """Along random vectors, whose gradients are rows."""
+    products = sum(
+        sizes[i].number * operations_of_sides(sizes[i].operator, rows.number)
+        for i, rows in layers.items()
+    )
+    numbers = sum(rows.outputs for rows in layers.values())
+    # What comes back to no parameter takes half the operations; but for every few, the
+    # outputs are computed again.
+    operations = 2 * costs.work.operations + products
+    return _random(
+        list(layers), given, parts * operations, numbers * costs.itemsize, memory
+    )
+
+
+def _random(
+    layers: list[int],
+    given: AbstractFisher | None,
+    operations: float,
+    each: float,
+    memory: float,
+) -> Part:
+    """Along as many random vectors as can be had, and at once as many as fit, if one
+    takes so many operations, and `each` so many bytes."""
+    random = random_vectors(given, operations)
+    at_once = int(np.clip(memory / 3 // each, 2, random.number))
     number = at_once * max(round(random.number / at_once), 1)
     return Part(layers, random._replace(number=number), at_once)
 

@@ -124,6 +124,12 @@ def vectors(
     return random_vectors(fisher, pullback), fisher, key
 
 
+def scale(coefficient: Any, loss: Any) -> Array:
+    """What cotangents of a loss' outputs are multiplied by, of every term: so that the
+    outer products of what comes back are the Fisher of the mean."""
+    return jnp.sqrt(coefficient * loss.term_weights / loss.count)[..., None]
+
+
 def random_vectors(fisher: AbstractFisher | None, operations: float) -> Vectors:
     """As many random vectors as can be had, if each takes so many operations."""
     if isinstance(fisher, Empirical):

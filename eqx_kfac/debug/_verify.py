@@ -29,8 +29,9 @@ from .._tag import (
 from ._blocks import exact_blocks, only, operators, pulled
 from ._check import LayerCheck, Verification
 from ._compare import along_vectors, compared, Comparison, densely, ready
-from ._parts import groups, parts, Size, sizes
+from ._parts import groups, parts, Plan, Size, sizes
 from ._plan import compiled, Costs, costs, MEMORY
+from ._rows import Places
 from ._table import block_shown, sizes_shown
 
 
@@ -68,7 +69,9 @@ def verify(
     \lVert F \rVert^2 = \mathbb{E}\, (g^\top g')^2$$
 
     Estimates are printed with their standard errors. (Where a block is nearly exact, an
-    estimated error is mostly noise: take fewer examples.)
+    estimated error is mostly noise: take fewer examples.) There, a gradient that is a sum
+    of few rows $g \bar x^\top$ is never written out: that these are the whole gradient is
+    what was checked first.
 
     **Arguments:**
 
@@ -165,8 +168,9 @@ def _checks(problem: Problem, model: Model) -> list[LayerCheck]:
     fitting = [i for i, size in enumerate(measured) if size.bytes <= problem.memory]
     # What has no rows has no curvature.
     used = [i for i in fitting if not np.all(each[1][i] == 0)]
+    places = Places(loss_fn, model, args, kwargs, every.program)
     for group in groups(used, measured, problem.memory):
-        found.update(_compared(problem, model, every, measured, group))
+        found.update(_compared(problem, model, every, measured, group, places))
     checks = []
     for i, (own, share, rows, inverse) in enumerate(zip(layers, *each, strict=True)):
         use = "used"
@@ -180,11 +184,58 @@ def _checks(problem: Problem, model: Model) -> list[LayerCheck]:
 
 
 def _compared(
-    problem: Problem, model: Model, every: Costs, layers: list[Size], group: list[int]
+    problem: Problem,
+    model: Model,
+    every: Costs,
+    layers: list[Size],
+    group: list[int],
+    places: Places,
 ) -> dict[int, tuple[Comparison, Comparison | None]]:
     """The comparisons of a group of layers, by their numbers."""
     loss_fn, args, kwargs, given, key, limit, memory = problem
-    plan = parts(every, given, key, limit, memory, layers, group)
+    plan = parts(every, given, key, limit, memory, layers, group, places)
+    long = plan.dense is not None and every.takes_long(plan.dense.vectors)
+    arguments = model, args, plan.key, kwargs
+    collected = _collected(problem, every, layers, group, plan)
+    dense, blocks = compiled(collected, *arguments, optimise=long)()
+    found = {}
+    if plan.dense is not None:
+        pairs = zip(plan.dense.layers, dense, strict=True)
+        found = {i: compared(numbers, False) for i, numbers in pairs}
+
+    def matrices(part):
+        def pull(model, args, key, kwargs, indices):
+            own = only(model, frozenset(part.layers))
+            pull, losses = pulled(own, loss_fn, args, kwargs)
+            along = lambda i: pull(part.vectors.cotangents(losses, i, key))
+            return jax.lax.map(along, indices)
+
+        return pull
+
+    def rows(part):
+        return lambda model, args, key, kwargs, indices: places.pulled(
+            part.layers, part.vectors, key
+        )(model, args, kwargs, indices)
+
+    for part, back in ((plan.rest, matrices), (plan.rows, rows)):
+        if part is not None:
+            own, vectors, at_once = part
+            long = every.takes_long(vectors)
+            pull = compiled(back(part), *arguments, optimise=long)
+            stacks = [len(layers[i].stack) for i in own]
+            those = [blocks[i] for i in own]
+            numbers = along_vectors(those, stacks, pull, vectors, at_once)
+            pairs = zip(own, numbers, strict=True)
+            found |= {i: compared(n, vectors.sampled) for i, n in pairs}
+    return found
+
+
+def _collected(
+    problem: Problem, every: Costs, layers: list[Size], group: list[int], plan: Plan
+) -> Callable:
+    """A program that collects the blocks of a group of layers, and compares those of
+    them that are dense: these comparisons, and the other blocks, by number."""
+    loss_fn = problem.loss_fn
 
     def collected(model, args, key, kwargs):
         batch = Batch(loss_fn, args, kwargs)
@@ -194,37 +245,15 @@ def _compared(
         blocks = dict(zip(sorted(group), found, strict=True))
         if plan.dense is None:
             return [], blocks
-        own, every_vector, at_once = plan.dense
+        own, vectors, at_once = plan.dense
         pull, losses = pulled(only(model, frozenset(own)), loss_fn, args, kwargs)
-        along = lambda i: pull(every_vector.cotangents(losses, i, key))
-        exact = exact_blocks(along, every_vector, at_once)
+        along = lambda i: pull(vectors.cotangents(losses, i, key))
+        exact = exact_blocks(along, vectors, at_once)
         axes = lambda i: len(layers[i].stack)
         pairs = zip(own, exact, strict=True)
         return [over_stack(densely, axes(i))(blocks.pop(i), e) for i, e in pairs], blocks
 
-    long = plan.dense is not None and every.takes_long(plan.dense.vectors)
-    arguments = model, args, plan.key, kwargs
-    dense, blocks = compiled(collected, *arguments, optimise=long)()
-    found = {}
-    if plan.dense is not None:
-        pairs = zip(plan.dense.layers, dense, strict=True)
-        found = {i: compared(numbers, False) for i, numbers in pairs}
-    if plan.rest is None:
-        return found
-    own, random = plan.rest.layers, plan.rest.vectors
-
-    def back(model, args, key, kwargs, indices):
-        pull, losses = pulled(only(model, frozenset(own)), loss_fn, args, kwargs)
-        along = lambda i: pull(random.cotangents(losses, i, key))
-        return jax.lax.map(along, indices)
-
-    pull = compiled(back, *arguments, optimise=every.takes_long(random))
-    stacks = [len(layers[i].stack) for i in own]
-    numbers = along_vectors(
-        [blocks[i] for i in own], stacks, pull, random, plan.rest.at_once
-    )
-    pairs = zip(own, numbers, strict=True)
-    return found | {i: compared(n, random.sampled) for i, n in pairs}
+    return collected
 
 
 def _unseen(

@@ -128,8 +128,15 @@ class Choice:
         self.blocks = blocks
         self.unused = set(blocks) if isinstance(blocks, Mapping) else set()
 
-    def __call__(self, path: str, layer: Layer, default: AbstractBlock) -> Any:
-        """The block of the layer at `path`, or of one of its arrays."""
+    def __call__(
+        self,
+        path: str,
+        layer: Layer,
+        default: AbstractBlock,
+        aliases: tuple[str, ...] = (),
+    ) -> Any:
+        """The block of the layer at `path`, or of one of its arrays, which has other
+        paths, too, as one of the tags of a module."""
         blocks = self.blocks
         if blocks is None:
             return default
@@ -141,7 +148,8 @@ class Choice:
             if block is not None:
                 check_block(f"blocks({path!r}, ...)", block)
             return block
-        paths = [k for k in blocks if isinstance(k, str) and _is_below(path, k)]
+        is_own = lambda k: any(_is_below(p, k) for p in (path, *aliases))
+        paths = [k for k in blocks if isinstance(k, str) and is_own(k)]
         keys = sorted(paths, key=len)[-1:] or [k for k in blocks if k is type(layer)]
         self.unused -= {*paths, type(layer)}
         return blocks[keys[0]] if keys else default
@@ -152,7 +160,9 @@ class Choice:
             raise ValueError(
                 f"No layer that can be tagged has {names(list(map(str, self.unused)))}, "
                 "given in `blocks`. Paths are as in `kfac.convert(model)`'s state, such "
-                "as `.layers[0]`; types are those of `equinox.nn`."
+                "as `.layers[0]`; types are those of `equinox.nn`. Layers that are "
+                "tagged already stay as they are: convert `kfac.revert(model)`; a tag "
+                "that a class was written with stays there, too."
             )
 
 
@@ -171,6 +181,21 @@ def _check_blocks(blocks: object) -> None:
 def _is_below(path: str, prefix: str) -> bool:
     rest = path.removeprefix(prefix)
     return path.startswith(prefix) and (rest == "" or rest[0] in ".[")
+
+
+class Derived:
+    """A tagged layer of a class that was made from that of the layer without tags."""
+
+
+def is_followed(layer: Layer) -> bool:
+    """Whether a tagged layer is a module, with tags that follow its arrays."""
+    return isinstance(layer, Derived) and isinstance(layer.tag, dict)  # pyright: ignore
+
+
+def has_own_tag(layer: Layer) -> bool:
+    """Whether the tag of a tagged layer is in its class as that was written, where
+    `kfac.convert` and `kfac.revert` leave it."""
+    return not (isinstance(layer, Derived) or type(layer) in _untagged)
 
 
 def revert_layers(model: _T) -> _T:
