@@ -74,6 +74,8 @@ MUTANTS = [
     M("_curvature/_block_diagonal.py", "return spectral(op).map(lambda x: (x + shift) * jnp", "return spectral(op).map(lambda x: x * jnp", "spectra"),
     M("_operator/_symmetric.py", "jnp.log(values + jnp.asarray(damping, values.dtype))", "jnp.log(values)", "spectra"),
     # What is seen of it.
+    M("debug/_fold.py", "of_group[0].kind)", "None)", "verify"),
+    M("debug/_summary.py", "(number,) * (number > 1)", "()", "verify"),
     M("debug/_summary.py", "megabytes=size / 1e6", "megabytes=size / 1e3", "verify"),
     M("debug/_summary.py", "largest / smallest, np.inf", "largest, np.inf", "verify"),
     M("debug/_summary.py", "values = spectrum.values + number", "values = spectrum.values", "verify"),
