@@ -609,6 +609,23 @@ def test_summary_folds_lists_of_lists():
     assert "(the model)" in str(kfac.summary(single))
 
 
+def test_summary_folds_raw_arrays():
+    """Their paths have indices of another kind."""
+
+    class Raw(eqx.Module):
+        layers: list
+
+        def __call__(self, x):
+            for w in self.layers:
+                x = jnp.tanh(w @ x)
+            return x
+
+    raw = Raw([normal(D, D, seed=i) for i in range(3)])
+    model = kfac.convert(raw, example=X[0])
+    assert len(kfac.summary(model).layers) == 3
+    assert str(kfac.summary(model)).splitlines()[2].startswith("['layers.0…2']")
+
+
 def test_summary_of_equal_layers_with_curvature():
     """Of the trace and the condition, the least and the greatest."""
     model = kfac.convert(eqx.nn.MLP(D, K, 4, 4, jnp.tanh, key=KEY))

@@ -83,11 +83,10 @@ def _period(period: int | InTurn, early: bool) -> str:
 
 
 def _loss(state: Any) -> str:
-    """It is not kept, but where it has been is."""
-    level, bad, caution = map(
-        shown, (state.rollback.level, state.rollback.bad, state.rollback.caution)
-    )
-    said = f"at most {level} in nine of ten steps" if level != "0" else "not known yet"
+    """That of the last step that was not bad, and how many have been since."""
+    rollback = state.rollback
+    loss, bad, caution = map(shown, (rollback.loss, rollback.bad, rollback.caution))
+    said = loss if shown(rollback.level) != "0" else "not known yet"
     said += f", far above in the last {bad}" * (bad != "0")
     return said + f", damping times {caution} since it exploded" * (caution != "1")
 

@@ -17,6 +17,10 @@ class Line(Protocol):
         ...
 
 
+# Splits a path into text and indices by turns: `.blocks[3].w`, and, of arrays that are
+# tagged by themselves, `['blocks.3.w']`.
+_INDEX = re.compile(r"(?<=[\[.])(\d+)(?=[\].'])")
+
 _Line = TypeVar("_Line", bound=Line)
 
 
@@ -30,8 +34,7 @@ class Fold(NamedTuple):
 
 def fold(lines: Sequence[Line]) -> list[Fold]:
     """Equal layers together, each group where its first layer was."""
-    # Text and indices by turns: the odd ones are indices.
-    groups = [(re.split(r"\[(\d+)\]", line.path), (line,)) for line in lines]
+    groups = [(_INDEX.split(line.path), (line,)) for line in lines]
     deepest = max((len(parts) for parts, _ in groups), default=0)
     for place in range(1, deepest, 2):
         found: dict[tuple, list] = {}
@@ -40,7 +43,7 @@ def fold(lines: Sequence[Line]) -> list[Fold]:
             same = (len(parts), *others, of_group[0].kind)
             found.setdefault(same, []).append((parts, of_group))
         groups = [_merged(alike, place) for alike in found.values()]
-    return [Fold(_joined(parts), of_group) for parts, of_group in groups]
+    return [Fold("".join(parts), of_group) for parts, of_group in groups]
 
 
 def _merged(alike: list, place: int) -> tuple[list[str], tuple]:
@@ -51,11 +54,6 @@ def _merged(alike: list, place: int) -> tuple[list[str], tuple]:
     text = indices_shown([int(parts[place]) for parts, _ in alike])
     lines = sum((of_group for _, of_group in alike), ())
     return [*parts[:place], text, *parts[place + 1 :]], lines
-
-
-def _joined(parts: list[str]) -> str:
-    indexed = [f"[{part}]" if i % 2 else part for i, part in enumerate(parts)]
-    return "".join(indexed)
 
 
 def indices_shown(indices: list[int]) -> str:
