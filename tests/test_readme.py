@@ -87,7 +87,9 @@ def test_the_first_screen():
     train; as many lines as say what is trained."""
     text = readme.read_text()
     parts = ["K-FAC for [Equinox]", "![", "```bash", "```python", "example=x[0]"]
-    places = [text.index(part) for part in [*parts, "| laplace-torch |", "## Where to go"]]
+    places = [
+        text.index(part) for part in [*parts, "| laplace-torch |", "## Where to go"]
+    ]
     assert places == sorted(places)
     assert len(text.splitlines()) < 200
     (_, first), *_ = blocks(readme, "python")

@@ -3,6 +3,7 @@
 import dataclasses
 import functools as ft
 import re
+import sys
 
 import equinox as eqx
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+import tqdm
 
 import eqx_kfac as kfac
 from eqx_kfac.debug import _fold, _parts, _plan, _spectra, _verify
@@ -527,6 +529,41 @@ def test_wrong_scale_of_several_examples():
     several = lambda model, x: squared(model, jnp.concatenate([x, X[1:]]))
     report = kfac.verify(several, mlp(TenthBlock()), one)  # Not to be taken apart.
     assert report.layers[0].verdict == "approximate"
+
+
+#
+# Progress
+#
+
+
+def test_a_bar_says_what_compiles(monkeypatch, capsys):
+    """Without a terminal, or without tqdm, nothing is said, and all is the same."""
+    verify = lambda: kfac.verify(squared, mlp(), X)
+    quiet = verify()
+    assert capsys.readouterr() == ("", "")
+    said, bar = [], tqdm.tqdm
+
+    class Seen(bar):
+        def __init__(self, *args, disable, **kwargs):
+            assert disable is None
+            super().__init__(*args, disable=False, **kwargs)
+
+        def set_description(self, text, refresh=True):
+            said.append((self.n, self.total, text))
+            super().set_description(text, refresh)
+
+    monkeypatch.setattr(tqdm, "tqdm", Seen)
+    seen = verify()
+    assert [text for _, _, text in said] == [
+        "verify: compiling the gradients of 2 layers",
+        "verify: compiling and comparing the blocks of 2",
+    ]
+    assert [part for *part, _ in said] == [[0, 2], [1, 2]]
+    assert "verify" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    without = verify()
+    assert capsys.readouterr() == ("", "")
+    assert str(quiet) == str(seen) == str(without)
 
 
 #
