@@ -110,8 +110,8 @@ class Rollback(eqx.Module):
 def init_rollback(model: Model) -> Rollback:
     """Nothing to go back to so far. (The parameters themselves may be donated.)"""
     params = jtu.tree_map(zeros_split_as, by_path(model))
-    zero = jnp.zeros((), float)
-    return Rollback(params, zero, zero, jnp.zeros((), jnp.int32), jnp.ones((), float))
+    loss, level = jnp.zeros((), float), jnp.zeros((), float)  # Each may be donated.
+    return Rollback(params, loss, level, jnp.zeros((), jnp.int32), jnp.ones((), float))
 
 
 _MANY = 10.0  # Times as large is no noise,
