@@ -74,6 +74,8 @@ MUTANTS = [
     M("_curvature/_block_diagonal.py", "return spectral(op).map(lambda x: (x + shift) * jnp", "return spectral(op).map(lambda x: x * jnp", "spectra"),
     M("_operator/_symmetric.py", "jnp.log(values + jnp.asarray(damping, values.dtype))", "jnp.log(values)", "spectra"),
     # What is seen of it.
+    M("debug/_fold.py", "same = (len(parts), *others, of_group[0].kind)", "same = (len(parts), *others)", "verify"),
+    M("debug/_summary.py", "(number,) * (number > 1)", "()", "verify"),
     M("debug/_summary.py", "megabytes=size / 1e6", "megabytes=size / 1e3", "verify"),
     M("debug/_summary.py", "largest / smallest, np.inf", "largest, np.inf", "verify"),
     M("debug/_summary.py", "values = spectrum.values + number", "values = spectrum.values", "verify"),
@@ -239,6 +241,7 @@ MUTANTS = [
     M("_optimizer/_after.py", "info.faults.increase | back", "info.faults.increase", "divergence"),
     M("_optimizer/_rollback.py", "good = ~bad & finite & (value.astype(level.dtype) <= level)", "good = finite", "divergence"),
     M("_optimizer/_rollback.py", "level = jnp.where((self.level > 0) & ~accepted, level, size)", "level = jnp.where(self.level > 0, level, size)", "divergence"),
+    M("_optimizer/_rollback.py", "jnp.where(bad | ~finite, self.loss, value.astype(self.loss.dtype))", "value.astype(self.loss.dtype)", "typing"),
     M("_optimizer/_rollback.py", "d * self.caution.astype(d.dtype)", "d", "divergence"),
     M("_optimizer/_layer_damping.py", "trace=jnp.maximum(trace(operator), whole)", "trace=trace(operator)", "layer_damping"),
     M("_optimizer/_layer_damping.py", "weights=jnp.maximum(jnp.sum(weights), part)", "weights=jnp.sum(weights)", "layer_damping divergence"),

@@ -53,18 +53,19 @@ def test_options_are_called_the_same(script):
     parser = parser_of(parse)
     assert parser.formatter_class is argparse.ArgumentDefaultsHelpFormatter
     actions = {name: a for a in parser._actions for name in a.option_strings}
-    assert {"--steps", "--seed", "--out", "--toy"} <= set(actions)
+    length = "seconds" if script == "race.py" else "steps"
+    assert {f"--{length}", "--seed", "--out", "--toy"} <= set(actions)
     assert ("--seeds" in actions) == (script != "distributed.py")  # Where one is better.
     assert actions["--out"].default == Path(f"runs/{path.stem}.png")
     assert all(action.help for action in actions.values())
-    options = parse(["--toy", "--steps", "3", "--seed", "7"])  # What is said, counts.
-    assert options.steps == 3 and options.seed == 7
-    assert parse(["--toy"]).steps < parse([]).steps
+    options = parse(["--toy", f"--{length}", "3", "--seed", "7"])  # What is said, counts.
+    assert getattr(options, length) == 3 and options.seed == 7
+    assert getattr(parse(["--toy"]), length) < getattr(parse([]), length)
     assert "--batch" not in actions or parse(["--toy", "--batch", "5"]).batch == 5
     source = path.read_text()
     assert source.count("tqdm(") == source.count("disable=")
     with pytest.raises(SystemExit):
-        parse(["--steps", "0"])
+        parse([f"--{length}", "0"])
 
 
 def parser_of(parse):
@@ -81,46 +82,18 @@ def parser_of(parse):
     return made[0]
 
 
-def test_digits(tmp_path):
-    picture = tmp_path / "deeper" / "digits.png"
-    arguments = ["--toy", "--steps", "5", "--seed", "4", "--seeds", "3"]
-    printed = run("digits.py", *arguments, "--out", str(picture))
-
-    header, *rows = printed.splitlines()[:13]
-    assert header.split()[:4] == ["task", "method", "rate", "seed"]
-    tasks = ("classifier", "autoencoder")
-    assert [
-        (task, method, seed) for task, method, _, seed, *_ in map(str.split, rows)
-    ] == [
-        (task, method, seed)
-        for task in tasks
-        for method in ("K-FAC", "Adam")
-        for seed in "456"
-    ]
-    losses = {}
-    for row in rows:
-        task, method, rate, seed, loss, measure, score, steps, seconds, compiling = (
-            row.split()
-        )
-        assert steps == "5" and measure in ("accuracy", "mse")
-        assert rate == "-" if method == "K-FAC" else float(rate) > 0
-        assert 0 < float(score) < 1 and 0 <= float(seconds) and 0 < float(compiling)
-        losses.setdefault((task, method), []).append(float(loss))
-
-    # The verdict is about the numbers in the table, whoever wins.
-    for task in tasks:
-        (verdict,) = re.findall(rf"^{task}: after .*$", printed, re.MULTILINE)
-        found = re.search(
-            rf"steps (\S+) has the lower training loss, ({NUMBER}) in .* and (\S+) has "
-            rf"({NUMBER}) .* \(medians of 3 seeds, lower with (\d) of them\)",
-            verdict,
-        )
-        assert found is not None, verdict
-        lower, low, higher, high, wins = found.groups()
-        ours, theirs = losses[task, lower], losses[task, higher]
-        assert float(low) == sorted(ours)[1] <= sorted(theirs)[1] == float(high)
-        assert {lower, higher} == {"K-FAC", "Adam"}
-        assert int(wins) == sum(a < b for a, b in zip(ours, theirs))
+def test_race(tmp_path):
+    """The picture of the README, and the figures in it."""
+    picture = tmp_path / "deeper" / "race.png"
+    arguments = ["--toy", "--seeds", "2", "--rates", "0.02", "0.05"]
+    printed = run("race.py", *arguments, "--out", str(picture))
+    header, *rows = printed.splitlines()[:4]
+    assert header.split() == ["method", "compiling", "s", "seconds", "relative", "errors"]
+    found = [re.split(r" {2,}", row) for row in rows]
+    assert [method for method, *_ in found] == ["K-FAC", "Adam, 0.02", "Muon, 0.05"]
+    for _, compiling, seconds, *errors in found:
+        assert 0 < float(compiling) <= float(seconds)
+        assert len(errors) == 2 and all(0 < float(error) < 2 for error in errors)
     check_picture(printed, picture)
 
 

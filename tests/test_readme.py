@@ -70,10 +70,30 @@ def run_python(*pages: Path) -> str:
 
 
 def test_readme_runs():
-    assert len(blocks(readme, "python")) >= 8
+    """What it shows of a state is what it prints."""
+    assert len(blocks(readme, "python")) == 3
     printed = run_python(readme)
-    assert "steps rejected 0" in printed
-    assert "`.layers[1].weight`" in printed
+    ((_, shown),) = blocks(readme, "text")
+    names = [line.split()[0] for line in shown.splitlines()]
+    assert [line.split()[0] for line in printed.splitlines()[: len(names)]] == names
+    assert "  step           50\n" in printed and "  step           50\n" in shown
+    loss = float(re.findall(r"^  loss +(\S+)$", printed, re.MULTILINE)[0])
+    assert 0 < loss < 0.02
+    assert "['layers.0,1']" in printed  # Of a model of raw arrays.
+
+
+def test_the_first_screen():
+    """What a visitor decides on: two sentences, the picture, how to install, how to
+    train; as many lines as say what is trained."""
+    text = readme.read_text()
+    parts = ["K-FAC for [Equinox]", "![", "```bash", "```python", "example=x[0]"]
+    places = [
+        text.index(part) for part in [*parts, "| laplace-torch |", "## Where to go"]
+    ]
+    assert places == sorted(places)
+    assert len(text.splitlines()) < 200
+    (_, first), *_ = blocks(readme, "python")
+    assert len([line for line in first.splitlines() if line]) <= 24
 
 
 @pytest.mark.parametrize("names", with_python, ids=lambda names: names[0])
@@ -107,7 +127,7 @@ def test_commands_come_first():
         assert command.startswith("python3 -m venv .venv && .venv/bin/pip install -e ")
         assert f".[{extra}]" in command
         assert command.count("\n") == 1
-    assert commands[0].endswith(".venv/bin/python examples/digits.py\n")
+    assert commands[0].endswith(".venv/bin/python examples/race.py\n")
     assert commands[1].endswith(".venv/bin/python -m pytest\n")
 
 

@@ -1,10 +1,12 @@
 """A user's script: pyright has nothing to say of it; and what a user sees who prints."""
 
-from typing import assert_type
+import re
+from typing import Any, assert_type
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import eqx_kfac as kfac
@@ -69,6 +71,73 @@ def test_a_step_and_what_is_printed(getkey):
     assert "loss=f64[2]" in repr(several)  # As after a `scan`.
     shapes = eqx.filter_eval_shape(step, model, state, x)[2]
     assert "loss=f64[]" in repr(shapes)
+
+
+def said(value) -> dict[str, str]:
+    """What `print` says, by what it is of."""
+    _, *lines = str(value).splitlines()
+    return {name: text for name, text in (re.split(r" {2,}", s.strip()) for s in lines)}
+
+
+def test_print_of_an_optimizer():
+    """All that was chosen, with what stands in the place of `"auto"`; `repr` is as that
+    of any module."""
+    lines = said(kfac.KFAC())
+    assert len(lines) == 6 and str(kfac.KFAC()) != repr(kfac.KFAC())
+    assert lines["learning rate"] == "0.1, momentum 0.9"
+    assert lines["damping"] == eqx.tree_pformat(kfac.LayerDamping(), width=999)
+    assert "every 10 steps, at first at 0, 1, 2, 4" in lines["curvature"]
+    assert lines["inverse"].startswith("Cholesky(without_bias=True) every 50 steps, at")
+    rules = said(kfac.KFAC.full_batch())
+    assert rules["learning rate"].startswith("and momentum by QuadraticModel(")
+    assert rules["averaging"] == rules["norm constraint"] == "none"
+    assert "every 5 steps, decay" in rules["curvature"]  # And no more often at first.
+    adam, guard = optax.adam(0.1), kfac.MaxIncrease(0.5)
+    given: Any = dict(fallback=adam, guard=guard, weight_decay=0.1, curvature_period=1)
+    schedule = optax.linear_schedule(0.1, 0.0, 9)
+    turns = kfac.InTurn(7)
+    lines = said(kfac.KFAC(schedule, damping=0.25, inverse_period=turns, **given))
+    assert lines["learning rate"] == "by a schedule, `schedule`, momentum 0.9"
+    assert lines["damping"] == "0.25" and lines["guard"] == "MaxIncrease(most=0.5)"
+    assert "at every step, decay 0.95" in lines["curvature"]
+    assert lines["inverse"].endswith("in turn, each layer every 7 steps")
+    assert lines["weight decay"] == "0.1" and "no tag covers" in lines["fallback"]
+
+
+def test_print_of_a_state(getkey):
+    def loss_fn(model: kfac.MLP, x: jax.Array) -> kfac.SquaredError:
+        return kfac.SquaredError(jax.vmap(model)(x), jnp.ones((4, 1)))
+
+    model = kfac.MLP(2, 1, 8, 1, key=getkey())
+    optimizer = kfac.KFAC()
+    state = optimizer.init(model)
+    lines = said(state)
+    assert lines["step"] == "0" and lines["loss"] == "not known yet"
+    assert lines["damping"] == "0.03" and lines["faults"] == "none"
+    step = eqx.filter_jit(optimizer.step)
+    good = jnp.ones((4, 2))
+    losses = []
+    for scale in (1.0, 1.0, jnp.nan, 1e4, 1e4):
+        model, state, info = step(loss_fn, model, state, scale * good, key=getkey())
+        losses.append(info.loss)
+    lines = said(state)
+    assert lines["step"] == "5, 3 rejected"
+    assert lines["faults"] == "loss=1, divergence=2"
+    assert lines["loss"] == f"{losses[1]:.4g}, far above in the last 3"
+    each = jax.tree.leaves(state.layer_damping)
+    extent = f"{min(each):.4g} to {max(each):.4g}"
+    extent = extent if min(each) < max(each) else f"{each[0]:.4g}"
+    assert lines["damping"] == f"0.03; of the layers {extent}"
+    held = sum(a.nbytes for a in jax.tree.leaves(state.curvature)) / 1e6
+    assert lines["curvature"].startswith(f"{held:.3g} MB, weight ")
+    model, state, _ = step(loss_fn, model, state, 1e4 * good, key=getkey())
+    assert "damping times 10 since it exploded" in said(state)["loss"]
+    # Of several runs, and while tracing, it is what any state is.
+    several = jax.tree.map(lambda a: jnp.stack([a, a]), state)
+    assert str(several) == repr(several)
+    traced = []
+    eqx.filter_eval_shape(lambda s: traced.append((str(s), repr(s))), state)
+    assert traced[0][0] == traced[0][1]
 
 
 def test_curvature_without_an_optimizer(getkey):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools as ft
 import re
+import sys
 
 import equinox as eqx
 import jax
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+import tqdm
 
 import eqx_kfac as kfac
-from eqx_kfac.debug import _parts, _plan, _spectra, _verify
+from eqx_kfac.debug import _fold, _parts, _plan, _spectra, _verify
 
 from .helpers import assert_differs, assert_near, normal
 from .plain import plain_kfac
@@ -530,6 +532,41 @@ def test_wrong_scale_of_several_examples():
 
 
 #
+# Progress
+#
+
+
+def test_a_bar_says_what_compiles(monkeypatch, capsys):
+    """Without a terminal, or without tqdm, nothing is said, and all is the same."""
+    verify = lambda: kfac.verify(squared, mlp(), X)
+    quiet = verify()
+    assert capsys.readouterr() == ("", "")
+    said, bar = [], tqdm.tqdm
+
+    class Seen(bar):
+        def __init__(self, *args, disable, **kwargs):
+            assert disable is None
+            super().__init__(*args, disable=False, **kwargs)
+
+        def set_description(self, text, refresh=True):
+            said.append((self.n, self.total, text))
+            super().set_description(text, refresh)
+
+    monkeypatch.setattr(tqdm, "tqdm", Seen)
+    seen = verify()
+    assert [text for _, _, text in said] == [
+        "verify: compiling the gradients of 2 layers",
+        "verify: compiling and comparing the blocks of 2",
+    ]
+    assert [part for *part, _ in said] == [[0, 2], [1, 2]]
+    assert "verify" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    without = verify()
+    assert capsys.readouterr() == ("", "")
+    assert str(quiet) == str(seen) == str(without)
+
+
+#
 # Summary
 #
 
@@ -558,6 +595,83 @@ def test_summary():
     assert summary.untagged == {"['extra']": (2, 3)}
     text = str(summary)
     assert "['extra']  [2, 3]" in text and "4 x [2, 3+1]" in text
+
+
+class Deep(eqx.Module):
+    blocks: list
+    head: eqx.Module
+
+    def __init__(self, number, width=6):
+        made = [eqx.nn.MLP(4, 4, width, 2, key=k) for k in jr.split(KEY, number)]
+        made[2] = eqx.nn.MLP(4, 4, width + 1, 2, key=KEY)
+        self.blocks, self.head = made, eqx.nn.Linear(4, 40, key=KEY)
+
+
+def test_summary_folds_equal_layers():
+    """Their numbers are those of all; one that differs has rows of its own."""
+    model = eqx.filter_jit(lambda: kfac.convert(Deep(5)))()
+    summary = kfac.summary(model)
+    assert len(summary.layers) == 16
+    rows = {r.split()[0]: re.split(r" {2,}", r) for r in str(summary).splitlines()[2:]}
+    firsts = [f".blocks[{i}].layers[{j}]" for i in ("0,1,3,4", "2") for j in range(3)]
+    assert list(rows) == [*firsts, ".head", "total"]
+    four = [summary[f".blocks[{i}].layers[1]"] for i in (0, 1, 3, 4)]
+    row = rows[firsts[1]]
+    assert row[4] == "4 x [6, 6+1]"
+    assert row[5] == str(sum(s.parameters for s in four)) == str(4 * 42)
+    assert row[6] == str(sum(s.factors for s in four)) == str(4 * four[0].factors)
+    total = sum(s.megabytes for s in summary.layers)
+    head = rows[".head"]
+    assert head[9] == f"{100 * summary['.head'].megabytes / total:.0f}% <"
+    assert [path for path, row in rows.items() if "<" in row[-1]] == [".head"]
+
+
+@pytest.mark.parametrize(
+    "indices, shown",
+    [([0, 1], "0,1"), ([0, 1, 2], "0…2"), ([0, 2, 4], "0,2,4"), ([0, 2, 4, 6], "0,2…6")]
+    + [([0, 1, 2, 4, 7, 8], "0…2,4,7,8"), ([3], "3"), ([0, 1, 3], "0,1,3")],
+)
+def test_indices_shown(indices, shown):
+    assert _fold.indices_shown(indices) == shown
+
+
+def test_summary_folds_lists_of_lists():
+    """Of several indices, too; layers without an index are alone."""
+    grid = [[eqx.nn.Linear(3, 3, key=KEY) for _ in range(n)] for n in (4, 4, 3)]
+    model = kfac.convert(dict(grid=grid, one=eqx.nn.Linear(3, 3, key=KEY)))
+    rows = [line.split("  ")[0] for line in str(kfac.summary(model)).splitlines()[2:]]
+    inner = ["['grid'][0…2][0…2]", "['grid'][0,1][3]", "['one']", "total"]
+    assert rows == inner
+    single = kfac.convert(eqx.nn.Linear(3, 3, key=KEY))
+    assert "(the model)" in str(kfac.summary(single))
+
+
+def test_summary_folds_raw_arrays():
+    """Their paths have indices of another kind."""
+
+    class Raw(eqx.Module):
+        layers: list
+
+        def __call__(self, x):
+            for w in self.layers:
+                x = jnp.tanh(w @ x)
+            return x
+
+    raw = Raw([normal(D, D, seed=i) for i in range(3)])
+    model = kfac.convert(raw, example=X[0])
+    assert len(kfac.summary(model).layers) == 3
+    assert str(kfac.summary(model)).splitlines()[2].startswith("['layers.0…2']")
+
+
+def test_summary_of_equal_layers_with_curvature():
+    """Of the trace and the condition, the least and the greatest."""
+    model = kfac.convert(eqx.nn.MLP(D, K, 4, 4, jnp.tanh, key=KEY))
+    curvature = eqx.filter_jit(kfac.curvature(squared, kfac.Exact()))(model, X)
+    summary = kfac.summary(model, curvature, damping=0.01)
+    row = next(r for r in str(summary).splitlines() if r.startswith(".layers[1…3]"))
+    for name, cell in zip(("trace", "condition"), row.split()[-2:], strict=True):
+        each = [getattr(line, name) for line in summary.layers[1:4]]
+        assert cell == f"{min(each):.3g}…{max(each):.3g}"
 
 
 def test_summary_counts_what_a_state_holds():

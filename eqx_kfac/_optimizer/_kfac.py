@@ -38,6 +38,7 @@ from ._layer_damping import AbstractLayerDamping, init_layer_damping
 from ._numbers import current, initial, MovingAverage, Numbers, WeightDecay
 from ._quadratic import AbstractStepRule, QuadraticModel
 from ._rollback import init_rollback
+from ._said import optimizer_said
 from ._schedule import Due, early, InTurn
 from ._state import Info, init_faults, init_iterates, KFACState
 from ._trial import Start, start, Trial
@@ -402,6 +403,9 @@ class KFAC(eqx.Module):
         averaged = averaged.including(grads, curvature, state.ema)
         updates, state, _ = self._updates(model, state, averaged, begun, None, None)
         return (state.rollback.led(updates, model) if watched else updates), state
+
+    def __str__(self) -> str:
+        return optimizer_said(vars(self), self._early)
 
     @property
     def _rules(self) -> Rules:

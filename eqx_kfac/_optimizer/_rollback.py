@@ -27,12 +27,14 @@ class Rollback(eqx.Module):
     **Fields:**
 
     - `params`: the last good parameters, by their paths in the model.
+    - `loss`: that of the last step at which it was finite and had not diverged.
     - `level`: $L$; 0 before there has been any loss.
     - `bad`: the number of such losses in a row, up to now.
     - `caution`: what all damping is multiplied by, unless a rule adapts it.
     """
 
     params: dict[str, Array]
+    loss: Float[Array, ""]
     level: Float[Array, ""]
     bad: Int[Array, ""]
     caution: Float[Array, ""]
@@ -75,6 +77,7 @@ class Rollback(eqx.Module):
         caution = jnp.where(back, self.caution * _MORE, jnp.maximum(less, 1))
         return Rollback(
             params=tree_where(good, by_path(model), self.params),
+            loss=jnp.where(bad | ~finite, self.loss, value.astype(self.loss.dtype)),
             level=level,
             bad=jnp.where(accepted, 0, number),
             caution=jnp.minimum(caution, _MOST),
@@ -107,8 +110,8 @@ class Rollback(eqx.Module):
 def init_rollback(model: Model) -> Rollback:
     """Nothing to go back to so far. (The parameters themselves may be donated.)"""
     params = jtu.tree_map(zeros_split_as, by_path(model))
-    zero = jnp.zeros((), float)
-    return Rollback(params, zero, jnp.zeros((), jnp.int32), jnp.ones((), float))
+    loss, level = jnp.zeros((), float), jnp.zeros((), float)  # Each may be donated.
+    return Rollback(params, loss, level, jnp.zeros((), jnp.int32), jnp.ones((), float))
 
 
 _MANY = 10.0  # Times as large is no noise,

@@ -16,6 +16,7 @@ from .._jax import Tracer
 from .._misc import accumulator, by_path, names
 from ._numbers import Numbers
 from ._rollback import Rollback
+from ._said import shown, state_said
 
 
 _Model = TypeVar("_Model")
@@ -110,16 +111,6 @@ class Faults(eqx.Module):
         return f"Faults({', '.join(f'{name}{number(n)}' for name, n in found if n)})"
 
 
-def shown(value: Any) -> str:
-    """A number as such; anything else (of several steps, or while tracing), by type."""
-    if eqx.is_array(value) and value.ndim == 0 and not isinstance(value, Tracer):
-        number = value.item()  # Zero has no sign.
-        return f"{number + 0.0:.4g}" if isinstance(number, float) else str(number)
-    if isinstance(value, Faults):
-        return repr(value)
-    return eqx.tree_pformat(value, struct_as_array=True)
-
-
 class Iterates(eqx.Module):
     """A moving average of the parameters.
 
@@ -207,6 +198,9 @@ class KFACState(NamedTuple):
     ema = _number("ema")
     weight_decay = _number("weight_decay")
     averaging = _number("averaging")
+
+    def __str__(self) -> str:
+        return state_said(self)
 
 
 class ScaleByKFACState(NamedTuple):
@@ -307,7 +301,8 @@ class Info(eqx.Module):
 
     def __repr__(self) -> str:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        said = [f"{k}={shown(v)}" for k, v in fields.items() if v is not None]
+        say = lambda value: repr(value) if isinstance(value, Faults) else shown(value)
+        said = [f"{k}={say(v)}" for k, v in fields.items() if v is not None]
         return f"Info({', '.join(said)})"
 
 

@@ -14,8 +14,9 @@ from .._custom_types import Layer, Model, PerLayer
 from .._inverse import factorise
 from .._solver import AbstractDampedSolver, Cholesky
 from .._tag import flatten_tags, partition_tagged, Tag
+from ._fold import Fold, fold
 from ._spectra import spectra, Spectrum
-from ._table import block_shown, html_table, sizes_shown, table
+from ._table import block_shown, Extent, html_table, Share, sizes_shown, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +60,20 @@ class LayerSummary:
     trace: float | None = None
     condition: float | None = None
 
+    @property
+    def kind(self) -> tuple:
+        """All but its path and its curvature."""
+        what = self.layer, self.form, self.block
+        sizes = self.stack, self.d_out, self.d_in, self.bias
+        return (*what, *sizes, self.factors, self.inverse, self.megabytes)
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Summary:
-    """The result of [`eqx_kfac.summary`][], which prints as a table.
+    """The result of [`eqx_kfac.summary`][], which prints as a table. Equal layers whose
+    paths differ in indices alone are one row of it: `.blocks[0…11].query_proj`, with
+    `12 x` before the shape, what all of them take, and from the least to the greatest
+    trace and condition. `share` is the part of all megabytes, with `<` at the largest.
 
     **Fields:**
 
@@ -89,27 +100,43 @@ class Summary:
 
     def _table(self) -> tuple[Sequence[str], list[tuple]]:
         """The header, and the rows."""
-        header = "path layer form block shape parameters factors inverse MB".split()
+        header = "path layer form block shape parameters factors inverse MB share".split()
         health = any(s.trace is not None for s in self.layers)
-        rows: list[tuple] = [
-            (
-                *(s.path or "(the model)", s.layer, s.form, s.block),
-                sizes_shown(s.stack, s.d_out, s.d_in, s.bias),
-                *(s.parameters, s.factors, s.inverse, s.megabytes),
-                *(
-                    (s.trace, "" if s.condition is None else s.condition)
-                    if health
-                    else ()
-                ),
-            )
-            for s in self.layers
-        ]
+        folds = fold(self.layers)
         numbers = [[s.parameters, s.factors, s.inverse, s.megabytes] for s in self.layers]
         total = tuple(sum(column) for column in zip(*numbers)) or (0, 0, 0, 0.0)
-        rows.append(("total", "", "", "", "", *total, *(("", "") if health else ())))
+        most = max((_megabytes(f) for f in folds), default=0.0)
+        rows = [_row(f, total[-1], most, health) for f in folds]
+        rows.append(("total", *[""] * 4, *total, "", *[""] * (2 * health)))
         if health:
             header += ["trace", "condition"]
         return header, rows
+
+
+def _row(equal: Fold, all_megabytes: float, most: float, health: bool) -> tuple:
+    """What is said of equal layers."""
+    first, number = equal.lines[0], len(equal.lines)
+    stack = (number,) * (number > 1) + first.stack
+    own = _megabytes(equal)
+    share = Share(own / max(all_megabytes, 1e-12), own == most < all_megabytes)
+    row = (
+        *(equal.path or "(the model)", first.layer, first.form, first.block),
+        sizes_shown(stack, first.d_out, first.d_in, first.bias),
+        *(number * n for n in (first.parameters, first.factors, first.inverse)),
+        *(own, share),
+    )
+    return (*row, *_extents(equal)) if health else row
+
+
+def _megabytes(equal: Fold) -> float:
+    return len(equal.lines) * equal.lines[0].megabytes
+
+
+def _extents(equal: Fold) -> tuple:
+    """Trace and condition of equal layers, as far as they are known."""
+    each = [(line.trace, line.condition) for line in equal.lines]
+    known = [[n for n in column if n is not None] for column in zip(*each, strict=True)]
+    return tuple(Extent(min(n), max(n)) if n else "" for n in known)
 
 
 def summary(

@@ -12,6 +12,20 @@ class Measured(NamedTuple):
     noise: float
 
 
+class Extent(NamedTuple):
+    """The least of some numbers, and the greatest."""
+
+    least: float
+    greatest: float
+
+
+class Share(NamedTuple):
+    """A part of a whole, and whether it is the greatest of several."""
+
+    part: float
+    greatest: bool
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Columns of text, aligned: words to the left, numbers to the right."""
     cells = [list(header), *([_shown(cell) for cell in row] for row in rows)]
@@ -47,8 +61,9 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[Any]], *below: str
 
 def _numeric(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[bool]:
     """Of every column, whether it has numbers only."""
+    numeric = int, float, Measured, Extent, Share
     return [
-        all(isinstance(row[i], (int, float, Measured)) or row[i] == "" for row in rows)
+        all(isinstance(row[i], numeric) or row[i] == "" for row in rows)
         for i in range(len(header))
     ]
 
@@ -56,6 +71,11 @@ def _numeric(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[bool]
 def _shown(cell: Any) -> str:
     if isinstance(cell, Measured):
         return f"{cell.value:.3g} ± {cell.noise:.1g}"
+    if isinstance(cell, Extent):
+        ends = [f"{end:.3g}" for end in cell]
+        return "…".join(ends if ends[0] != ends[1] else ends[:1])
+    if isinstance(cell, Share):
+        return f"{100 * cell.part:.0f}%{' <' if cell.greatest else '  '}"
     if isinstance(cell, float):
         return f"{cell:.3g}"
     return f"{cell:,}" if isinstance(cell, int) else str(cell)

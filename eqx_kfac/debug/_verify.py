@@ -31,6 +31,7 @@ from ._check import LayerCheck, Verification
 from ._compare import along_vectors, compared, Comparison, densely, ready
 from ._parts import groups, parts, Plan, Size, sizes
 from ._plan import compiled, Costs, costs, MEMORY
+from ._progress import progress
 from ._rows import Places
 from ._table import block_shown, sizes_shown
 
@@ -154,23 +155,27 @@ def _second_look(
 def _checks(problem: Problem, model: Model) -> list[LayerCheck]:
     loss_fn, args, kwargs, *_ = problem
     every = costs(loss_fn, model, args, kwargs)
+    layers = trained_layers(model)
+    measured = sizes(model)
 
     def looked_at(model, args, kwargs):
         shares = _unseen(loss_fn, model, args, kwargs, every.program)
         inverse = [_is_inverse(tag, layer) for _, tag, layer in trained_layers(model)]
         return (*map(jtu.tree_leaves, shares), inverse)
 
-    each = compiled(looked_at, model, args, kwargs)()
-    each = [list(map(np.asarray, column)) for column in each]
-    layers = trained_layers(model)
-    measured = sizes(model)
     found: dict[int, tuple[Comparison, Comparison | None]] = {}
     fitting = [i for i, size in enumerate(measured) if size.bytes <= problem.memory]
-    # What has no rows has no curvature.
-    used = [i for i in fitting if not np.all(each[1][i] == 0)]
-    places = Places(loss_fn, model, args, kwargs, every.program)
-    for group in groups(used, measured, problem.memory):
-        found.update(_compared(problem, model, every, measured, group, places))
+    number = 1 + len(list(groups(fitting, measured, problem.memory)))
+    with progress("verify", number) as begin:
+        begin(f"compiling the gradients of {len(layers)} layers")
+        each = compiled(looked_at, model, args, kwargs)()
+        each = [list(map(np.asarray, column)) for column in each]
+        # What has no rows has no curvature.
+        used = [i for i in fitting if not np.all(each[1][i] == 0)]
+        places = Places(loss_fn, model, args, kwargs, every.program)
+        for group in groups(used, measured, problem.memory):
+            begin(f"compiling and comparing the blocks of {len(group)}")
+            found.update(_compared(problem, model, every, measured, group, places))
     checks = []
     for i, (own, share, rows, inverse) in enumerate(zip(layers, *each, strict=True)):
         use = "used"
