@@ -1,5 +1,6 @@
 """Small functions of arrays and trees, for which several files have a use."""
 
+import functools as ft
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -135,12 +136,14 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
     return jnp.all(_in_a_row(flags)) if flags else jnp.ones((), bool)
 
 
-def _by_size(pairs: Sequence[tuple]) -> tuple[list[tuple], list[tuple]]:
+def _by_size(
+    pairs: Sequence[tuple], most: int = 2**14
+) -> tuple[list[tuple], list[tuple]]:
     """Those arrays (or pairs of them) that are better looked at together, for every
     single one is something to compile; and the others."""
 
     def is_small(x):
-        return x.size < 2**14 and explicit_sharding(jax.typeof(x)) is None
+        return x.size < most and explicit_sharding(jax.typeof(x)) is None
 
     small, large = [], []
     for pair in pairs:
@@ -171,6 +174,21 @@ def tree_dot(a: PyTree, b: PyTree) -> Shaped[Array, ""]:
     a, b = as_real(a), as_real(b)
     dtype = accumulator(*[x.dtype for x in jtu.tree_leaves(a)])
 
+    pairs = []
+    jtu.tree_map(lambda x, y: pairs.append((x.astype(dtype), y.astype(dtype))), a, b)
+    if any(explicit_sharding(jax.typeof(x)) is not None for x, _ in pairs):
+        return _sum_of_dots(pairs, 2**14)
+    if not pairs:
+        return jnp.zeros((), dtype)
+    cpu = ft.partial(_sum_of_dots, most=2**14)
+    others = ft.partial(_sum_of_dots, most=2**22)
+    return jax.lax.platform_dependent(pairs, cpu=cpu, default=others)
+
+
+def _sum_of_dots(pairs: Sequence[tuple[Array, Array]], most: int) -> Shaped[Array, ""]:
+    """The sum of inner products. Arrays of at most so many numbers are copied into one
+    row first: a kernel for each of them takes longer, or longer to compile."""
+
     def dot(x, y):
         if explicit_sharding(jax.typeof(x)) is not None:
             return jnp.sum(x * y)
@@ -178,12 +196,10 @@ def tree_dot(a: PyTree, b: PyTree) -> Shaped[Array, ""]:
         dims, highest = ((axes, axes), ((), ())), jax.lax.Precision.HIGHEST
         return jax.lax.dot_general(x, y, dims, precision=highest)
 
-    pairs = []
-    jtu.tree_map(lambda x, y: pairs.append((x.astype(dtype), y.astype(dtype))), a, b)
-    small, large = _by_size(pairs)
+    small, large = _by_size(pairs, most)
     if small:
         large.append(tuple(map(_in_a_row, zip(*small, strict=True))))
-    return sum((dot(x, y) for x, y in large), jnp.zeros((), dtype))
+    return sum((dot(x, y) for x, y in large), jnp.zeros((), pairs[0][0].dtype))
 
 
 def symmetric(inner: Callable, vectors: Sequence[Any]) -> Shaped[Array, "n n"]:

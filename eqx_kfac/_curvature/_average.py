@@ -2,7 +2,6 @@
 trees that are shaped like the model."""
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float
@@ -90,7 +89,7 @@ def missing(curvature: Model) -> Model:
 def any_first(curvature: Model, new: Model) -> Bool[Array, ""]:
     """Whether any layer has curvature in `new`, and had none."""
     before, after = missing(curvature), missing(new)
-    return _any_of(jtu.tree_map(lambda old, now: old & ~now, before, after))
+    return any_of(jtu.tree_map(lambda old, now: old & ~now, before, after))
 
 
 def unseen(grads: Model, without: Model) -> Bool[Array, ""]:
@@ -101,13 +100,13 @@ def unseen(grads: Model, without: Model) -> Bool[Array, ""]:
             return None
         return zero & jnp.any(tag.to_matrix(layer) != 0, axis=(-2, -1))
 
-    missed = lambda: _any_of(map_tags(is_missed, grads, without))
-    # Gradients are only looked at where there is any reason to.
-    return jax.lax.cond(_any_of(without), missed, lambda: _any_of(without))
+    return any_of(map_tags(is_missed, grads, without))
 
 
-def _any_of(flags: Model) -> Bool[Array, ""]:
-    return jnp.any(jnp.concatenate([f.reshape(-1) for f in jtu.tree_leaves(flags)]))
+def any_of(flags: Model) -> Bool[Array, ""]:
+    """Whether any of the flags, of which there may be none, is true."""
+    rows = [f.reshape(-1) for f in jtu.tree_leaves(flags)]
+    return jnp.any(jnp.concatenate(rows)) if rows else jnp.zeros((), bool)
 
 
 def _is_factors(node: object) -> bool:

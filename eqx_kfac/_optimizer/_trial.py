@@ -12,13 +12,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float
 
 from .._complex import steepest
-from .._curvature import (
-    check_pushes_forward,
-    GradientRows,
-    LinearisedBatch,
-    missing,
-    unseen,
-)
+from .._curvature import check_pushes_forward, GradientRows, LinearisedBatch
 from .._custom_types import Model
 from .._inverse import precondition, precondition_through_rows
 from .._loss import Penalty
@@ -67,7 +61,6 @@ class Proposal(NamedTuple):
     extent: Float[Array, ""] | None  # The squared length of the former, if it is bounded.
     # For the former, by the quadratic model; `None` if it was not needed so far.
     predicted: Float[Array, ""] | None
-    still: Model | None  # Which layers are left where they are: without curvature.
 
     @property
     def updates(self) -> Model:
@@ -86,6 +79,8 @@ class Trial(PlainModule):
     start: Start
     rows: GradientRows | None  # Of the gradient, if it may be preconditioned by them.
     averaged: Average  # It is fine, if loss, gradient and curvature are.
+    # Which layers are left where they are, because they have no curvature.
+    still: Model | None
     linearised: Any  # A `LinearisedBatch`; `None` if the loss function is not there.
 
     def calibrated(self, factorise: Callable) -> Float[Array, ""]:
@@ -114,9 +109,10 @@ class Trial(PlainModule):
         arguments = state.damping, self.curvature, self.model, size, grads
         return due.when(ft.partial(rule, *arguments), state.layer_damping, self.finite)
 
-    def strength(self, damping: Any) -> Any:
-        """What the preconditioner is damped with: a number, or one for every layer."""
+    def strength(self, damping: Any, each: Model | None = None) -> Any:
+        """What the preconditioner is damped with: a number, or one for `each` layer."""
         rule = self.rules.step
+        damping = damping if each is None else each
         if self.rules.damping is None:
             damping = self.state.rollback.damped(damping)
         if rule is None:
@@ -129,8 +125,8 @@ class Trial(PlainModule):
     ) -> Proposal:
         r"""$\delta = \alpha d + \mu \delta_\text{prev}$ with $d = -\hat F^{-1} \nabla h$,
         given the factorisation of $\hat F$, damped with `strength`."""
-        state, gradient, still = self.state, self._gradient, self._still()
-        factorised = self.curvature, inverse, self.solver, strength, still
+        state, gradient = self.state, self._gradient
+        factorised = self.curvature, inverse, self.solver, strength, self.still
         if self.rows is None:
             natural = precondition(gradient, *factorised)
         else:
@@ -151,7 +147,7 @@ class Trial(PlainModule):
         learning_rate = state.learning_rate if self.rules.learning_rate is None else scale
         momentum = state.momentum if self.rules.momentum is None else momentum
         chosen = damping, learning_rate, momentum
-        return Proposal(*chosen, velocity, others, extent, predicted, still)
+        return Proposal(*chosen, velocity, others, extent, predicted)
 
     def _ratio_of_tagged(
         self, damping: Float[Array, ""], inverse: Model, strength: Any
@@ -161,9 +157,14 @@ class Trial(PlainModule):
         proposal = self.propose(damping, inverse, strength, others)
         return self._ratio(self._new_loss(proposal), self._predicted(proposal))
 
-    def judge(self, proposal: Proposal, factorised: Bool[Array, ""]) -> Info:
+    def judge(
+        self,
+        proposal: Proposal,
+        factorised: Bool[Array, ""],
+        without: Bool[Array, ""],
+    ) -> Info:
         """What is to be said of a step, and whether it is to be taken; `factorised`: by
-        the inverse of this curvature."""
+        the inverse of this curvature, or `without` any for some gradient."""
         new_loss, ratio = self._look(proposal)
         # Cheaper than looking at every number; an update whose norm overflows has
         # diverged too. A gradient may be that large, if what follows is finite.
@@ -171,7 +172,7 @@ class Trial(PlainModule):
         # Only the first of faults that follow from each other is reported.
         finite_value = all_finite(self.value)
         norm = self.start.gradient_norm
-        without = self.finite & self._without(proposal.still)
+        without &= self.finite
         overflows = jnp.isinf(norm) & all_finite(update_norm) & ~without
         finite_grads = all_finite(norm) | overflows
         finite = self.finite & finite_grads
@@ -343,19 +344,6 @@ class Trial(PlainModule):
             return compute() if due else None
         return jax.lax.cond(due, compute, lambda: jnp.full_like(self.value, jnp.inf))
 
-    def _still(self) -> Model | None:
-        """Which layers have no curvature, so that nothing says how far they may go;
-        `None`: there is a penalty, of which there is none anyway."""
-        if self.linearised is not None and _is_penalised(self.linearised):
-            return None
-        return missing(self.curvature)
-
-    def _without(self, still: Model | None) -> Bool[Array, ""]:
-        """Whether any layer has a gradient and no curvature."""
-        if still is None:
-            return jnp.zeros_like(self.finite)
-        return unseen(self.grads, still)
-
     def _risen(self, new_loss: Float[Array, ""] | None) -> Bool[Array, ""]:
         """Whether the loss, as far as it was looked at, forbids the step."""
         if new_loss is None:
@@ -406,7 +394,7 @@ def _positive(x: Float[Array, ""]) -> Float[Array, ""]:
     return jnp.maximum(x, 1e-30)
 
 
-def _is_penalised(linearised: LinearisedBatch) -> bool:
+def is_penalised(linearised: LinearisedBatch) -> bool:
     """Whether the objective has terms with a gradient but no curvature."""
 
     def penalised(linearisation):
