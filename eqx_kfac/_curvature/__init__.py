@@ -1,6 +1,5 @@
 from ._accumulate import Accumulator as Accumulator, Total as Total
 from ._average import (
-    any_first as any_first,
     any_of as any_of,
     average as average,
     has_bases as has_bases,

@@ -86,12 +86,6 @@ def missing(curvature: Model) -> Model:
     return jtu.tree_map(is_zero, curvature, is_leaf=_is_factors)
 
 
-def any_first(curvature: Model, new: Model) -> Bool[Array, ""]:
-    """Whether any layer has curvature in `new`, and had none."""
-    before, after = missing(curvature), missing(new)
-    return any_of(jtu.tree_map(lambda old, now: old & ~now, before, after))
-
-
 def unseen(grads: Model, without: Model) -> Bool[Array, ""]:
     """Whether any layer (of those `without` curvature) has a gradient."""
 

@@ -9,9 +9,16 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from .._checks import check_count, plain
-from .._curvature import Batch, GradientRows, LinearisedBatch
+from .._curvature import Batch, GradientRows, LinearisedBatch, missing
 from .._custom_types import Key, Model, Numeric
-from .._devices import beside, cast_varying, putting, varying_axes, zeros_split_as
+from .._devices import (
+    beside,
+    cast_varying,
+    putting,
+    varying_axes,
+    zeros_as_from,
+    zeros_split_as,
+)
 from .._fisher import AbstractFisher, Centred, MonteCarlo
 from .._inverse import for_each
 from .._misc import tree_where
@@ -279,6 +286,7 @@ class KFAC(eqx.Module):
         state = self._init_with(
             curvature=curvature,
             inverse=inverse,
+            still=zeros_as_from(missing, curvature),
             velocity=jtu.tree_map(zeros_split_as, tagged),
             layer_damping=init_layer_damping(self._rules.layer_damping, curvature, model),
             fallback=init_fallback(model, self.fallback),
@@ -298,7 +306,6 @@ class KFAC(eqx.Module):
             extent=jnp.zeros((), float) if bounded else None,
             weight=jnp.zeros((), float),
             refactorise=jnp.zeros((), bool),
-            waiting=jnp.ones((), bool),
             rejected=jnp.zeros((), jnp.int32),
             faults=init_faults(),
             numbers=initial(self._numbers, step),
@@ -453,15 +460,14 @@ class KFAC(eqx.Module):
             start=begun,
             rows=rows,
             linearised=linearised,
-            averaged=Average(state.curvature, state.weight, begun.fine),
-            still=None,
+            averaged=Average(state.curvature, state.weight, begun.fine, state.still),
         )
 
         def due_inverse(first):
             return self._due(state, "inverse_period", state.refactorise | first)
 
         new = renew(trial, estimate, due, due_inverse)
-        trial = dataclasses.replace(trial, averaged=new.averaged, still=new.still)
+        trial = dataclasses.replace(trial, averaged=new.averaged)
         curvature = new.averaged.curvature
         strength = trial.strength(new.damping, new.layer_damping)
         strength = for_each(strength, begun.grads, curvature)
@@ -478,7 +484,7 @@ class KFAC(eqx.Module):
             inverse=split_still(new.inverse),
             layer_damping=new.layer_damping,
             weight=new.averaged.weight,
-            waiting=new.waiting,
+            still=new.averaged.still,
         )
         what = model, state, proposal, updates, fallback, info, self._rules
         return updates, after(*what, begun.watched), info

@@ -79,8 +79,6 @@ class Trial(PlainModule):
     start: Start
     rows: GradientRows | None  # Of the gradient, if it may be preconditioned by them.
     averaged: Average  # It is fine, if loss, gradient and curvature are.
-    # Which layers are left where they are, because they have no curvature.
-    still: Model | None
     linearised: Any  # A `LinearisedBatch`; `None` if the loss function is not there.
 
     def calibrated(self, factorise: Callable) -> Float[Array, ""]:
@@ -214,6 +212,14 @@ class Trial(PlainModule):
     @property
     def curvature(self) -> Model:
         return self.averaged.curvature
+
+    @property
+    def still(self) -> Model | None:
+        """Which layers are left where they are. `None`: there is a penalty, of which
+        there is no curvature anyway."""
+        if self.linearised is not None and _is_penalised(self.linearised):
+            return None
+        return self.averaged.still
 
     @property
     def finite(self) -> Bool[Array, ""]:
@@ -394,7 +400,7 @@ def _positive(x: Float[Array, ""]) -> Float[Array, ""]:
     return jnp.maximum(x, 1e-30)
 
 
-def is_penalised(linearised: LinearisedBatch) -> bool:
+def _is_penalised(linearised: LinearisedBatch) -> bool:
     """Whether the objective has terms with a gradient but no curvature."""
 
     def penalised(linearisation):
