@@ -4,10 +4,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float
 
-from .._curvature import any_of, average, include, is_finite, LinearisedBatch, missing
+from .._curvature import average, include, is_finite, LinearisedBatch, missing
 from .._custom_types import Key, Model
 from .._fisher import AbstractFisher
 from ._schedule import Due
@@ -19,7 +18,9 @@ class Average(NamedTuple):
     curvature: Model
     weight: Float[Array, ""]  # Total weight of the estimates; 0 before the first.
     fine: Bool[Array, ""]  # Whether all is finite so far.
-    still: Model  # Which layers have none, so that nothing says how far they may go.
+    # Which layers have none, so that nothing says how far they may go: a row, as
+    # `missing` has it.
+    still: Bool[Array, " layers"]
     # Whether an estimate from all of this step's examples is in it,
     fresh: Bool[Array, ""] | bool = False
     # and any layer's first curvature.
@@ -42,8 +43,8 @@ class Average(NamedTuple):
     ) -> "Average":
         """The next one, with what is known of its layers."""
         still = missing(curvature)
-        first = any_of(jtu.tree_map(lambda old, now: old & ~now, self.still, still))
-        return Average(curvature, weight, fine, still, fresh, self.first | first)
+        first = self.first | jnp.any(self.still & ~still)
+        return Average(curvature, weight, fine, still, fresh, first)
 
 
 def collect(

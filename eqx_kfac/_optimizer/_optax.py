@@ -10,7 +10,7 @@ import optax
 from jaxtyping import PyTree
 
 from .._complex import steepest
-from .._curvature import missing
+from .._curvature import for_layers, missing
 from .._custom_types import Model, Numeric
 from .._devices import beside, putting
 from .._inverse import precondition
@@ -135,7 +135,7 @@ class _ScaleByKFAC:
         inverse, _ = factorising(state.inverse, averaged, numbers.damping)
         gradient, _ = partition_tagged(updates)
         factorised = averaged, inverse, self.solver, numbers.damping
-        natural = precondition(gradient, *factorised, old.still)
+        natural = precondition(gradient, *factorised, for_layers(old.still, averaged))
         ready = fine & (weight > 0)
         natural = jtu.tree_map(lambda n: jnp.where(ready, n, 0), natural)
         others = steepest(updates), state.fallback, params, self.fallback

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from .._curvature import any_of, unseen
+from .._curvature import unseen
 from .._custom_types import Model
 from .._inverse import for_each
 from ._collect import Average
@@ -23,12 +23,27 @@ from ._trial import Trial
 class Renewed(NamedTuple):
     """What is to be preconditioned with."""
 
-    averaged: Average
+    averaged: Average  # Except for whether any layer's curvature is its `first`.
     without: Bool[Array, ""]  # Whether any layer has a gradient, but no curvature.
     damping: Float[Array, ""]
     layer_damping: Model | None
     inverse: Model
     factorised: Bool[Array, ""]
+
+    @property
+    def arrays(self) -> tuple:
+        """The same in few arrays: each costs a GPU a copy."""
+        averaged = self.averaged
+        flags = averaged.fine, averaged.fresh, self.without, self.factorised
+        averaged = averaged._replace(fine=None, fresh=None, first=None)
+        new = self._replace(averaged=averaged, without=None, factorised=None)
+        return new, jnp.stack([jnp.asarray(flag) for flag in flags])
+
+    @staticmethod
+    def of_arrays(arrays: tuple) -> "Renewed":
+        new, (fine, fresh, without, factorised) = arrays
+        averaged = new.averaged._replace(fine=fine, fresh=fresh, first=False)
+        return new._replace(averaged=averaged, without=without, factorised=factorised)
 
 
 def renew(
@@ -49,9 +64,11 @@ def renew(
     if any(due.always for due in when):
         return anew()
     # Of layers that wait for curvature, the gradients are looked at.
-    waiting = any_of(trial.still)
+    waiting = not trial.is_penalised and jnp.any(trial.averaged.still)
     now = ft.reduce(operator.or_, [due.now for due in when], waiting)
-    return jax.lax.cond(now, anew, lambda: unchanged)
+    return Renewed.of_arrays(
+        jax.lax.cond(now, lambda: anew().arrays, lambda: unchanged.arrays)
+    )
 
 
 def _unchanged(trial: Trial) -> Renewed:

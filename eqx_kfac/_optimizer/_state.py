@@ -181,7 +181,7 @@ class KFACState(NamedTuple):
         `state.learning_rate`, `state.damping`.
     - `refactorise`: whether the factorisation is due at once, because the damping has
         changed after a rejection.
-    - `still`: which layers have no curvature so far, and stay where they are.
+    - `still`: which layers have no curvature so far, so that they stay where they are.
     - `rejected`: the number of steps that were not taken.
     - `faults`: how often each fault was found.
     """
@@ -198,7 +198,7 @@ class KFACState(NamedTuple):
     rollback: Rollback
     numbers: Numbers
     refactorise: Bool[Array, ""]
-    still: Model
+    still: Bool[Array, " layers"]
     rejected: Int[Array, ""]
     faults: Faults
 

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float
 
 from .._complex import steepest
-from .._curvature import check_pushes_forward, GradientRows, LinearisedBatch
+from .._curvature import check_pushes_forward, for_layers, GradientRows, LinearisedBatch
 from .._custom_types import Model
 from .._inverse import precondition, precondition_through_rows
 from .._loss import Penalty
@@ -214,12 +214,16 @@ class Trial(PlainModule):
         return self.averaged.curvature
 
     @property
+    def is_penalised(self) -> bool:
+        return self.linearised is not None and _is_penalised(self.linearised)
+
+    @property
     def still(self) -> Model | None:
         """Which layers are left where they are. `None`: there is a penalty, of which
         there is no curvature anyway."""
-        if self.linearised is not None and _is_penalised(self.linearised):
+        if self.is_penalised:
             return None
-        return self.averaged.still
+        return for_layers(self.averaged.still, self.curvature)
 
     @property
     def finite(self) -> Bool[Array, ""]:
