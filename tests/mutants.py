@@ -256,7 +256,7 @@ MUTANTS = [
     M("_optimizer/_fallback.py", "return fallback.update(grads, state, params)", "return grads, state", "optimizer optax"),
     # Devices, layers, and what is said of a model.
     M("_devices.py", "axes |= varying(jax.typeof(leaf))", "pass", "sharding"),
-    M("_misc.py", "small, large = _by_size([(x,) for x in leaves])", "small, large = _by_size([(x,) for x in leaves[:1]])", "reliability"),
+    M("_misc.py", "small, large = _by_size(leaves, _SMALL)", "small, large = _by_size(leaves[:1], _SMALL)", "reliability"),
     M("_module.py", "if first not in fields:", "if False:", "tag"),
     M("_module.py", "value = replaced(old, rest, value) if rest else value", "pass", "tag"),
     M("_module.py", "vars(new).update({**fields, first: value})", "vars(new).update({first: value})", "tag"),

@@ -16,7 +16,7 @@ from .._curvature import check_pushes_forward, for_layers, GradientRows, Lineari
 from .._custom_types import Model
 from .._inverse import precondition, precondition_through_rows
 from .._loss import Penalty
-from .._misc import all_finite, tree_dot, tree_norm
+from .._misc import all_finite, squared_norm_of_sum, tree_dot, tree_norm
 from .._module import PlainModule
 from .._solver import AbstractDampedSolver
 from .._tag import partition_tagged
@@ -58,6 +58,7 @@ class Proposal(NamedTuple):
     momentum: Float[Array, ""]
     velocity: Model  # The update of the parameters that tags cover,
     others: Model  # and of those that the fallback looks after.
+    squares: Float[Array, ""]  # The squared Euclidean norm of the former.
     extent: Float[Array, ""] | None  # The squared length of the former, if it is bounded.
     # For the former, by the quadratic model; `None` if it was not needed so far.
     predicted: Float[Array, ""] | None
@@ -65,6 +66,14 @@ class Proposal(NamedTuple):
     @property
     def updates(self) -> Model:
         return eqx.combine(self.velocity, self.others)
+
+    @property
+    def norm(self) -> Float[Array, ""]:
+        """The Euclidean norm of the updates."""
+        if not jtu.tree_leaves(self.others):
+            return jnp.sqrt(self.squares)
+        others = tree_dot(self.others, self.others)
+        return jnp.sqrt(self.squares.astype(others.dtype) + others)
 
 
 class Trial(PlainModule):
@@ -132,20 +141,23 @@ class Trial(PlainModule):
         direction = jtu.tree_map(jnp.negative, natural)
         given, extent = self._constrained(natural)
         (scale, momentum), predicted = self._lengths(damping, direction, given)
+        before = state.velocity
         velocity = jtu.tree_map(
             lambda d, v: momentum.astype(v.dtype) * v + scale.astype(d.dtype) * d,
             direction,
-            state.velocity,
+            before,
         )
+        squares = squared_norm_of_sum(momentum, before, scale, direction)
         if self._is_bounded_exactly:
             part = self._part(velocity)
+            squares *= part.astype(squares.dtype) ** 2
             velocity = jtu.tree_map(lambda v: part.astype(v.dtype) * v, velocity)
             extent = None if extent is None else part**2 * extent
         # What was chosen, not what the norm constraint has made of it.
         learning_rate = state.learning_rate if self.rules.learning_rate is None else scale
         momentum = state.momentum if self.rules.momentum is None else momentum
         chosen = damping, learning_rate, momentum
-        return Proposal(*chosen, velocity, others, extent, predicted)
+        return Proposal(*chosen, velocity, others, squares, extent, predicted)
 
     def _ratio_of_tagged(
         self, damping: Float[Array, ""], inverse: Model, strength: Any
@@ -166,7 +178,7 @@ class Trial(PlainModule):
         new_loss, ratio = self._look(proposal)
         # Cheaper than looking at every number; an update whose norm overflows has
         # diverged too. A gradient may be that large, if what follows is finite.
-        update_norm = tree_norm(proposal.updates)
+        update_norm = proposal.norm
         # Only the first of faults that follow from each other is reported.
         finite_value = all_finite(self.value)
         norm = self.start.gradient_norm
