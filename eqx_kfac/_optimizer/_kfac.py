@@ -286,7 +286,7 @@ class KFAC(eqx.Module):
         state = self._init_with(
             curvature=curvature,
             inverse=inverse,
-            still=zeros_as_from(missing, curvature),
+            still=jnp.ones_like(zeros_as_from(missing, curvature)),
             velocity=jtu.tree_map(zeros_split_as, tagged),
             layer_damping=init_layer_damping(self._rules.layer_damping, curvature, model),
             fallback=init_fallback(model, self.fallback),

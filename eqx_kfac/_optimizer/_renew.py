@@ -58,9 +58,9 @@ def renew(
 
     def anew():
         averaged = estimate(unchanged.averaged)
-        return _factorised(trial, averaged, due_inverse(averaged.first))
+        return _factorised(trial, averaged, due_inverse(jnp.asarray(averaged.first)))
 
-    when = due, due_inverse(unchanged.averaged.first)
+    when = due, due_inverse(jnp.zeros_like(trial.averaged.fine))
     if any(due.always for due in when):
         return anew()
     # Of layers that wait for curvature, the gradients are looked at.
