@@ -41,7 +41,7 @@ MUTANTS = [
     M("_optimizer/_optax.py", "others = steepest(updates), state", "others = updates, state", "complex"),
     # Layers without curvature so far.
     M("_inverse/_precondition.py", "jnp.where(still, 0, solution)", "solution", "run"),
-    M("_optimizer/_kfac.py", "again = state.refactorise | averaged.first", "again = state.refactorise", "run"),
+    M("_optimizer/_kfac.py", "state.refactorise | first)", "state.refactorise)", "run"),
     M("_optimizer/_trial.py", "missed = without & self.averaged.fresh", "missed = without", "run"),
     M("_optimizer/_collect.py", "jnp.full_like(first, whole)", "jnp.full_like(first, True)", "run"),
     M("_optimizer/_optax.py", "due = Due.of(state, self.inverse_period, old.first)", "due = Due.of(state, self.inverse_period)", "run"),

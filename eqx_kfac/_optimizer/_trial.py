@@ -178,10 +178,9 @@ class Trial(PlainModule):
         new_loss, ratio = self._look(proposal)
         # Cheaper than looking at every number; an update whose norm overflows has
         # diverged too. A gradient may be that large, if what follows is finite.
-        update_norm = proposal.norm
         # Only the first of faults that follow from each other is reported.
         finite_value = all_finite(self.value)
-        norm = self.start.gradient_norm
+        update_norm, norm = proposal.norm, self.start.gradient_norm
         without &= self.finite
         overflows = jnp.isinf(norm) & all_finite(update_norm) & ~without
         finite_grads = all_finite(norm) | overflows
