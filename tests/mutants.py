@@ -212,7 +212,7 @@ MUTANTS = [
     M("_devices.py", "axes = [a for a in mesh.manual_axes if a not in varying and _is_tracked(a)]", "axes = list(mesh.manual_axes)", "distributed sharding"),
     M("_tag/_tag.py", "return self.form.replace(new, tuple(placed))", "return new", "distributed"),
     M("_operator/_packed.py", "padded = _pad(whole, -rows % block, 0, 0)", "padded = whole", "distributed"),
-    M("_optimizer/_kfac.py", "inverse=split_still(inverse)", "inverse=inverse", "distributed"),
+    M("_optimizer/_kfac.py", "inverse=split_still(new.inverse)", "inverse=new.inverse", "distributed"),
     M("_inverse/_precondition.py", "*unpacked((factors, state)), damping_of(factors, damping)", "*unpacked((factors, state)), damping", "optimizer block_diagonal"),
     M("_inverse/_precondition.py", "if has_split((curvature, inverse)):", "if False:", "distributed"),
     M("_inverse/_through_rows.py", "ones = None if bias is None else jnp.ones_like(x[:, :1])", "ones = None if bias is None else 2 * jnp.ones_like(x[:, :1])", "through_rows"),
