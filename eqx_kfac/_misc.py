@@ -1,5 +1,6 @@
 """Small functions of arrays and trees, for which several files have a use."""
 
+import functools as ft
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -129,22 +130,18 @@ def difference(tree: PyTree, expected: PyTree) -> tuple[str, str, str] | None:
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
     """Whether every number in `tree` is finite."""
     leaves = [x for x in jtu.tree_leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    small, large = _by_size([(x,) for x in leaves])
-    flags = [jnp.all(jnp.isfinite(x))[None] for (x,) in large]
-    flags += [jnp.isfinite(x) for (x,) in small]
+    small, large = _by_size(leaves, _SMALL)
+    flags = [jnp.all(jnp.isfinite(x))[None] for x in large]
+    flags += [jnp.isfinite(x) for x in small]
     return jnp.all(_in_a_row(flags)) if flags else jnp.ones((), bool)
 
 
-def _by_size(pairs: Sequence[tuple]) -> tuple[list[tuple], list[tuple]]:
-    """Those arrays (or pairs of them) that are better looked at together, for every
-    single one is something to compile; and the others."""
-
-    def is_small(x):
-        return x.size < 2**14 and explicit_sharding(jax.typeof(x)) is None
-
+def _by_size(arrays: Sequence[Array], most: int) -> tuple[list[Array], list[Array]]:
+    """Those arrays that are smaller than `most`; and the others."""
     small, large = [], []
-    for pair in pairs:
-        (small if all(map(is_small, pair)) else large).append(pair)
+    for x in arrays:
+        is_small = x.size < most and explicit_sharding(jax.typeof(x)) is None
+        (small if is_small else large).append(x)
     return small, large
 
 
@@ -168,22 +165,60 @@ def tree_where(pred: Bool[Array, ""], true: PyTree, false: PyTree) -> PyTree:
 def tree_dot(a: PyTree, b: PyTree) -> Shaped[Array, ""]:
     """The inner product of two trees of arrays, accumulated in at least float32. A
     complex number is a pair of real ones: of those, the real part of $a^* b$."""
-    a, b = as_real(a), as_real(b)
-    dtype = accumulator(*[x.dtype for x in jtu.tree_leaves(a)])
 
-    def dot(x, y):
-        if explicit_sharding(jax.typeof(x)) is not None:
-            return jnp.sum(x * y)
-        axes = tuple(range(x.ndim))
-        dims, highest = ((axes, axes), ((), ())), jax.lax.Precision.HIGHEST
-        return jax.lax.dot_general(x, y, dims, precision=highest)
+    def dot(few_rows, a, b):
+        return sum(map(_dot, few_rows(a), few_rows(b)))
 
-    pairs = []
-    jtu.tree_map(lambda x, y: pairs.append((x.astype(dtype), y.astype(dtype))), a, b)
-    small, large = _by_size(pairs)
-    if small:
-        large.append(tuple(map(_in_a_row, zip(*small, strict=True))))
-    return sum((dot(x, y) for x, y in large), jnp.zeros((), dtype))
+    return _with_rows(dot, a, b)
+
+
+def squared_norm_of_sum(
+    scale_a: Shaped[Array, ""], a: PyTree, scale_b: Shaped[Array, ""], b: PyTree
+) -> Shaped[Array, ""]:
+    """The squared Euclidean norm of a sum of two trees of arrays, each times a number.
+    (GPUs have the rows of both from inner products, and need not make those of a third
+    tree.)"""
+
+    def squares(few_rows, a, b):
+        add = lambda x, y: scale_a.astype(x.dtype) * x + scale_b.astype(y.dtype) * y
+        rows = map(add, few_rows(a), few_rows(b))
+        return sum(_dot(x, x) for x in rows)
+
+    return _with_rows(squares, a, b)
+
+
+def _with_rows(fn: Callable, *trees: PyTree) -> Shaped[Array, ""]:
+    """`fn(few_rows, *trees)` of the real leaves: few rows have all of their numbers."""
+    trees = tuple(jtu.tree_leaves(as_real(tree)) for tree in trees)
+    dtype = accumulator(*[x.dtype for x in trees[0]])
+    if not trees[0]:
+        return jnp.zeros((), dtype)
+    trees = jtu.tree_map(lambda x: x.astype(dtype), trees)
+
+    def of(most):
+        def few_rows(leaves):
+            small, large = _by_size(leaves, most)
+            return [*large, _in_a_row(small)] if small else large
+
+        return ft.partial(fn, few_rows)
+
+    if any(explicit_sharding(jax.typeof(x)) is not None for x in trees[0]):
+        return of(_SMALL)(*trees)
+    few = dict(cpu=of(_SMALL), default=of(_SMALL_ELSEWHERE))
+    return jax.lax.platform_dependent(*trees, **few)
+
+
+def _dot(x: Array, y: Array) -> Shaped[Array, ""]:
+    if explicit_sharding(jax.typeof(x)) is not None:
+        return jnp.sum(x * y)
+    axes = tuple(range(x.ndim))
+    dims, highest = ((axes, axes), ((), ())), jax.lax.Precision.HIGHEST
+    return jax.lax.dot_general(x, y, dims, precision=highest)
+
+
+# Arrays of fewer numbers are better looked at together: for a CPU, every single one is
+# something to compile; elsewhere, something to launch, which takes longer than a copy.
+_SMALL, _SMALL_ELSEWHERE = 2**14, 2**22
 
 
 def symmetric(inner: Callable, vectors: Sequence[Any]) -> Shaped[Array, "n n"]:

@@ -41,7 +41,7 @@ MUTANTS = [
     M("_optimizer/_optax.py", "others = steepest(updates), state", "others = updates, state", "complex"),
     # Layers without curvature so far.
     M("_inverse/_precondition.py", "jnp.where(still, 0, solution)", "solution", "run"),
-    M("_optimizer/_kfac.py", "again = state.refactorise | averaged.first", "again = state.refactorise", "run"),
+    M("_optimizer/_kfac.py", "state.refactorise | first)", "state.refactorise)", "run"),
     M("_optimizer/_trial.py", "missed = without & self.averaged.fresh", "missed = without", "run"),
     M("_optimizer/_collect.py", "jnp.full_like(first, whole)", "jnp.full_like(first, True)", "run"),
     M("_optimizer/_optax.py", "due = Due.of(state, self.inverse_period, old.first)", "due = Due.of(state, self.inverse_period)", "run"),
@@ -214,7 +214,7 @@ MUTANTS = [
     M("_devices.py", "axes = [a for a in mesh.manual_axes if a not in varying and _is_tracked(a)]", "axes = list(mesh.manual_axes)", "distributed sharding"),
     M("_tag/_tag.py", "return self.form.replace(new, tuple(placed))", "return new", "distributed"),
     M("_operator/_packed.py", "padded = _pad(whole, -rows % block, 0, 0)", "padded = whole", "distributed"),
-    M("_optimizer/_kfac.py", "inverse=split_still(inverse)", "inverse=inverse", "distributed"),
+    M("_optimizer/_kfac.py", "inverse=split_still(new.inverse)", "inverse=new.inverse", "distributed"),
     M("_inverse/_precondition.py", "*unpacked((factors, state)), damping_of(factors, damping)", "*unpacked((factors, state)), damping", "optimizer block_diagonal"),
     M("_inverse/_precondition.py", "if has_split((curvature, inverse)):", "if False:", "distributed"),
     M("_inverse/_through_rows.py", "ones = None if bias is None else jnp.ones_like(x[:, :1])", "ones = None if bias is None else 2 * jnp.ones_like(x[:, :1])", "through_rows"),
@@ -259,7 +259,7 @@ MUTANTS = [
     M("_optimizer/_fallback.py", "return fallback.update(grads, state, params)", "return grads, state", "optimizer optax"),
     # Devices, layers, and what is said of a model.
     M("_devices.py", "axes |= varying(jax.typeof(leaf))", "pass", "sharding"),
-    M("_misc.py", "small, large = _by_size([(x,) for x in leaves])", "small, large = _by_size([(x,) for x in leaves[:1]])", "reliability"),
+    M("_misc.py", "small, large = _by_size(leaves, _SMALL)", "small, large = _by_size(leaves[:1], _SMALL)", "reliability"),
     M("_module.py", "if first not in fields:", "if False:", "tag"),
     M("_module.py", "value = replaced(old, rest, value) if rest else value", "pass", "tag"),
     M("_module.py", "vars(new).update({**fields, first: value})", "vars(new).update({first: value})", "tag"),

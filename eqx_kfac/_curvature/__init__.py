@@ -1,7 +1,7 @@
 from ._accumulate import Accumulator as Accumulator, Total as Total
 from ._average import (
-    any_first as any_first,
     average as average,
+    for_layers as for_layers,
     has_bases as has_bases,
     include as include,
     init_curvature as init_curvature,

@@ -1,15 +1,16 @@
 """The average of the curvature: what is in it, and in which bases. Pure functions over
 trees that are shaped like the model."""
 
+import itertools
+
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float
 
 from .._block import AbstractFactors, no_l2
 from .._custom_types import Model
-from .._devices import Devices, over_stack
+from .._devices import Devices, over_stack, placed_like
 from .._jobs import done, Job
 from .._misc import all_finite, difference, tree_where
 from .._operator import packed_like, unpacked
@@ -76,21 +77,28 @@ def is_finite(curvature: Model) -> Bool[Array, ""]:
     return all_finite(bounds)
 
 
-def missing(curvature: Model) -> Model:
-    """Whether each layer (each of a stack) has no curvature at all, in a tree shaped like
-    the model."""
+def missing(curvature: Model) -> Bool[Array, " layers"]:
+    """Whether each layer (each of a stack) has no curvature at all, all in one row."""
 
     def is_zero(factors):
         axes = factors.l2.ndim
         return over_stack(type(factors).is_zero, axes)(factors) & (factors.l2 == 0)
 
-    return jtu.tree_map(is_zero, curvature, is_leaf=_is_factors)
+    layers = jtu.tree_leaves(curvature, is_leaf=_is_factors)
+    flags = [is_zero(f).reshape(-1) for f in layers if _is_factors(f)]
+    return jnp.concatenate(flags) if flags else jnp.zeros((0,), bool)
 
 
-def any_first(curvature: Model, new: Model) -> Bool[Array, ""]:
-    """Whether any layer has curvature in `new`, and had none."""
-    before, after = missing(curvature), missing(new)
-    return _any_of(jtu.tree_map(lambda old, now: old & ~now, before, after))
+def for_layers(row: Bool[Array, " layers"], curvature: Model) -> Model:
+    """What `missing` has of each layer (of each of a stack), in a tree shaped like the
+    model."""
+    layers, treedef = jtu.tree_flatten(curvature, is_leaf=_is_factors)
+    ends = itertools.accumulate(f.l2.size for f in layers)
+    own = [
+        placed_like(row[end - f.l2.size : end].reshape(f.l2.shape), f.l2)
+        for f, end in zip(layers, ends, strict=True)
+    ]
+    return treedef.unflatten(own)
 
 
 def unseen(grads: Model, without: Model) -> Bool[Array, ""]:
@@ -101,13 +109,8 @@ def unseen(grads: Model, without: Model) -> Bool[Array, ""]:
             return None
         return zero & jnp.any(tag.to_matrix(layer) != 0, axis=(-2, -1))
 
-    missed = lambda: _any_of(map_tags(is_missed, grads, without))
-    # Gradients are only looked at where there is any reason to.
-    return jax.lax.cond(_any_of(without), missed, lambda: _any_of(without))
-
-
-def _any_of(flags: Model) -> Bool[Array, ""]:
-    return jnp.any(jnp.concatenate([f.reshape(-1) for f in jtu.tree_leaves(flags)]))
+    flags = jtu.tree_leaves(map_tags(is_missed, grads, without))
+    return jnp.any(jnp.concatenate([f.reshape(-1) for f in flags]))
 
 
 def _is_factors(node: object) -> bool:

@@ -87,7 +87,10 @@ def _inverse_whole(factor: Float[Array, "d d"]) -> Float[Array, "d d"]:
     which every product of another shape takes seconds to compile."""
     lower = _root(factor)
     half = triangular_solve(lower, identity(factor), left_side=True, lower=True)
-    return triangular_solve(lower, half, left_side=True, lower=True, transpose_a=True)
+    whole = triangular_solve(lower, half, left_side=True, lower=True, transpose_a=True)
+    # A solver leaves the columns in a row. The same matrix transposed has its rows so, as
+    # the state has them: it would be copied at every step, even if it stays the same.
+    return whole.T
 
 
 def _root(factor: Float[Array, "d d"]) -> Float[Array, "d d"]:

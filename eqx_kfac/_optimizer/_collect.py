@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from .._curvature import any_first, average, include, is_finite, LinearisedBatch
+from .._curvature import average, include, is_finite, LinearisedBatch, missing
 from .._custom_types import Key, Model
 from .._fisher import AbstractFisher
 from ._schedule import Due
@@ -18,6 +18,9 @@ class Average(NamedTuple):
     curvature: Model
     weight: Float[Array, ""]  # Total weight of the estimates; 0 before the first.
     fine: Bool[Array, ""]  # Whether all is finite so far.
+    # Which layers have none, so that nothing says how far they may go: a row, as
+    # `missing` has it.
+    still: Bool[Array, " layers"]
     # Whether an estimate from all of this step's examples is in it,
     fresh: Bool[Array, ""] | bool = False
     # and any layer's first curvature.
@@ -28,9 +31,20 @@ class Average(NamedTuple):
         there is already is fine."""
         if new is None:
             return self._replace(fine=self.fine & (self.weight > 0))
-        curvature, weight, fine = include(*self[:2], model, new, ema, self.fine)
-        first = any_first(self.curvature, curvature)
-        return Average(curvature, weight, fine, True, first)
+        joined = include(*self[:2], model, new, ema, self.fine)
+        return self._with(*joined, jnp.ones_like(self.fine))
+
+    def _with(
+        self,
+        curvature: Model,
+        weight: Float[Array, ""],
+        fine: Bool[Array, ""],
+        fresh: Bool[Array, ""],
+    ) -> "Average":
+        """The next one, with what is known of its layers."""
+        still = missing(curvature)
+        first = self.first | jnp.any(self.still & ~still)
+        return Average(curvature, weight, fine, still, fresh, first)
 
 
 def collect(
@@ -53,8 +67,7 @@ def collect(
         new = linearised.curvature(fisher, key)
         take = averaged.fine & is_finite(new)
         joined = average(averaged.curvature, averaged.weight, new, ema, take)
-        first = averaged.first | any_first(averaged.curvature, joined[0])
-        return Average(*joined, take, fresh, first)
+        return averaged._with(*joined, take, fresh)
 
     def one_of_many(index, averaged):
         index_key = None if key is None else jax.random.fold_in(key, index)

@@ -9,9 +9,16 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from .._checks import check_count, plain
-from .._curvature import Batch, GradientRows, LinearisedBatch
+from .._curvature import Batch, GradientRows, LinearisedBatch, missing
 from .._custom_types import Key, Model, Numeric
-from .._devices import beside, cast_varying, putting, varying_axes, zeros_split_as
+from .._devices import (
+    beside,
+    cast_varying,
+    putting,
+    varying_axes,
+    zeros_as_from,
+    zeros_split_as,
+)
 from .._fisher import AbstractFisher, Centred, MonteCarlo
 from .._inverse import for_each
 from .._misc import tree_where
@@ -31,12 +38,13 @@ from ._choices import (
 )
 from ._collect import Average, collect
 from ._damping import AbstractDamping, LevenbergMarquardt
-from ._factors import check_belongs, Factorising, init_factors
+from ._factors import check_belongs, init_factors
 from ._fallback import init_fallback, update_fallback
 from ._guard import AbstractGuard
 from ._layer_damping import AbstractLayerDamping, init_layer_damping
 from ._numbers import current, initial, MovingAverage, Numbers, WeightDecay
 from ._quadratic import AbstractStepRule, QuadraticModel
+from ._renew import renew
 from ._rollback import init_rollback
 from ._said import optimizer_said
 from ._schedule import Due, early, InTurn
@@ -280,6 +288,7 @@ class KFAC(eqx.Module):
         state = self._init_with(
             curvature=curvature,
             inverse=inverse,
+            still=jnp.ones_like(zeros_as_from(missing, curvature)),
             velocity=jtu.tree_map(zeros_split_as, tagged),
             layer_damping=init_layer_damping(self._rules.layer_damping, curvature, model),
             fallback=init_fallback(model, self.fallback),
@@ -352,13 +361,10 @@ class KFAC(eqx.Module):
         linearised = batch.linearise(model, state.curvature, slots, program, collects)
         value, aux, grads, rows = linearised.value_and_grads()
         begun = start(value, grads, state, self._rules, linearised=linearised)
-        averaged = collect(
-            Average(state.curvature, state.weight, begun.fine),
-            *(linearised, self.fisher, state.ema, self._burn_in, key),
-            due=due,
-        )
+        how = linearised, self.fisher, state.ema, self._burn_in, key, due
+        estimate = lambda before: collect(before, *how)
         updates, state, info = self._updates(
-            model, state, averaged, begun, rows, linearised
+            model, state, estimate, due, begun, rows, linearised
         )
         info = dataclasses.replace(info, aux=aux)
         return state.rollback.chosen(eqx.apply_updates(model, updates)), state, info
@@ -399,9 +405,9 @@ class KFAC(eqx.Module):
         watched = value is not None and model is not None
         value = jnp.zeros(()) if value is None else jnp.asarray(value)
         begun = start(value, grads, state, self._rules, watched)
-        averaged = Average(state.curvature, state.weight, begun.fine)
-        averaged = averaged.including(grads, curvature, state.ema)
-        updates, state, _ = self._updates(model, state, averaged, begun, None, None)
+        estimate = lambda before: before.including(grads, curvature, state.ema)
+        due = Due.of(state, 1)
+        updates, state, _ = self._updates(model, state, estimate, due, begun)
         return (state.rollback.led(updates, model) if watched else updates), state
 
     def __str__(self) -> str:
@@ -442,16 +448,14 @@ class KFAC(eqx.Module):
         self,
         model: Model,
         state: KFACState,
-        averaged: Average,
+        estimate: Callable[[Average], Average],
+        due: Due,
         begun: Start,
-        rows: GradientRows | None,
-        linearised: LinearisedBatch | None,
+        rows: GradientRows | None = None,
+        linearised: LinearisedBatch | None = None,
     ) -> tuple[Model, KFACState, Info]:
-        """Factorise (if due), precondition, choose the length, look (if due), decide."""
-        again = state.refactorise | averaged.first
-        due = self._due(state, "inverse_period", again)
-        factorising = Factorising(begun.grads, self.solver, due, averaged.fine)
-        curvature = factorising.in_own_bases(averaged.curvature)
+        """Renew the curvature and its factorisation (if due), precondition, choose the
+        length, look (if due), decide."""
         trial = Trial(
             rules=self._rules,
             guard=self.guard,
@@ -460,27 +464,32 @@ class KFAC(eqx.Module):
             model=model,
             start=begun,
             rows=rows,
-            averaged=averaged._replace(curvature=curvature),
             linearised=linearised,
+            averaged=Average(state.curvature, state.weight, begun.fine, state.still),
         )
-        damping = trial.calibrated(factorising.anew)
-        each = trial.layer_damping(due)
-        strength = trial.strength(damping if each is None else each)
+
+        def due_inverse(first):
+            return self._due(state, "inverse_period", state.refactorise | first)
+
+        new = renew(trial, estimate, due, due_inverse)
+        trial = dataclasses.replace(trial, averaged=new.averaged)
+        curvature = new.averaged.curvature
+        strength = trial.strength(new.damping, new.layer_damping)
         strength = for_each(strength, begun.grads, curvature)
-        inverse, factorised = factorising(state.inverse, curvature, strength)
         others, fallback = update_fallback(
             begun.grads, state.fallback, model, self.fallback
         )
-        proposal = trial.propose(damping, inverse, strength, others)
-        info = trial.judge(proposal, factorised)
+        proposal = trial.propose(new.damping, new.inverse, strength, others)
+        info = trial.judge(proposal, new.factorised, new.without)
         updates = decayed(proposal, model, state.numbers, self.weight_decay)
         nothing = jtu.tree_map(jnp.zeros_like, updates)
         updates = tree_where(info.rejected, nothing, updates)
         state = state._replace(
             curvature=split_still(curvature),
-            inverse=split_still(inverse),
-            layer_damping=each,
-            weight=averaged.weight,
+            inverse=split_still(new.inverse),
+            layer_damping=new.layer_damping,
+            weight=new.averaged.weight,
+            still=new.averaged.still,
         )
         what = model, state, proposal, updates, fallback, info, self._rules
         return updates, after(*what, begun.watched), info

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import PyTree
 
 from .._complex import steepest
-from .._curvature import missing
+from .._curvature import for_layers, missing
 from .._custom_types import Model, Numeric
 from .._devices import beside, putting
 from .._inverse import precondition
@@ -125,7 +125,8 @@ class _ScaleByKFAC:
         check_belongs(state, self.init, updates)
         numbers = initial(self._numbers, state.step)
         fine = in_range(numbers) if any(map(_may_change, self._numbers)) else True
-        old = Average(state.curvature, state.weight, jnp.asarray(fine))
+        still = missing(state.curvature)
+        old = Average(state.curvature, state.weight, jnp.asarray(fine), still)
         if curvature is not None:
             old = old.including(updates, _trained(curvature, updates), numbers.ema)
         averaged, weight = old.curvature, old.weight
@@ -135,7 +136,7 @@ class _ScaleByKFAC:
         inverse, _ = factorising(state.inverse, averaged, numbers.damping)
         gradient, _ = partition_tagged(updates)
         factorised = averaged, inverse, self.solver, numbers.damping
-        natural = precondition(gradient, *factorised, missing(averaged))
+        natural = precondition(gradient, *factorised, for_layers(old.still, averaged))
         ready = fine & (weight > 0)
         natural = jtu.tree_map(lambda n: jnp.where(ready, n, 0), natural)
         others = steepest(updates), state.fallback, params, self.fallback

@@ -91,14 +91,23 @@ class Due(NamedTuple):
         """Whether all of the work is due, whoever's turn it is."""
         return (self.weight == 0) | self.again
 
+    @property
+    def now(self) -> Bool[Array, ""]:
+        """Whether it is."""
+        return (jnp.fmod(self.step, self.period) == 0) | self.every_part
+
+    @property
+    def always(self) -> bool:
+        """Whether any of it is at every step."""
+        return self.period == 1 or self.turns > 1
+
     def when(
         self, compute: Callable, otherwise: Any, finite: Bool[Array, ""] | bool = True
     ) -> Any:
         """`compute()` if it is due and all is `finite`; else `otherwise`."""
         if self.period == 1 and finite is True:
             return compute()
-        due = (jnp.fmod(self.step, self.period) == 0) | self.every_part
-        return jax.lax.cond(due & finite, compute, lambda: otherwise)
+        return jax.lax.cond(self.now & finite, compute, lambda: otherwise)
 
 
 def early(step: Int[Array, ""], period: int) -> Bool[Array, ""]:

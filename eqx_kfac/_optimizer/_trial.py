@@ -12,17 +12,11 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float
 
 from .._complex import steepest
-from .._curvature import (
-    check_pushes_forward,
-    GradientRows,
-    LinearisedBatch,
-    missing,
-    unseen,
-)
+from .._curvature import check_pushes_forward, for_layers, GradientRows, LinearisedBatch
 from .._custom_types import Model
 from .._inverse import precondition, precondition_through_rows
 from .._loss import Penalty
-from .._misc import all_finite, tree_dot, tree_norm
+from .._misc import all_finite, squared_norm_of_sum, tree_dot, tree_norm
 from .._module import PlainModule
 from .._solver import AbstractDampedSolver
 from .._tag import partition_tagged
@@ -64,14 +58,22 @@ class Proposal(NamedTuple):
     momentum: Float[Array, ""]
     velocity: Model  # The update of the parameters that tags cover,
     others: Model  # and of those that the fallback looks after.
+    squares: Float[Array, ""]  # The squared Euclidean norm of the former.
     extent: Float[Array, ""] | None  # The squared length of the former, if it is bounded.
     # For the former, by the quadratic model; `None` if it was not needed so far.
     predicted: Float[Array, ""] | None
-    still: Model | None  # Which layers are left where they are: without curvature.
 
     @property
     def updates(self) -> Model:
         return eqx.combine(self.velocity, self.others)
+
+    @property
+    def norm(self) -> Float[Array, ""]:
+        """The Euclidean norm of the updates."""
+        if not jtu.tree_leaves(self.others):
+            return jnp.sqrt(self.squares)
+        others = tree_dot(self.others, self.others)
+        return jnp.sqrt(self.squares.astype(others.dtype) + others)
 
 
 class Trial(PlainModule):
@@ -114,9 +116,10 @@ class Trial(PlainModule):
         arguments = state.damping, self.curvature, self.model, size, grads
         return due.when(ft.partial(rule, *arguments), state.layer_damping, self.finite)
 
-    def strength(self, damping: Any) -> Any:
-        """What the preconditioner is damped with: a number, or one for every layer."""
+    def strength(self, damping: Any, each: Model | None = None) -> Any:
+        """What the preconditioner is damped with: a number, or one for `each` layer."""
         rule = self.rules.step
+        damping = damping if each is None else each
         if self.rules.damping is None:
             damping = self.state.rollback.damped(damping)
         if rule is None:
@@ -129,8 +132,8 @@ class Trial(PlainModule):
     ) -> Proposal:
         r"""$\delta = \alpha d + \mu \delta_\text{prev}$ with $d = -\hat F^{-1} \nabla h$,
         given the factorisation of $\hat F$, damped with `strength`."""
-        state, gradient, still = self.state, self._gradient, self._still()
-        factorised = self.curvature, inverse, self.solver, strength, still
+        state, gradient = self.state, self._gradient
+        factorised = self.curvature, inverse, self.solver, strength, self.still
         if self.rows is None:
             natural = precondition(gradient, *factorised)
         else:
@@ -138,20 +141,23 @@ class Trial(PlainModule):
         direction = jtu.tree_map(jnp.negative, natural)
         given, extent = self._constrained(natural)
         (scale, momentum), predicted = self._lengths(damping, direction, given)
+        before = state.velocity
         velocity = jtu.tree_map(
             lambda d, v: momentum.astype(v.dtype) * v + scale.astype(d.dtype) * d,
             direction,
-            state.velocity,
+            before,
         )
+        squares = squared_norm_of_sum(momentum, before, scale, direction)
         if self._is_bounded_exactly:
             part = self._part(velocity)
+            squares *= part.astype(squares.dtype) ** 2
             velocity = jtu.tree_map(lambda v: part.astype(v.dtype) * v, velocity)
             extent = None if extent is None else part**2 * extent
         # What was chosen, not what the norm constraint has made of it.
         learning_rate = state.learning_rate if self.rules.learning_rate is None else scale
         momentum = state.momentum if self.rules.momentum is None else momentum
         chosen = damping, learning_rate, momentum
-        return Proposal(*chosen, velocity, others, extent, predicted, still)
+        return Proposal(*chosen, velocity, others, squares, extent, predicted)
 
     def _ratio_of_tagged(
         self, damping: Float[Array, ""], inverse: Model, strength: Any
@@ -161,17 +167,21 @@ class Trial(PlainModule):
         proposal = self.propose(damping, inverse, strength, others)
         return self._ratio(self._new_loss(proposal), self._predicted(proposal))
 
-    def judge(self, proposal: Proposal, factorised: Bool[Array, ""]) -> Info:
+    def judge(
+        self,
+        proposal: Proposal,
+        factorised: Bool[Array, ""],
+        without: Bool[Array, ""],
+    ) -> Info:
         """What is to be said of a step, and whether it is to be taken; `factorised`: by
-        the inverse of this curvature."""
+        the inverse of this curvature, or `without` any for some gradient."""
         new_loss, ratio = self._look(proposal)
         # Cheaper than looking at every number; an update whose norm overflows has
         # diverged too. A gradient may be that large, if what follows is finite.
-        update_norm = tree_norm(proposal.updates)
         # Only the first of faults that follow from each other is reported.
         finite_value = all_finite(self.value)
-        norm = self.start.gradient_norm
-        without = self.finite & self._without(proposal.still)
+        update_norm, norm = proposal.norm, self.start.gradient_norm
+        without &= self.finite
         overflows = jnp.isinf(norm) & all_finite(update_norm) & ~without
         finite_grads = all_finite(norm) | overflows
         finite = self.finite & finite_grads
@@ -213,6 +223,18 @@ class Trial(PlainModule):
     @property
     def curvature(self) -> Model:
         return self.averaged.curvature
+
+    @property
+    def is_penalised(self) -> bool:
+        return self.linearised is not None and _is_penalised(self.linearised)
+
+    @property
+    def still(self) -> Model | None:
+        """Which layers are left where they are. `None`: there is a penalty, of which
+        there is no curvature anyway."""
+        if self.is_penalised:
+            return None
+        return for_layers(self.averaged.still, self.curvature)
 
     @property
     def finite(self) -> Bool[Array, ""]:
@@ -342,19 +364,6 @@ class Trial(PlainModule):
         if isinstance(due, bool):
             return compute() if due else None
         return jax.lax.cond(due, compute, lambda: jnp.full_like(self.value, jnp.inf))
-
-    def _still(self) -> Model | None:
-        """Which layers have no curvature, so that nothing says how far they may go;
-        `None`: there is a penalty, of which there is none anyway."""
-        if self.linearised is not None and _is_penalised(self.linearised):
-            return None
-        return missing(self.curvature)
-
-    def _without(self, still: Model | None) -> Bool[Array, ""]:
-        """Whether any layer has a gradient and no curvature."""
-        if still is None:
-            return jnp.zeros_like(self.finite)
-        return unseen(self.grads, still)
 
     def _risen(self, new_loss: Float[Array, ""] | None) -> Bool[Array, ""]:
         """Whether the loss, as far as it was looked at, forbids the step."""

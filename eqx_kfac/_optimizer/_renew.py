@@ -1,0 +1,101 @@
+"""The curvature and its factorisation, renewed at those steps at which any of it is due:
+one decision for all, because a GPU stops for every single one."""
+
+import dataclasses
+import functools as ft
+import operator
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from .._curvature import unseen
+from .._custom_types import Model
+from .._inverse import for_each
+from ._collect import Average
+from ._factors import Factorising
+from ._schedule import Due
+from ._trial import Trial
+
+
+class Renewed(NamedTuple):
+    """What is to be preconditioned with."""
+
+    averaged: Average  # Except for whether any layer's curvature is its `first`.
+    without: Bool[Array, ""]  # Whether any layer has a gradient, but no curvature.
+    damping: Float[Array, ""]
+    layer_damping: Model | None
+    inverse: Model
+    factorised: Bool[Array, ""]
+
+    @property
+    def arrays(self) -> tuple:
+        """The same in few arrays: each costs a GPU a copy."""
+        averaged = self.averaged
+        flags = averaged.fine, averaged.fresh, self.without, self.factorised
+        averaged = averaged._replace(fine=None, fresh=None, first=None)
+        new = self._replace(averaged=averaged, without=None, factorised=None)
+        return new, jnp.stack([jnp.asarray(flag) for flag in flags])
+
+    @staticmethod
+    def of_arrays(arrays: tuple) -> "Renewed":
+        new, (fine, fresh, without, factorised) = arrays
+        averaged = new.averaged._replace(fine=fine, fresh=fresh, first=False)
+        return new._replace(averaged=averaged, without=without, factorised=factorised)
+
+
+def renew(
+    trial: Trial,
+    estimate: Callable[[Average], Average],
+    due: Due,
+    due_inverse: Callable[[Bool[Array, ""]], Due],
+) -> Renewed:
+    """The curvature with another `estimate`, and its factorisation, each if it is due.
+    That may be because the curvature is the first one: `due_inverse(first)`."""
+    unchanged = _unchanged(trial)
+
+    def anew():
+        averaged = estimate(unchanged.averaged)
+        return _factorised(trial, averaged, due_inverse(jnp.asarray(averaged.first)))
+
+    when = due, due_inverse(jnp.zeros_like(trial.averaged.fine))
+    if any(due.always for due in when):
+        return anew()
+    # Of layers that wait for curvature, the gradients are looked at.
+    waiting = not trial.is_penalised and jnp.any(trial.averaged.still)
+    now = ft.reduce(operator.or_, [due.now for due in when], waiting)
+    return Renewed.of_arrays(
+        jax.lax.cond(now, lambda: anew().arrays, lambda: unchanged.arrays)
+    )
+
+
+def _unchanged(trial: Trial) -> Renewed:
+    """At a step at which nothing is due; then every layer has some curvature."""
+    state, averaged = trial.state, trial.averaged
+    no = jnp.zeros_like(averaged.fine)
+    return Renewed(
+        averaged=averaged._replace(fresh=no, first=no),
+        without=no,
+        damping=state.damping,
+        layer_damping=state.layer_damping,
+        inverse=state.inverse,
+        factorised=jnp.ones_like(no),
+    )
+
+
+def _factorised(trial: Trial, averaged: Average, due: Due) -> Renewed:
+    grads, state = trial.grads, trial.state
+    factorising = Factorising(grads, trial.solver, due, averaged.fine)
+    curvature = factorising.in_own_bases(averaged.curvature)
+    averaged = averaged._replace(curvature=curvature)
+    trial = dataclasses.replace(trial, averaged=averaged)
+    damping = trial.calibrated(factorising.anew)
+    each = trial.layer_damping(due)
+    strength = for_each(trial.strength(damping, each), grads, curvature)
+    inverse, factorised = factorising(state.inverse, curvature, strength)
+    without = jnp.zeros_like(averaged.fine)
+    if trial.still is not None:
+        without = unseen(grads, trial.still)
+    return Renewed(averaged, without, damping, each, inverse, factorised)
