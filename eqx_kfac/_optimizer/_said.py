@@ -7,8 +7,8 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from jax.core import Tracer
 
+from .._jax import Tracer
 from ._schedule import InTurn
 
 
