@@ -331,7 +331,7 @@ def test_looking_matters(whole):
     def preconditioned(model, x, y):
         curvature = kfac.curvature(loss, kfac.Exact())(model, x, y)
         batch = Batch(loss, (x, y), {})
-        program = batch.look(model)._replace(regularised=False)
+        program = batch.analyse(model)._replace(regularised=False)
         slots = batch.row_slots(model, program)
         _, _, grads, rows = batch.linearise(model, None, slots).value_and_grads()
         solver = kfac.Cholesky()

@@ -224,6 +224,7 @@ class _KFAC:
                 layer_damping=None,
                 iterates=None,
                 rollback=trees["curvature"],
+                still=trees["curvature"],
                 **trees,
             )
         else:

@@ -16,7 +16,7 @@ from .._curvature import check_pushes_forward, for_layers, GradientRows, Lineari
 from .._custom_types import Model
 from .._inverse import precondition, precondition_through_rows
 from .._loss import Penalty
-from .._misc import all_finite, squared_norm_of_sum, tree_dot, tree_norm
+from .._misc import accumulator, all_finite, squared_norm_of_sum, tree_dot, tree_norm
 from .._module import PlainModule
 from .._solver import AbstractDampedSolver
 from .._tag import partition_tagged
@@ -148,6 +148,8 @@ class Trial(PlainModule):
             before,
         )
         squares = squared_norm_of_sum(momentum, before, scale, direction)
+        if any(v.dtype != accumulator(v.dtype) for v in jtu.tree_leaves(velocity)):
+            squares = tree_dot(velocity, velocity)  # It may have overflowed.
         if self._is_bounded_exactly:
             part = self._part(velocity)
             squares *= part.astype(squares.dtype) ** 2

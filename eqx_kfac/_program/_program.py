@@ -25,7 +25,7 @@ from .._tag import (
     with_tags,
 )
 from ..form import Parameters
-from ..nn import has_own_tag, is_followed
+from ..nn._convert import has_own_tag, is_followed
 from ._interpreter import all_sources, Expressions
 from ._trace import (
     LabelledModel,

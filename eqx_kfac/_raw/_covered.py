@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 from .._custom_types import Model
 from .._misc import names
 from .._tag import check_tagged, is_tagged, partition_tagged
-from ..nn import has_own_tag
+from ..nn._convert import has_own_tag
 
 
 def check_covered(model: Model, fallback: object) -> None:

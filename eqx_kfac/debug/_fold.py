@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 
+@runtime_checkable
 class Line(Protocol):
     """What is said of one layer, or of one stack of layers."""
 

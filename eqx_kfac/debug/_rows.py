@@ -10,6 +10,7 @@ import jax.tree_util as jtu
 
 from .._curvature import captured, collected_rows, linearise, used_sites, UsedSite
 from .._custom_types import Args, Key, Kwargs, Model
+from .._fisher import AbstractFisher
 from .._misc import accumulator
 from .._program import Program
 from .._tag import fill_rows
@@ -39,7 +40,10 @@ class Places:
         args: Args,
         kwargs: Kwargs,
         program: Program,
+        fisher: AbstractFisher | None,
     ):
+        # Without the mean of the examples, a gradient is no sum of rows.
+        self._are_sums = fisher is None or not fisher.centred
         self._what = loss_fn, model, args, kwargs, program
         self._looked: Any = None
 
@@ -51,6 +55,8 @@ class Places:
     def few(self, number: int) -> Rows | None:
         """The rows of the layer of this number, if they are no more to hold than its
         gradient; and if they can be told apart, because it is used once."""
+        if not self._are_sums:
+            return None
         used = self._found()[0][number]
         use, sizes = used.once, used.site.sizes
         if use is None or use.derivative:

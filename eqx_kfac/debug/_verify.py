@@ -172,7 +172,7 @@ def _checks(problem: Problem, model: Model) -> list[LayerCheck]:
         each = [list(map(np.asarray, column)) for column in each]
         # What has no rows has no curvature.
         used = [i for i in fitting if not np.all(each[1][i] == 0)]
-        places = Places(loss_fn, model, args, kwargs, every.program)
+        places = Places(loss_fn, model, args, kwargs, every.program, problem.fisher)
         for group in groups(used, measured, problem.memory):
             begin(f"compiling and comparing the blocks of {len(group)}")
             found.update(_compared(problem, model, every, measured, group, places))

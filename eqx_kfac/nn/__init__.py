@@ -16,8 +16,6 @@ from ._convert import (
     Choice as Choice,
     convert_layers as convert_layers,
     Derived as Derived,
-    has_own_tag as has_own_tag,
-    is_followed as is_followed,
     revert_layers as revert_layers,
 )
 from ._elementwise import (
