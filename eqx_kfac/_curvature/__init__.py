@@ -7,7 +7,6 @@ from ._average import (
     init_curvature as init_curvature,
     is_finite as is_finite,
     missing as missing,
-    number_of_layers as number_of_layers,
     try_in_new_bases as try_in_new_bases,
     unseen as unseen,
 )

@@ -89,12 +89,6 @@ def missing(curvature: Model) -> Bool[Array, " layers"]:
     return jnp.concatenate(flags) if flags else jnp.zeros((0,), bool)
 
 
-def number_of_layers(curvature: Model) -> int:
-    """How many layers have factors, all those of a stack counted."""
-    layers = jtu.tree_leaves(curvature, is_leaf=_is_factors)
-    return sum(f.l2.size for f in layers if _is_factors(f))
-
-
 def for_layers(row: Bool[Array, " layers"], curvature: Model) -> Model:
     """What `missing` has of each layer (of each of a stack), in a tree shaped like the
     model."""

@@ -9,13 +9,14 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from .._checks import check_count, plain
-from .._curvature import Batch, GradientRows, LinearisedBatch, number_of_layers
+from .._curvature import Batch, GradientRows, LinearisedBatch, missing
 from .._custom_types import Key, Model, Numeric
 from .._devices import (
     beside,
     cast_varying,
     putting,
     varying_axes,
+    zeros_as_from,
     zeros_split_as,
 )
 from .._fisher import AbstractFisher, Centred, MonteCarlo
@@ -287,7 +288,7 @@ class KFAC(eqx.Module):
         state = self._init_with(
             curvature=curvature,
             inverse=inverse,
-            still=jnp.ones(number_of_layers(curvature), bool),
+            still=jnp.ones_like(zeros_as_from(missing, curvature)),
             velocity=jtu.tree_map(zeros_split_as, tagged),
             layer_damping=init_layer_damping(self._rules.layer_damping, curvature, model),
             fallback=init_fallback(model, self.fallback),
