@@ -40,7 +40,7 @@ class Places:
         args: Args,
         kwargs: Kwargs,
         program: Program,
-        fisher: AbstractFisher | None,
+        fisher: AbstractFisher | None = None,
     ):
         # Without the mean of the examples, a gradient is no sum of rows.
         self._are_sums = fisher is None or not fisher.centred
