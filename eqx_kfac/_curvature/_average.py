@@ -150,7 +150,8 @@ def in_new_bases(
 def try_in_new_bases(
     curvature: Model, model: Model, solver: AbstractDampedSolver
 ) -> tuple[Model, Bool[Array, ""]]:
-    """As `in_new_bases`, and whether it is finite; what was there, if it is not."""
+    """The curvature `in_new_bases`, or, if that is not finite, as it was; and whether it
+    is finite."""
     new = in_new_bases(curvature, model, solver)
     finite = all_finite(new)
     return tree_where(finite, new, curvature), finite

@@ -190,7 +190,7 @@ def _checked(used: UsedSite) -> RowShapes | None:
     raise ValueError(
         f"Cannot capture the rows of {f'`{path}`' if path else 'the model'}: it {how}, "
         "and what is captured would be added up. Capture from a loss function that uses "
-        "the layer once, such as a `vmap` over time steps or positions in the site of a "
+        "the layer once, such as a `vmap` over time steps or positions in the place of a "
         "loop, or leave the layer out: `kfac.convert(model, blocks={path: None})`. "
         "(`kfac.curvature`, whose statistics are sums, is right as it is.)"
     )

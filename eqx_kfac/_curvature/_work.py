@@ -10,7 +10,7 @@ import jax
 from .._custom_types import Args, Kwargs, Model
 from .._jax import Equation
 from .._program import run
-from .._tag import flatten_tags, Label, tag_p, with_tags
+from .._tag import flatten_tags, Label, label_of, tag_p, with_tags
 
 
 class Work(NamedTuple):
@@ -42,7 +42,7 @@ def work(loss_fn: Callable, model: Model, args: Args, kwargs: Kwargs) -> Work:
     operations, numbers, called = 0.0, 0.0, set()
     for eqn, times in _equations(closed.jaxpr, 1):
         if eqn.primitive is tag_p:
-            own = eqn.params["layout"].label([atom.aval for atom in eqn.invars])
+            own = label_of(eqn)
             called |= {own.number} if own is not None else set()
         size = sum(math.prod(v.aval.shape) for v in eqn.outvars)  # pyright: ignore
         operations += times * size * _per_number(eqn)

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 from jaxtyping import Array, Bool, PyTree
 
 from .._block import AbstractFactors
-from .._curvature import has_bases, init_curvature, try_in_new_bases
+from .._curvature import has_bases, init_curvature, missing, try_in_new_bases
 from .._custom_types import Model
 from .._devices import meshes_of, zeros_as_from
 from .._inverse import factorise, refactorise
@@ -23,16 +23,20 @@ from ._state import KFACState, ScaleByKFACState
 from ._turns import Turns, when_in_turn
 
 
-def init_factors(model: Model, solver: AbstractDampedSolver) -> tuple[Model, Model]:
+def init_factors(
+    model: Model, solver: AbstractDampedSolver
+) -> tuple[Model, Model, Bool[Array, " layers"]]:
     """Zeros in the place of every layer's factors, and of their factorisation, as a state
-    has them."""
-
+    has them; and of the row that says which layers have any curvature."""
     return zeros_as_from(_factors, model, solver)
 
 
-def _factors(model: Model, solver: AbstractDampedSolver) -> tuple[Model, Model]:
+def _factors(
+    model: Model, solver: AbstractDampedSolver
+) -> tuple[Model, Model, Bool[Array, " layers"]]:
     curvature = init_curvature(model)
-    return curvature, factorise(curvature, model, solver, jnp.zeros(()))
+    inverse = factorise(curvature, model, solver, jnp.zeros(()))
+    return curvature, inverse, missing(curvature)
 
 
 class Factorising:
@@ -53,10 +57,8 @@ class Factorising:
         """The curvature of blocks that are kept in a basis, in that of today."""
         if not has_bases(self.model):
             return curvature
-        in_new_bases = lambda curvature: try_in_new_bases(
-            curvature, self.model, self.solver
-        )
-        return self._when_due(in_new_bases, curvature)[0]
+        rebase = lambda tree: try_in_new_bases(tree, self.model, self.solver)
+        return self._when_due(rebase, curvature)[0]
 
     def anew(
         self, inverse: Model, curvature: Model, strength: Any

@@ -9,14 +9,13 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from .._checks import check_count, plain
-from .._curvature import Batch, GradientRows, LinearisedBatch, missing
+from .._curvature import Batch, GradientRows, LinearisedBatch
 from .._custom_types import Key, Model, Numeric
 from .._devices import (
     beside,
     cast_varying,
     putting,
     varying_axes,
-    zeros_as_from,
     zeros_split_as,
 )
 from .._fisher import AbstractFisher, Centred, MonteCarlo
@@ -284,11 +283,11 @@ class KFAC(eqx.Module):
         check_init(model)
         check_covered(model, self.fallback)
         tagged, _ = partition_tagged(model)
-        curvature, inverse = init_factors(model, self.solver)
+        curvature, inverse, known = init_factors(model, self.solver)
         state = self._init_with(
             curvature=curvature,
             inverse=inverse,
-            still=jnp.ones_like(zeros_as_from(missing, curvature)),
+            known=known,
             velocity=jtu.tree_map(zeros_split_as, tagged),
             layer_damping=init_layer_damping(self._rules.layer_damping, curvature, model),
             fallback=init_fallback(model, self.fallback),
@@ -465,7 +464,7 @@ class KFAC(eqx.Module):
             start=begun,
             rows=rows,
             linearised=linearised,
-            averaged=Average(state.curvature, state.weight, begun.fine, state.still),
+            averaged=Average(state.curvature, state.weight, begun.fine, ~state.known),
         )
 
         def due_inverse(first):
@@ -489,7 +488,7 @@ class KFAC(eqx.Module):
             inverse=split_still(new.inverse),
             layer_damping=new.layer_damping,
             weight=new.averaged.weight,
-            still=new.averaged.still,
+            known=~new.averaged.still,
         )
         what = model, state, proposal, updates, fallback, info, self._rules
         return updates, after(*what, begun.watched), info

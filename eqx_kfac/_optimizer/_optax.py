@@ -112,7 +112,7 @@ class _ScaleByKFAC:
             trees = _in_place_of(params, self.fallback)
         else:
             check_covered(params, self.fallback)
-            curvature, inverse = init_factors(params, self.solver)
+            curvature, inverse, _ = init_factors(params, self.solver)
             others = init_fallback(params, self.fallback)
             trees = dict(curvature=curvature, inverse=inverse, fallback=others)
         step, weight = jnp.zeros((), jnp.int32), jnp.zeros((), float)
@@ -224,7 +224,7 @@ class _KFAC:
                 layer_damping=None,
                 iterates=None,
                 rollback=trees["curvature"],
-                still=trees["curvature"],
+                known=trees["curvature"],
                 **trees,
             )
         else:

@@ -32,7 +32,7 @@ class Renewed(NamedTuple):
 
     @property
     def arrays(self) -> tuple:
-        """The same in few arrays: each costs a GPU a copy."""
+        """All fields, in few arrays: each costs a GPU a copy."""
         averaged = self.averaged
         flags = averaged.fine, averaged.fresh, self.without, self.factorised
         averaged = averaged._replace(fine=None, fresh=None, first=None)
@@ -63,7 +63,8 @@ def renew(
     when = due, due_inverse(jnp.zeros_like(trial.averaged.fine))
     if any(due.always for due in when):
         return anew()
-    # Of layers that wait for curvature, the gradients are looked at.
+    # Layers that wait for curvature are a fault only where they have a gradient, which is
+    # looked at in the branch that renews.
     waiting = not trial.is_penalised and jnp.any(trial.averaged.still)
     now = ft.reduce(operator.or_, [due.now for due in when], waiting)
     return Renewed.of_arrays(

@@ -83,7 +83,7 @@ def _period(period: int | InTurn, early: bool) -> str:
 
 
 def _loss(state: Any) -> str:
-    """That of the last step that was not bad, and how many have been since."""
+    """The loss of the last step that was not bad, and how many have been since."""
     rollback = state.rollback
     loss, bad, caution = map(shown, (rollback.loss, rollback.bad, rollback.caution))
     said = loss if shown(rollback.level) != "0" else "not known yet"

@@ -172,7 +172,7 @@ class KFACState(NamedTuple):
         `state.learning_rate`, `state.damping`.
     - `refactorise`: whether the factorisation is due at once, because the damping has
         changed after a rejection.
-    - `still`: which layers have no curvature so far, so that they stay where they are.
+    - `known`: which layers have any curvature so far; the others stay where they are.
     - `rejected`: the number of steps that were not taken.
     - `faults`: how often each fault was found.
     """
@@ -189,7 +189,7 @@ class KFACState(NamedTuple):
     rollback: Rollback
     numbers: Numbers
     refactorise: Bool[Array, ""]
-    still: Bool[Array, " layers"]
+    known: Bool[Array, " layers"]
     rejected: Int[Array, ""]
     faults: Faults
 

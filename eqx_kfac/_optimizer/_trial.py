@@ -147,9 +147,10 @@ class Trial(PlainModule):
             direction,
             before,
         )
-        squares = squared_norm_of_sum(momentum, before, scale, direction)
-        if any(v.dtype != accumulator(v.dtype) for v in jtu.tree_leaves(velocity)):
-            squares = tree_dot(velocity, velocity)  # It may have overflowed.
+        if all(v.dtype == accumulator(v.dtype) for v in jtu.tree_leaves(velocity)):
+            squares = squared_norm_of_sum(momentum, before, scale, direction)
+        else:  # In a lower precision, the sum may have overflowed.
+            squares = tree_dot(velocity, velocity)
         if self._is_bounded_exactly:
             part = self._part(velocity)
             squares *= part.astype(squares.dtype) ** 2

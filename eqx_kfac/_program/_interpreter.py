@@ -278,7 +278,7 @@ class Interpreter:
         sources = [v.sources for v in carry]
         start = len(self.records)
         while True:
-            # Of all rounds, only the last one has its records kept.
+            # Earlier rounds knew too little: only the records of the last one are kept.
             del self.records[start:]
             number = iter(range(n))
             carried = [

@@ -22,6 +22,7 @@ from .._loss import L2
 from .._tag import (
     flatten_tags,
     Label,
+    label_of,
     statistic_p,
     Tag,
     tag_p,
@@ -287,9 +288,7 @@ def _dead(jaxpr: Any) -> frozenset[int]:
 
 def _called(jaxpr: Any) -> set[int]:
     """The numbers of the tags that a program uses."""
-    avals = lambda eqn: [atom.aval for atom in eqn.invars]
-    uses = [eqn for eqn in equations(jaxpr) if eqn.primitive is tag_p]
-    labels = [eqn.params["layout"].label(avals(eqn)) for eqn in uses]
+    labels = [label_of(eqn) for eqn in equations(jaxpr) if eqn.primitive is tag_p]
     return {label.number for label in labels if label is not None}
 
 
@@ -307,10 +306,9 @@ def _visit(
         return [value._replace(sources=value.sources | unseen)], []
     if eqn.primitive is not tag_p:
         return None
-    params = eqn.params
-    layout, stack = params["layout"], params["stack"]
+    params, stack = eqn.params, eqn.params["stack"]
     avals: list[Any] = [atom.aval for atom in eqn.invars]
-    label = layout.label(avals)
+    label = label_of(eqn)
     if label is None:  # The loss function itself collects curvature by it.
         return values[:1], []
     y, x = values[:2]

@@ -8,6 +8,7 @@ from ._partition import (
 )
 from ._primitive import (
     Label as Label,
+    label_of as label_of,
     statistic_p as statistic_p,
     tag_p as tag_p,
     unseen_p as unseen_p,

@@ -59,9 +59,6 @@ class RowCollector(AbstractCollector):
 
     derivatives = True
 
-    def __init__(self):
-        pass
-
     def empty(self) -> Statistics:
         return Statistics(inputs=None, outputs=None)
 
@@ -107,9 +104,6 @@ class GradientCollector(AbstractCollector):
     what passes by the tag."""
 
     derivatives = True
-
-    def __init__(self):
-        pass
 
     def empty(self) -> Statistics:
         return Statistics(inputs=Columns(), outputs=CollectedGradient())

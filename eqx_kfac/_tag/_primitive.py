@@ -24,6 +24,7 @@ from .._devices import cast_varying
 from .._jax import (
     aval_of,
     broadcast_along,
+    Equation,
     instantiated,
     is_linear_operand,
     is_zero,
@@ -93,6 +94,11 @@ class Layout(NamedTuple):
         _, _, shared, _ = self.split(operands)
         *_, label = jtu.tree_unflatten(self.shared, shared)
         return None if label is None else Label.read(label.shape)
+
+
+def label_of(eqn: Equation) -> Label | None:
+    """The label of the tag that an equation binds."""
+    return eqn.params["layout"].label([atom.aval for atom in eqn.invars])
 
 
 tag_p = Primitive("kfac_tag")
