@@ -12,11 +12,12 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array
 
-from .._curvature import Batch, Work, work
+from .._curvature import Batch
 from .._custom_types import Args, Key, Kwargs, Model
 from .._fisher import AbstractFisher, CurvatureProp, Empirical, Exact
 from .._misc import draw, trailing
 from .._program import Program, run
+from ._work import Work, work
 
 
 MEMORY = 1e9  # Bytes.
