@@ -130,6 +130,11 @@ class WeightDecay(AbstractHyperparameter):
         self.mask = mask
 
 
+def chosen_by(optimizer: Any) -> Hyperparameters:
+    """What an optimizer was constructed with: each a number, a schedule, or a rule."""
+    return Hyperparameters(*[getattr(optimizer, f) for f in Hyperparameters._fields])
+
+
 def initial(chosen: Hyperparameters, step: Int[Array, ""]) -> Hyperparameters:
     """What the state holds at first."""
 

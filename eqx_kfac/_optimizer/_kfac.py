@@ -40,13 +40,7 @@ from ._damping import AbstractDamping, LevenbergMarquardt
 from ._factors import check_belongs, init_factors
 from ._fallback import init_fallback, update_fallback
 from ._guard import AbstractGuard
-from ._hyperparameters import (
-    current,
-    Hyperparameters,
-    initial,
-    MovingAverage,
-    WeightDecay,
-)
+from ._hyperparameters import chosen_by, current, initial, MovingAverage, WeightDecay
 from ._layer_damping import AbstractLayerDamping, init_layer_damping
 from ._quadratic import AbstractStepRule, QuadraticModel
 from ._renew import renew
@@ -422,10 +416,7 @@ class KFAC(eqx.Module):
     def _rules(self) -> Rules:
         return rules_of(vars(self))
 
-    @property
-    def _hyperparameters(self) -> Hyperparameters:
-        """What was chosen for each of the numbers in the state."""
-        return Hyperparameters(*[getattr(self, name) for name in Hyperparameters._fields])
+    _hyperparameters = property(chosen_by)
 
     @property
     def _burn_in(self) -> int:
