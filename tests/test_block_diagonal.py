@@ -322,7 +322,7 @@ def test_covers_the_model():
 
 
 def test_l2_is_part_of_it():
-    """As of `GaussNewton`: with no curvature but that of the penalty, both are the
+    """With no curvature but that of the penalty, both are the
     same."""
     model, _ = fitted("kronecker")
 
