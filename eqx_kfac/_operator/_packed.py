@@ -107,7 +107,7 @@ class ShardedPacked(eqx.Module):
         return cls(split_rows(padded, over, mesh), rows, over, mesh)
 
     def packed(self) -> Packed:
-        """The same, in full on every device."""
+        """The packed matrices, in full on every device."""
         return Packed(split_rows(self.rectangle, (), self.mesh)[..., : self.rows, :])
 
     def diagonal(self) -> Shaped[Array, "*stack n"]:

@@ -92,7 +92,7 @@ class SpectralOperator(AbstractSymmetricOperator):
         return True
 
     def diagonal(self) -> Float[Array, " size"]:
-        """Of a `KroneckerBasis`, by the squares of its vectors' entries."""
+        """The diagonal in a `KroneckerBasis`, by the squares of its vectors' entries."""
         if not isinstance(self.basis, KroneckerBasis):
             return super().diagonal()
         vectors = self.basis.output_vectors, self.basis.input_vectors

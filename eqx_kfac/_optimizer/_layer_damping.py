@@ -194,7 +194,7 @@ def _measured(tag: Tag, layer: Layer, factors: Any, gradient: Array) -> Any:
 
 
 def _of_one_step(operator: Any) -> Any:
-    """Of a chain of time steps, the curvature of one: a dense matrix of all would be as
+    """The curvature of one time step of a chain: a dense matrix of all would be as
     large as the square of the parameters."""
     if not isinstance(operator, SeriesOperator):
         return operator

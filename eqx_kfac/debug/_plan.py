@@ -132,7 +132,7 @@ def scale(coefficient: Any, loss: Any) -> Array:
 
 
 def random_vectors(fisher: AbstractFisher | None, operations: float) -> Vectors:
-    """As many random vectors as can be had, if each takes so many operations."""
+    """Random vectors, as many as can be had if each takes so many operations."""
     if isinstance(fisher, Empirical):
         draws = _signed_scores
     elif fisher is not None and fisher.centred:

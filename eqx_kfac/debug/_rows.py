@@ -23,7 +23,7 @@ SMALL = 10**6  # So many numbers are few in any layer.
 
 
 class Rows(NamedTuple):
-    """Of a gradient of one layer, or of a stack of them."""
+    """How many rows a gradient of one layer has, or of a stack, and of what size."""
 
     number: int  # In one of the stack.
     inputs: int  # How many numbers their inputs are,

@@ -19,7 +19,7 @@ WIDEST = (
 
 
 class Spectrum(NamedTuple):
-    """Of a layer, or of a stack of them, `L2` terms included."""
+    """The spectrum of a layer, or of a stack of them, `L2` terms included."""
 
     path: str
     trace: np.ndarray  # [*stack]
