@@ -1,24 +1,23 @@
 """K-FAC for Equinox."""
 
-from . import form as form, plot as plot
+from . import (
+    analysis as analysis,
+    debug as debug,
+    factors as factors,
+    form as form,
+    operators as operators,
+    plot as plot,
+)
 from ._block import (
     AbstractBlock as AbstractBlock,
-    AbstractFactors as AbstractFactors,
     Diagonal as Diagonal,
-    DiagonalFactors as DiagonalFactors,
     EKFAC as EKFAC,
-    EKFACFactors as EKFACFactors,
     Expand as Expand,
     Full as Full,
-    FullFactors as FullFactors,
     Identity as Identity,
-    IdentityFactors as IdentityFactors,
     Kronecker as Kronecker,
-    KroneckerFactors as KroneckerFactors,
     Reduce as Reduce,
     Series as Series,
-    SeriesFactors as SeriesFactors,
-    Statistics as Statistics,
     TensorNormal as TensorNormal,
     TNT as TNT,
 )
@@ -28,16 +27,7 @@ from ._complex import (
     ComplexParts as ComplexParts,
 )
 from ._curvature import (
-    Accumulator as Accumulator,
-    BlockDiagonalOperator as BlockDiagonalOperator,
-    capture as capture,
-    Captured as Captured,
     curvature as curvature,
-    EmpiricalFisher as EmpiricalFisher,
-    Fisher as Fisher,
-    GaussNewton as GaussNewton,
-    Hessian as Hessian,
-    Total as Total,
     value_grad_and_curvature as value_grad_and_curvature,
 )
 from ._fisher import (
@@ -64,14 +54,6 @@ from ._loss import (
     SquaredError as SquaredError,
     StudentTNLL as StudentTNLL,
 )
-from ._operator import (
-    KroneckerOperator as KroneckerOperator,
-    Packed as Packed,
-    SeriesOperator as SeriesOperator,
-    SpectralOperator as SpectralOperator,
-    Split as Split,
-    unpacked as unpacked,
-)
 from ._optimizer import (
     AbstractDamping as AbstractDamping,
     AbstractGuard as AbstractGuard,
@@ -79,52 +61,38 @@ from ._optimizer import (
     AbstractStepRule as AbstractStepRule,
     AbstractTrustRegion as AbstractTrustRegion,
     averaged as averaged,
+    AveragedParameters as AveragedParameters,
     Faults as Faults,
+    Hyperparameters as Hyperparameters,
     Info as Info,
-    InTurn as InTurn,
-    Iterates as Iterates,
     KFAC as KFAC,
-    kfac as kfac,
     KFACState as KFACState,
     LayerDamping as LayerDamping,
     LevenbergMarquardt as LevenbergMarquardt,
     MaxIncrease as MaxIncrease,
     MovingAverage as MovingAverage,
-    Numbers as Numbers,
+    optax_kfac as optax_kfac,
     packed as packed,
     Quadratic as Quadratic,
     QuadraticModel as QuadraticModel,
     Rollback as Rollback,
     scale_by_kfac as scale_by_kfac,
+    Staggered as Staggered,
     TrustRegion as TrustRegion,
     WeightDecay as WeightDecay,
     Window as Window,
-)
-from ._posterior import (
-    Influence as Influence,
-    influence as influence,
-    Lanczos as Lanczos,
-    lanczos as lanczos,
-    Laplace as Laplace,
-    spectral_density as spectral_density,
-    SpectralDensity as SpectralDensity,
 )
 from ._raw import convert as convert, revert as revert
 from ._solver import (
     AbstractDampedSolver as AbstractDampedSolver,
     Cholesky as Cholesky,
-    ConjugateGradient as ConjugateGradient,
     Eigh as Eigh,
     NewtonSchulz as NewtonSchulz,
     SubspaceIteration as SubspaceIteration,
 )
 from ._tag import Tag as Tag
 from .debug import (
-    LayerCheck as LayerCheck,
-    LayerSummary as LayerSummary,
-    Summary as Summary,
     summary as summary,
-    Verification as Verification,
     verify as verify,
 )
 from .nn import (

@@ -46,7 +46,7 @@ def as_real(tree: _T) -> _T:
             return loss_fn(kfac.as_complex(parts), x, y).value
 
         grads = eqx.filter_grad(value)(kfac.as_real(model))
-        operator = kfac.GaussNewton(loss_fn, model, x, y).damped(0.1)
+        operator = kfac.analysis.GaussNewtonOperator(loss_fn, model, x, y).damped(0.1)
         step = lx.linear_solve(operator, grads, lx.CG(rtol=1e-5, atol=1e-5)).value
         ```
     """

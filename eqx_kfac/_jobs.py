@@ -118,7 +118,7 @@ class _Batch(NamedTuple):
         return self(jtu.tree_map(lambda a: a[which], self.args))
 
     def zeros(self, number: int) -> PyTree:
-        """As so many results."""
+        """Zeros in the place of so many results."""
         zeros = lambda a: jnp.zeros((number, *a.shape[1:]), a.dtype)
         return jtu.tree_map(zeros, jax.eval_shape(self, self.args))
 

@@ -137,7 +137,7 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
 
 
 def _by_size(arrays: Sequence[Array], most: int) -> tuple[list[Array], list[Array]]:
-    """Those arrays that are smaller than `most`; and the others."""
+    """Splits arrays into those smaller than `most`, and the others."""
     small, large = [], []
     for x in arrays:
         is_small = x.size < most and explicit_sharding(jax.typeof(x)) is None

@@ -139,9 +139,9 @@ def datamodelling_score(
 # %% [markdown]
 # ## Four curvatures
 #
-# `kfac.influence` takes curvature of any blocks; the damping is small, for the penalty is
-# curvature already. The exact Gauss-Newton matrix of so small a network can be written
-# out, and inverted.
+# `kfac.analysis.influence` takes curvature of any blocks; the damping is small, for the
+# penalty is curvature already. The exact Gauss-Newton matrix of so small a network can be
+# written out, and inverted.
 
 
 # %%
@@ -157,7 +157,9 @@ DAMPING = 1e-4
 def by_blocks(name: str, model: Any, data: Data, blocks: Any) -> Method:
     blocked = kfac.convert(kfac.revert(model), blocks=blocks)
     collect = eqx.filter_jit(kfac.curvature(loss_fn, fisher=kfac.Exact()))
-    influence = kfac.influence(loss_fn, collect(blocked, data.x, data.y), DAMPING)
+    influence = kfac.analysis.influence(
+        loss_fn, collect(blocked, data.x, data.y), DAMPING
+    )
 
     def scores(model, test, train):
         batches = list(zip(np.array_split(train.x, 4), np.array_split(train.y, 4)))
@@ -198,7 +200,9 @@ def by_matrix(name: str, inverse: Callable) -> Method:
 
 def methods(model: Any, data: Data) -> list[Method]:
     def exact(model, vectors):
-        operator = kfac.GaussNewton(loss_fn, model, data.x, data.y).damped(DAMPING)
+        operator = kfac.analysis.GaussNewtonOperator(
+            loss_fn, model, data.x, data.y
+        ).damped(DAMPING)
         factor = jax.scipy.linalg.cho_factor(operator.as_matrix())
         return jax.scipy.linalg.cho_solve(factor, vectors.T).T
 

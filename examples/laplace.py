@@ -63,14 +63,14 @@ def curvature_of(loss_fn: Callable, model: Any, *data: Any) -> Any:
 
 
 @eqx.filter_jit
-def tuned(curvature: Any, model: Any, number: int, sigma: Any) -> kfac.Laplace:
-    posterior = kfac.Laplace(curvature, model, number, sigma_noise=sigma)
+def tuned(curvature: Any, model: Any, number: int, sigma: Any) -> kfac.analysis.Laplace:
+    posterior = kfac.analysis.Laplace(curvature, model, number, sigma_noise=sigma)
     return posterior.with_tuned_prior(per_layer=True)
 
 
 def fit(
     loss_fn: Callable, model: Any, data: tuple, blocks: Any, sigma: Any = 1.0
-) -> kfac.Laplace:
+) -> kfac.analysis.Laplace:
     model = kfac.convert(kfac.revert(model), blocks=blocks)
     return tuned(curvature_of(loss_fn, model, *data), model, len(data[0]), sigma)
 
@@ -112,7 +112,9 @@ def regression_loss(model, x, y):
     return kfac.SquaredError(jax.vmap(model)(x), y)
 
 
-def with_best_noise(posterior: kfac.Laplace, mean_loss: Array) -> kfac.Laplace:
+def with_best_noise(
+    posterior: kfac.analysis.Laplace, mean_loss: Array
+) -> kfac.analysis.Laplace:
     number = posterior.num_examples
 
     def at(sigma):
@@ -232,7 +234,7 @@ def last_layer(model: Any) -> tuple[Any, Any]:
 
 
 @eqx.filter_jit
-def cooled(posterior: kfac.Laplace, x: Any, y: Any) -> kfac.Laplace:
+def cooled(posterior: kfac.analysis.Laplace, x: Any, y: Any) -> kfac.analysis.Laplace:
     """With the temperature of the highest likelihood."""
 
     def at(temperature):
@@ -277,7 +279,7 @@ def digits(options: argparse.Namespace, seed: int, bar: tqdm) -> dict[str, Score
         data.train,
         kfac.Kronecker(),
     )
-    posteriors: dict[str, tuple[kfac.Laplace, Callable]] = {
+    posteriors: dict[str, tuple[kfac.analysis.Laplace, Callable]] = {
         "last layer": (last, lambda part, x: whole(part)(x))
     }
     for name, block in BLOCKS.items():

@@ -198,7 +198,7 @@ def with_kfac(name: str, optimizer: kfac.KFAC, loss_fn: Callable) -> Method:
         return model, state
 
     def final(model, state):
-        return model if state.iterates is None else kfac.averaged(model, state)
+        return model if state.averaged_parameters is None else kfac.averaged(model, state)
 
     return Method(name, optimizer.init, step, final)
 
@@ -228,7 +228,7 @@ def with_adam(rate: float, loss_fn: Callable) -> Method:
 def with_gauss_newton(loss_fn: Callable) -> Method:
     """The damped step to an accuracy of 1e-4, or after 300 products; the damping falls by
     a third while the loss does, and is four times as much where it would rise."""
-    solver = kfac.ConjugateGradient(rtol=1e-4, max_steps=300)
+    solver = kfac.analysis.ConjugateGradient(rtol=1e-4, max_steps=300)
 
     def init(model):
         del model
@@ -238,9 +238,9 @@ def with_gauss_newton(loss_fn: Callable) -> Method:
         del key, part
         value = lambda m: loss_fn(m, *points).value
         before, grads = eqx.filter_value_and_grad(value)(model)
-        operator = kfac.GaussNewton(loss_fn, model, *points)
+        operator = kfac.analysis.GaussNewtonOperator(loss_fn, model, *points)
         curvature = kfac.curvature(loss_fn, kfac.Exact())(model, *points)
-        blocks = kfac.BlockDiagonalOperator(curvature, model)
+        blocks = kfac.analysis.BlockDiagonalOperator(curvature, model)
         options = dict(preconditioner=blocks.inverse(damping), damping=damping)
         found = lx.linear_solve(operator, grads, solver, options=options, throw=False)
         moved = eqx.apply_updates(model, jax.tree.map(jnp.negative, found.value))

@@ -837,14 +837,16 @@ def test_step_is_rejected(most, learning_rate, beyond, rejected):
     if rejected:
         assert_same(new, model)  # And is not gone for again.
         assert_same(after.velocity, jax.tree.map(jnp.zeros_like, state.velocity))
-        assert_same(after.iterates, state.iterates)
+        assert_same(after.averaged_parameters, state.averaged_parameters)
         assert float(after.learning_rate) == float(state.learning_rate)
         assert float(info.update_norm) == 0
         assert float(after.damping) == pytest.approx(1e-2 / 0.95**5, rel=1e-14)
     else:
         assert np.all(parameters(new) != parameters(model))
         assert np.all(parameters(after.velocity) != parameters(state.velocity))
-        assert float(after.iterates.weight) > float(state.iterates.weight)
+        assert float(after.averaged_parameters.weight) > float(
+            state.averaged_parameters.weight
+        )
         assert float(info.update_norm) > 0
         assert float(after.damping) == 1e-2  # The rule is not due.
 
@@ -1286,13 +1288,13 @@ def test_what_needs_the_loss_function(choice):
     with raises(ValueError, f"`{name}=", *hint):
         optimizer.update(grads, state, model, curvature=None)
     if name not in ("guard", "ema"):
-        with raises(ValueError, f"`{name}=", "`kfac.kfac` does not have"):
-            kfac.kfac(**(dict(learning_rate=0.1) | choice))
+        with raises(ValueError, f"`{name}=", "`kfac.optax_kfac` does not have"):
+            kfac.optax_kfac(**(dict(learning_rate=0.1) | choice))
 
 
 def test_all_that_needs_the_loss_function_is_named():
     with raises(ValueError, "`learning_rate=", "`momentum=", "`damping="):
-        kfac.kfac(QUADRATIC, QUADRATIC, kfac.LevenbergMarquardt(1.0))
+        kfac.optax_kfac(QUADRATIC, QUADRATIC, kfac.LevenbergMarquardt(1.0))
 
 
 out_of_range = [
@@ -1306,11 +1308,11 @@ out_of_range = [
     (kfac.LevenbergMarquardt, "calibration", [-1], "at least 0"),
     (kfac.QuadraticModel, "examples", [0, -1], "at least 1"),
     (kfac.QuadraticModel, "damping_ratio", [0, -1.0], "positive"),
-    (kfac.MaxIncrease, "most", [-1e-9], "at least 0"),
+    (kfac.MaxIncrease, "tolerance", [-1e-9], "at least 0"),
     (kfac.WeightDecay, "rate", [-1e-9], "at least 0"),
     (kfac.MovingAverage, "decay", [-0.1, 1.1], "in [0, 1]"),
     (kfac.MovingAverage, "burn_in", [-1], "at least 0"),
-    (kfac.InTurn, "period", [0, -1], "at least 1"),
+    (kfac.Staggered, "period", [0, -1], "at least 1"),
     (kfac.Exact, "examples", [0, -3], "at least 1"),
     (kfac.MonteCarlo, "examples", [0, -3], "at least 1"),
     (kfac.Empirical, "examples", [0, -3], "at least 1"),
@@ -1416,8 +1418,8 @@ def test_a_loss_without_forward_derivative(micro_batches):
     for numbers in ((QUADRATIC,), (0.1, QUADRATIC), (0.1, 0.9, rule)):
         with raises(TypeError, "numbers", "`jax.custom_vjp`", "`jax.custom_jvp`"):
             step(*numbers)
-    with raises(TypeError, "kfac.GaussNewton", "`jax.custom_jvp`"):
-        kfac.GaussNewton(loss_fn, model, x, y).as_matrix()
+    with raises(TypeError, "kfac.analysis.GaussNewtonOperator", "`jax.custom_jvp`"):
+        kfac.analysis.GaussNewtonOperator(loss_fn, model, x, y).as_matrix()
 
 
 def after_steps(optimizer, number):

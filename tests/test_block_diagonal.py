@@ -52,7 +52,7 @@ def test_kronecker(name):
     @eqx.filter_jit
     def run(operator, v, damping):
         root = operator.power(0.5)
-        assert isinstance(root, kfac.KroneckerOperator)
+        assert isinstance(root, kfac.operators.KroneckerOperator)
         damped = [
             dict(
                 inverse=operator.inverse(number).as_matrix(),
@@ -72,7 +72,7 @@ def test_kronecker(name):
         )
 
     v = normal(3, 4, seed=2)
-    found = run(kfac.KroneckerOperator(*kroneckers[name]), v, jnp.array(0.1))
+    found = run(kfac.operators.KroneckerOperator(*kroneckers[name]), v, jnp.array(0.1))
     got = jtu.tree_map(np.asarray, found)
     v, full = np.asarray(v).ravel(), got["matrix"]
     values, vectors = np.linalg.eigh(full)
@@ -95,7 +95,7 @@ def test_rounding_below_zero():
 
     @eqx.filter_jit
     def run(low):
-        operator = kfac.KroneckerOperator(low, low)
+        operator = kfac.operators.KroneckerOperator(low, low)
         finite = [operator.power(0.5, tiny).as_matrix() for tiny in (1e-12, 0.0)]
         finite += [operator.logdet(1e-12), operator.power(-0.5, 1e-12).as_matrix()]
         return jnp.linalg.eigvalsh(low), operator.eigenvalues(), finite
@@ -249,7 +249,7 @@ def dense_blocks(curvature, model):
             f = jtu.tree_map(np.asarray, f)
             rows = np.asarray(to_matrix(tag.form, layer)).astype(int)
             for i in np.ndindex(f.l2.shape):
-                if isinstance(f, kfac.KroneckerFactors):
+                if isinstance(f, kfac.factors.KroneckerFactors):
                     a = f.input_factor[i]
                     a = np.diag(a) if a.ndim == 1 else a
                     block = np.kron(f.output_factor[i], a)
@@ -273,7 +273,7 @@ def test_block_diagonal(name):
 
     @eqx.filter_jit
     def run(curvature, v, damping):
-        operator = kfac.BlockDiagonalOperator(curvature, model)
+        operator = kfac.analysis.BlockDiagonalOperator(curvature, model)
         powers = {p: operator.power(p, damping) for p in (-0.5, 0.5)}
         return dict(
             matrix=operator.as_matrix(),
@@ -312,8 +312,8 @@ def test_block_diagonal(name):
 
 def test_covers_the_model():
     model, curvature = fitted("kronecker")
-    operator = kfac.BlockDiagonalOperator(curvature, model)
-    exact = kfac.GaussNewton(loss_fn, model, *batch)
+    operator = kfac.analysis.BlockDiagonalOperator(curvature, model)
+    exact = kfac.analysis.GaussNewtonOperator(loss_fn, model, *batch)
     assert operator.in_structure() == exact.in_structure()
     assert lx.is_symmetric(operator) and lx.is_positive_semidefinite(operator)
     assert operator.T is operator and lx.linearise(operator) is operator
@@ -322,7 +322,7 @@ def test_covers_the_model():
 
 
 def test_l2_is_part_of_it():
-    """As of `GaussNewton`: with no curvature but that of the penalty, both are the
+    """With no curvature but that of the penalty, both are the
     same."""
     model, _ = fitted("kronecker")
 
@@ -330,8 +330,8 @@ def test_l2_is_part_of_it():
         return 0.0 * kfac.SquaredError(jax.vmap(model)(x)) + kfac.L2(model, 0.2)
 
     collect = eqx.filter_jit(kfac.curvature(only_l2, fisher=kfac.Exact()))
-    operator = kfac.BlockDiagonalOperator(collect(model, batch[0]), model)
-    exact = kfac.GaussNewton(only_l2, model, batch[0])
+    operator = kfac.analysis.BlockDiagonalOperator(collect(model, batch[0]), model)
+    exact = kfac.analysis.GaussNewtonOperator(only_l2, model, batch[0])
     close(as_matrix(operator), as_matrix(exact))
     close(as_matrix(operator), 0.2 * np.eye(exact.in_size()))
 
@@ -341,7 +341,7 @@ def test_frozen():
     model = frozen(whole)
     loss = lambda part, x, t: loss_fn(eqx.combine(part, whole), x, t)
     curvature = eqx.filter_jit(kfac.curvature(loss, fisher=kfac.Exact()))(model, *batch)
-    operator = kfac.BlockDiagonalOperator(curvature, model)
+    operator = kfac.analysis.BlockDiagonalOperator(curvature, model)
     close(as_matrix(operator), dense_blocks(curvature, model))
     assert operator.in_size() == 6
     solve = eqx.filter_jit(lambda operator, v: operator.inverse(0.1).mv(v))
@@ -361,7 +361,9 @@ def test_inverse_is_what_the_optimizer_does(name, solver):
 
     @eqx.filter_jit
     def run(curvature, v):
-        operator = kfac.BlockDiagonalOperator(curvature, model).inverse(0.05, solver)
+        operator = kfac.analysis.BlockDiagonalOperator(curvature, model).inverse(
+            0.05, solver
+        )
         inverse = factorise(curvature, model, solver, 0.05)
         expected = precondition(v, curvature, inverse, solver, 0.05)
         return flat(operator.mv(v)), flat(expected)
@@ -372,10 +374,10 @@ def test_inverse_is_what_the_optimizer_does(name, solver):
 def test_series():
     """The generic way, by a dense matrix."""
     eye = lambda size, scale=1.0: jnp.asarray(scale * np.eye(size))
-    operator = kfac.SeriesOperator(
+    operator = kfac.operators.SeriesOperator(
         eye(2), eye(2, 0.3), eye(3), eye(3, 0.2), jnp.array(4.0), "x"
     )
-    factors = kfac.SeriesFactors(
+    factors = kfac.factors.SeriesFactors(
         operator.input_factor,
         operator.input_cross,
         operator.output_factor,
@@ -389,7 +391,7 @@ def test_series():
 
     @eqx.filter_jit
     def run(factors):
-        whole = kfac.BlockDiagonalOperator(factors, layer)
+        whole = kfac.analysis.BlockDiagonalOperator(factors, layer)
         return dict(
             one=tag.block.operator(factors).as_matrix(),
             powers={p: whole.power(p, 0.2).trace() for p in (1, -0.5)},
@@ -437,12 +439,12 @@ def test_preconditioned():
 
     @eqx.filter_jit
     def run():
-        exact = kfac.GaussNewton(regress, model, x, t)
+        exact = kfac.analysis.GaussNewtonOperator(regress, model, x, t)
         grads = eqx.filter_grad(lambda m: regress(m, x, t).value)(model)
         estimate = kfac.curvature(regress, fisher=kfac.Exact())
-        blocks = kfac.BlockDiagonalOperator(estimate(model, x, t), model)
+        blocks = kfac.analysis.BlockDiagonalOperator(estimate(model, x, t), model)
         # In the vectors of the other model: the tags of this one have other blocks.
-        diagonal = kfac.BlockDiagonalOperator(estimate(scales, x, t), scales)
+        diagonal = kfac.analysis.BlockDiagonalOperator(estimate(scales, x, t), scales)
         entries = lx.diagonal(diagonal.inverse(damping))
         _, unravel = ravel_pytree(params_of(model))
         jacobi = lx.TaggedLinearOperator(
@@ -450,7 +452,7 @@ def test_preconditioned():
         )
 
         theirs = lx.CG(rtol=0.0, atol=1e-4 * jnp.max(jnp.abs(flat(grads))))
-        ours = kfac.ConjugateGradient(rtol=1e-4)
+        ours = kfac.analysis.ConjugateGradient(rtol=1e-4)
 
         def solve(**options):
             first = lx.linear_solve(exact.damped(damping), grads, theirs, options=options)
@@ -496,7 +498,7 @@ def test_few_steps(steps):
     matrix = semidefinite(8, 8, 8)
     operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
     b = normal(8, seed=9)
-    solver = kfac.ConjugateGradient(rtol=0.0, max_steps=steps)
+    solver = kfac.analysis.ConjugateGradient(rtol=0.0, max_steps=steps)
     solution = eqx.filter_jit(lx.linear_solve)(
         operator, b, solver, options=dict(damping=0.1)
     )
@@ -518,17 +520,19 @@ def test_stops_and_says_why():
     def run(b, solver):
         return solve(operator, jax.device_put(np.array(b)), solver, throw=False)
 
-    indefinite = run([0.0, 0.0, 0.0, 1.0], kfac.ConjugateGradient())
+    indefinite = run([0.0, 0.0, 0.0, 1.0], kfac.analysis.ConjugateGradient())
     assert indefinite.result == lx.RESULTS.breakdown
     close(indefinite.value, np.zeros(4))
-    short = run([1.0, 1.0, 1.0, 0.0], kfac.ConjugateGradient(max_steps=2))
+    short = run([1.0, 1.0, 1.0, 0.0], kfac.analysis.ConjugateGradient(max_steps=2))
     assert short.result == lx.RESULTS.max_steps_reached
-    zero = run([0.0] * 4, kfac.ConjugateGradient())
+    zero = run([0.0] * 4, kfac.analysis.ConjugateGradient())
     assert zero.result == lx.RESULTS.successful
     assert int(zero.stats["num_steps"]) == 0
-    done = run([1.0, 1.0, 1.0, 0.0], kfac.ConjugateGradient(rtol=1e-10))
+    done = run([1.0, 1.0, 1.0, 0.0], kfac.analysis.ConjugateGradient(rtol=1e-10))
     close(done.value, np.array([1.0, 1 / 2, 1 / 3, 0.0]), 1e-9)
-    many = jax.vmap(lambda b: lx.linear_solve(operator, b, kfac.ConjugateGradient(1e-9)))
+    many = jax.vmap(
+        lambda b: lx.linear_solve(operator, b, kfac.analysis.ConjugateGradient(1e-9))
+    )
     b = np.array([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
     solution = eqx.filter_jit(many)(jnp.asarray(b))
     assert np.asarray(solution.stats["num_steps"]).tolist() == [3, 1]
@@ -540,8 +544,11 @@ def test_layers_without_curvature_are_named():
     first = lambda tree: tree.layers[0]
     missing = eqx.tree_at(first, curvature, None)
     with pytest.raises(ValueError, match=r"\.layers\[0\].*frozen"):
-        kfac.BlockDiagonalOperator(missing, model)
+        kfac.analysis.BlockDiagonalOperator(missing, model)
     nothing = jtu.tree_map(lambda _: None, model.layers[0])
     part = eqx.tree_at(first, model, nothing)
-    operator = kfac.BlockDiagonalOperator(missing, part)
-    assert operator.in_size() < kfac.BlockDiagonalOperator(curvature, model).in_size()
+    operator = kfac.analysis.BlockDiagonalOperator(missing, part)
+    assert (
+        operator.in_size()
+        < kfac.analysis.BlockDiagonalOperator(curvature, model).in_size()
+    )

@@ -669,10 +669,12 @@ def of_pooled_positions(positions):
     )
     got = collect(layers)
     operator = {
-        name: kfac.BlockDiagonalOperator(got[name], layer).as_matrix()
+        name: kfac.analysis.BlockDiagonalOperator(got[name], layer).as_matrix()
         for name, layer in layers.items()
     }
-    return operator, kfac.GaussNewton(loss_of, layers["full"]).as_matrix()
+    return operator, kfac.analysis.GaussNewtonOperator(
+        loss_of, layers["full"]
+    ).as_matrix()
 
 
 @pytest.mark.parametrize("positions", [1, 2, 3])

@@ -31,7 +31,7 @@ def made(make, seed=0):
 @eqx.filter_jit
 def capture(loss_fn, *args, fisher=None, key=None):
     choices = () if fisher is None else (fisher,)
-    return kfac.capture(loss_fn, *choices)(*args, key=key)
+    return kfac.analysis.capture(loss_fn, *choices)(*args, key=key)
 
 
 def both(loss_fn, reference, model, x, y):
@@ -41,11 +41,11 @@ def both(loss_fn, reference, model, x, y):
     def one(model, x, y):
         return reference(model, x[None], y[None]).value
 
-    captured = kfac.capture(loss_fn)(model, x, y)
+    captured = kfac.analysis.capture(loss_fn)(model, x, y)
     grads = jax.vmap(eqx.filter_grad(one), in_axes=(None, 0, 0))(model, x, y)
     layers = [layer for _, _, layer in tagged_layers(grads)]
     tags = [tag for _, tag, _ in tagged_layers(model)]
-    is_captured = lambda node: isinstance(node, kfac.Captured)
+    is_captured = lambda node: isinstance(node, kfac.analysis.Captured)
     found = jtu.tree_leaves(captured, is_leaf=is_captured)
     assert len(found) == len(tags) > 0
     pairs = []
@@ -157,9 +157,9 @@ def test_cells_of_one_step(name):
 
     @eqx.filter_jit
     def compared(cell, x, y):
-        captured = kfac.capture(loss_fn)(cell, x, y)
+        captured = kfac.analysis.capture(loss_fn)(cell, x, y)
         found = captured if name == "gru" else {"": captured}
-        assert all(isinstance(c, kfac.Captured) for c in found.values())
+        assert all(isinstance(c, kfac.analysis.Captured) for c in found.values())
         grads = eqx.filter_grad(lambda c: loss_fn(c, x, y).value)(cell)
         tags = cell.tag if name == "gru" else {"": cell.tag}
         return [
@@ -346,7 +346,7 @@ def test_frozen_weight():
 
     @eqx.filter_jit
     def run(layer, x, y):
-        captured = kfac.capture(loss_fn)(layer, x, y)
+        captured = kfac.analysis.capture(loss_fn)(layer, x, y)
         return captured, captured.gradients()
 
     captured, gradients = run(bias_only, X, CLASSES)
@@ -390,7 +390,7 @@ def test_rows_have_a_derivative():
     loss_fn = lambda m, x: kfac.SquaredError(jax.vmap(m)(x), targets)
 
     def size(layer):
-        return jnp.sum(kfac.capture(loss_fn)(layer, X).output_gradients ** 2)
+        return jnp.sum(kfac.analysis.capture(loss_fn)(layer, X).output_gradients ** 2)
 
     def same(layer):
         return jnp.sum(jax.vmap(layer)(X) ** 2)
@@ -425,7 +425,7 @@ def test_moments_are_the_factors(fisher, loss_fn):
     @eqx.filter_jit
     def run(*args):
         key = jr.key(9)
-        captured = kfac.capture(loss_fn, fisher)(*args, key=key)
+        captured = kfac.analysis.capture(loss_fn, fisher)(*args, key=key)
         curvature = kfac.curvature(loss_fn, fisher)(*args, key=key)
         each = [(layer, layer.rows()) for layer in captured.layers]
         return each, curvature.layers
@@ -448,8 +448,8 @@ def test_gradient_of_weighted_losses():
     @eqx.filter_jit
     def run(model, *args):
         want = eqx.filter_grad(lambda m: two_losses(m, *args).value)(model)
-        got = kfac.capture(two_losses)(model, *args)
-        roots = kfac.capture(two_losses, kfac.Empirical())(model, *args)
+        got = kfac.analysis.capture(two_losses)(model, *args)
+        roots = kfac.analysis.capture(two_losses, kfac.Empirical())(model, *args)
         to_matrix = kfac.form.Dense().to_matrix
         layers = zip(want.layers, got.layers, roots.layers, strict=True)
         return [(to_matrix(a), b.gradients(), c.gradients()) for a, b, c in layers]
@@ -465,7 +465,9 @@ def test_gradient_of_weighted_losses():
 
 def test_targets_may_be_missing():
     no_targets = lambda m, x: kfac.SoftmaxCrossEntropy(jax.vmap(m)(x))
-    found = eqx.filter_eval_shape(kfac.capture(no_targets, kfac.Exact()), mlp(), X)
+    found = eqx.filter_eval_shape(
+        kfac.analysis.capture(no_targets, kfac.Exact()), mlp(), X
+    )
     assert found.layers[0].output_gradients.shape == (K, N, 4)
     gradients = eqx.filter_eval_shape(lambda rows: rows.gradients(), found.layers[0])
     assert gradients.shape == (K, N, 4, D + 1)
@@ -528,13 +530,13 @@ def test_added_up(use, outer):
     loss_fn = lambda m, x: kfac.SquaredError(jax.vmap(lambda x: use(m["my"], x))(x), x)
     number = 2 if use in (called_twice, in_jitted_calls) else 3
     with pytest.raises(ValueError, match=rf"\['my'\].*used {number} times"):
-        outer(kfac.capture(loss_fn))(layer, X)
+        outer(kfac.analysis.capture(loss_fn))(layer, X)
 
 
 def test_loop_over_examples():
     loss_fn = lambda m, x: kfac.SquaredError(lax.map(m, x), x)
     with pytest.raises(ValueError, match=f"the model: it is used {N} times"):
-        kfac.capture(loss_fn)(linear(D, D), X)
+        kfac.analysis.capture(loss_fn)(linear(D, D), X)
 
 
 def test_condition():
@@ -544,7 +546,7 @@ def test_condition():
     )
     for loss_fn in (one, every):
         with pytest.raises(ValueError, match="depending on data"):
-            kfac.capture(loss_fn)(linear(D, D), X)
+            kfac.analysis.capture(loss_fn)(linear(D, D), X)
 
 
 def test_rule_of_ones_own():
@@ -568,7 +570,7 @@ def test_rule_of_ones_own():
     layer = linear(D, D)
     loss_fn = lambda m, x: kfac.SquaredError(jax.vmap(lambda x: apply((m, x)))(x), x)
     with pytest.raises(ValueError, match=f"used {N} times"):
-        kfac.capture(loss_fn)(layer, X)
+        kfac.analysis.capture(loss_fn)(layer, X)
 
 
 def test_some_of_a_stack():
@@ -576,7 +578,7 @@ def test_some_of_a_stack():
         jax.vmap(jax.tree.map(lambda a: a[0] if eqx.is_array(a) else a, m))(x), x
     )
     with pytest.raises(ValueError, match="not all of which"):
-        kfac.capture(loss_fn)(stacked(3), X)
+        kfac.analysis.capture(loss_fn)(stacked(3), X)
 
 
 def test_stack_on_different_shapes():
@@ -588,7 +590,7 @@ def test_stack_on_different_shapes():
         return kfac.SquaredError(jnp.concatenate(out), jnp.zeros((N + 2, D)))
 
     with pytest.raises(ValueError, match="different shapes"):
-        kfac.capture(loss_fn)(stacked(2), X)
+        kfac.analysis.capture(loss_fn)(stacked(2), X)
 
 
 def test_tied_weights():
@@ -602,7 +604,7 @@ def test_tied_weights():
         return kfac.SoftmaxCrossEntropy(jax.vmap(lambda i: head(embedding(i)))(index))
 
     with pytest.raises(ValueError, match="used 2 times"):
-        kfac.capture(loss_fn, kfac.Exact())(model, np.asarray(tokens)[:, 0] % 5)
+        kfac.analysis.capture(loss_fn, kfac.Exact())(model, np.asarray(tokens)[:, 0] % 5)
 
 
 def test_devices():
@@ -619,11 +621,11 @@ def test_devices():
         return kfac.SquaredError(run(x), x)
 
     with pytest.raises(ValueError, match="by several devices"):
-        kfac.capture(loss_fn)(layer, X)
+        kfac.analysis.capture(loss_fn)(layer, X)
 
     plain = lambda m, x: kfac.SquaredError(jax.vmap(m)(x), x)
     inside = jax.shard_map(
-        lambda x: kfac.capture(plain)(layer, x).inputs,
+        lambda x: kfac.analysis.capture(plain)(layer, x).inputs,
         mesh=mesh,
         in_specs=P("data"),
         out_specs=P("data"),
@@ -660,4 +662,4 @@ def test_explicit_mesh():
 
 def test_untagged_model():
     with pytest.raises(ValueError, match="no tagged layer"):
-        kfac.capture(plain)(kfac.revert(linear(D, K)), X, CLASSES)
+        kfac.analysis.capture(plain)(kfac.revert(linear(D, K)), X, CLASSES)

@@ -15,7 +15,12 @@ from .helpers import assert_near, close, flat, normal, params_of, squared, stepp
 
 
 x, y = normal(7, 3, seed=1), normal(7, 2, seed=2)
-OPERATORS = [kfac.GaussNewton, kfac.Fisher, kfac.EmpiricalFisher, kfac.Hessian]
+OPERATORS = [
+    kfac.analysis.GaussNewtonOperator,
+    kfac.analysis.FisherOperator,
+    kfac.analysis.EmpiricalFisherOperator,
+    kfac.analysis.HessianOperator,
+]
 
 
 class Recurrent(eqx.Module):
@@ -77,10 +82,10 @@ def dense(kind):
     vector, unravel = jax.flatten_util.ravel_pytree(params_of(parts))
     whole = lambda v: eqx.combine(unravel(v), parts)
     outputs = lambda v: jax.vmap(whole(v))(x)
-    if kind is kfac.Hessian:
+    if kind is kfac.analysis.HessianOperator:
         return jax.hessian(lambda v: value(whole(v)))(vector)
     jacobian = jax.jacobian(outputs)(vector)
-    if kind is kfac.EmpiricalFisher:
+    if kind is kfac.analysis.EmpiricalFisherOperator:
         jacobian = jnp.sum(jacobian * (outputs(vector) - y)[..., None], axis=1)
         matrix = jnp.matmul(jacobian.T, jacobian)
     else:
@@ -93,7 +98,7 @@ def test_operators_are_those_of_pairs_of_real_parameters(kind):
     @eqx.filter_jit
     def run(model, vector):
         operator = kind(penalised, model, x, y)
-        lanczos = kfac.lanczos(operator, jax.random.key(0), operator.in_size())
+        lanczos = kfac.analysis.lanczos(operator, jax.random.key(0), operator.in_size())
         kept = lx.linearise(operator), lx.materialise(operator), operator.damped(0.7)
         products = [op.mv(vector) for op in (operator, *kept)]
         pairs = operator.mv(kfac.as_real(vector))
@@ -124,15 +129,15 @@ def test_conjugate_gradients():
         parts = kfac.as_real(model)
         of_parts = lambda parts: penalised(kfac.as_complex(parts), x, y).value
         grads = eqx.filter_grad(of_parts)(parts)
-        operator = kfac.GaussNewton(penalised, model, x, y).damped(0.1)
-        ours = dict(solver=kfac.ConjugateGradient(rtol=1e-12, max_steps=100))
+        operator = kfac.analysis.GaussNewtonOperator(penalised, model, x, y).damped(0.1)
+        ours = dict(solver=kfac.analysis.ConjugateGradient(rtol=1e-12, max_steps=100))
         theirs = dict(solver=lx.CG(rtol=1e-12, atol=1e-12))
         solved = [lx.linear_solve(operator, grads, **s) for s in (ours, theirs)]
         return [flat(s.value) for s in solved]
 
     @jax.jit
     def expected():
-        matrix = dense(kfac.GaussNewton)
+        matrix = dense(kfac.analysis.GaussNewtonOperator)
         grads = flat(eqx.filter_grad(value)(parts))
         return jnp.linalg.solve(matrix + 0.1 * jnp.eye(len(matrix)), grads)
 
@@ -143,7 +148,7 @@ def test_conjugate_gradients():
 def test_factor_is_a_root():
     @eqx.filter_jit
     def run(model):
-        operator = kfac.GaussNewton(penalised, model, x, y)
+        operator = kfac.analysis.GaussNewtonOperator(penalised, model, x, y)
         root = operator.factor()
         return (root.T @ root).as_matrix(), operator.as_matrix()
 
@@ -205,7 +210,7 @@ def test_optax_faces(standard_promotion):
         value, grads, curvature = all_of(model, x, y)
         assert grads.a.dtype == model.a.dtype
         found = []
-        for make in (kfac.kfac, kfac.scale_by_kfac):
+        for make in (kfac.optax_kfac, kfac.scale_by_kfac):
             optimizer = make(fallback=optax.sgd(1.0))
             state = optimizer.init(params)
             extra = dict(curvature=curvature, value=value)

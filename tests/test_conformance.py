@@ -27,9 +27,9 @@ def chained(*args, **kwargs):
 
 # The factory, and its hyper-parameters.
 FACES = {
-    "kfac": (kfac.kfac, dict(learning_rate=0.1)),
-    "constrained": (kfac.kfac, dict(learning_rate=0.1, norm_constraint=0.1)),
-    "fallback": (kfac.kfac, dict(learning_rate=0.1, fallback=optax.adam(1e-2))),
+    "kfac": (kfac.optax_kfac, dict(learning_rate=0.1)),
+    "constrained": (kfac.optax_kfac, dict(learning_rate=0.1, norm_constraint=0.1)),
+    "fallback": (kfac.optax_kfac, dict(learning_rate=0.1, fallback=optax.adam(1e-2))),
     "scale_by_kfac": (kfac.scale_by_kfac, {}),
     "chain": (chained, {}),
 }
@@ -269,7 +269,7 @@ def test_apply_if_finite(name):
 def test_schedules(number):
     """A schedule that is constant is that constant."""
     params, _, grads, curvature = estimated("kfac")
-    of_value = lambda v: kfac.kfac(**(dict(learning_rate=0.1) | {number: v}))
+    of_value = lambda v: kfac.optax_kfac(**(dict(learning_rate=0.1) | {number: v}))
     constant, schedule = of_value(0.5), of_value(optax.constant_schedule(0.5))
 
     def last_updates(optimizer, state):

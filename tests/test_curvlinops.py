@@ -308,7 +308,7 @@ def our_blocks(kind, *args, train="all", **kwargs):
 def dense(factors, joint):
     """The matrix of one block; from the canonical order, where every row of the weight
     ends with its bias, if the two are `joint`."""
-    if isinstance(factors, kfac.EKFACFactors):
+    if isinstance(factors, kfac.factors.EKFACFactors):
         Q = np.kron(factors.output_vectors, factors.input_vectors)
         matrix = Q * np.ravel(factors.eigenvalues) @ Q.T
         shape = factors.eigenvalues.shape
@@ -429,7 +429,7 @@ dampings = {
 
 @eqx.filter_jit
 def matrix_and_inverse(curvature, model, damping, solver):
-    operator = kfac.BlockDiagonalOperator(curvature, model)
+    operator = kfac.analysis.BlockDiagonalOperator(curvature, model)
     return operator.as_matrix(), operator.inverse(damping, solver).as_matrix()
 
 
@@ -474,10 +474,18 @@ def test_damped_inverses(setting, damping):
 
 
 operators = {
-    "Gauss-Newton": (kfac.GaussNewton, curvlinops.GGNLinearOperator, "scale"),
-    "Fisher": (kfac.Fisher, curvlinops.GGNLinearOperator, "scale"),
-    "Hessian": (kfac.Hessian, curvlinops.HessianLinearOperator, "scale"),
-    "empirical": (kfac.EmpiricalFisher, curvlinops.EFLinearOperator, "empirical_scale"),
+    "Gauss-Newton": (
+        kfac.analysis.GaussNewtonOperator,
+        curvlinops.GGNLinearOperator,
+        "scale",
+    ),
+    "Fisher": (kfac.analysis.FisherOperator, curvlinops.GGNLinearOperator, "scale"),
+    "Hessian": (kfac.analysis.HessianOperator, curvlinops.HessianLinearOperator, "scale"),
+    "empirical": (
+        kfac.analysis.EmpiricalFisherOperator,
+        curvlinops.EFLinearOperator,
+        "empirical_scale",
+    ),
 }
 
 
@@ -507,8 +515,16 @@ def test_sampled_fisher(name, loss):
     options = dict(mc_samples=4000, seed=0)
     sampled = their_matrix(curvlinops.FisherMCLinearOperator, name, loss, **options)
     scale = losses[loss].scale
-    assert error(sampled, scale * our_matrix(kfac.Fisher, name, loss)) < 0.05
-    assert error(sampled, scale * our_matrix(kfac.EmpiricalFisher, name, loss)) > 0.1
+    assert (
+        error(sampled, scale * our_matrix(kfac.analysis.FisherOperator, name, loss))
+        < 0.05
+    )
+    assert (
+        error(
+            sampled, scale * our_matrix(kfac.analysis.EmpiricalFisherOperator, name, loss)
+        )
+        > 0.1
+    )
 
 
 #

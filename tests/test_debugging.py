@@ -31,7 +31,7 @@ OPTIMIZERS = {
     "numbers": lambda: kfac.KFAC(0.1, 0.9, 0.1, norm_constraint=0.1, weight_decay=0.1),
     "fallback": lambda: kfac.KFAC(fallback=optax.adam(1e-3)),
     "eigenvectors": lambda: kfac.KFAC(solver=kfac.Eigh()),
-    "in turn": lambda: kfac.KFAC(inverse_period=kfac.InTurn(5)),
+    "in turn": lambda: kfac.KFAC(inverse_period=kfac.Staggered(5)),
 }
 
 
@@ -93,7 +93,7 @@ def test_nothing_is_transferred(name, standard_promotion):
         run(optimizer, model, keys)
 
 
-@pytest.mark.parametrize("make", [kfac.kfac, kfac.scale_by_kfac])
+@pytest.mark.parametrize("make", [kfac.optax_kfac, kfac.scale_by_kfac])
 def test_nothing_is_transferred_by_optax(make):
     params = eqx.filter(make_model(), eqx.is_inexact_array)
     with jax.transfer_guard("disallow"):

@@ -262,7 +262,12 @@ def matrix_of(operator, loss_fn, model, *args):
 
 
 @pytest.mark.parametrize(
-    "operator", [kfac.Fisher, kfac.GaussNewton, kfac.EmpiricalFisher]
+    "operator",
+    [
+        kfac.analysis.FisherOperator,
+        kfac.analysis.GaussNewtonOperator,
+        kfac.analysis.EmpiricalFisherOperator,
+    ],
 )
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["plain", "weighted"])
 def test_operators(operator, weights):
@@ -285,10 +290,10 @@ def test_the_hessian_is_another_matrix():
     params, static = eqx.partition(kfac.revert(flow()), eqx.is_inexact_array)
     flat, back = ravel_pytree(params)
     want = jax.jit(jax.hessian(lambda p: value(p, back, static)))(flat)
-    got = matrix_of(kfac.Hessian, density, flow(), X)
+    got = matrix_of(kfac.analysis.HessianOperator, density, flow(), X)
     assert reference.error(got, want) < TOLERANCE
     assert reference.error(second_moment(expected()[1]), want) > 0.1
-    operator = kfac.GaussNewton(density, flow(), X)
+    operator = kfac.analysis.GaussNewtonOperator(density, flow(), X)
     assert operator.positive_semidefinite
 
 
@@ -329,7 +334,7 @@ def test_of_its_own_examples_it_is_the_fisher():
     others = collect(enumerated, kfac.Exact(), model, np.ones(32))
     assert_differs(others, want, 0.05)
     # Nor is there a mean, so that both are the covariance.
-    fisher = np.asarray(matrix_of(kfac.Fisher, predicted, model))
+    fisher = np.asarray(matrix_of(kfac.analysis.FisherOperator, predicted, model))
     value = lambda model: enumerated(model, chances).value
     grads = eqx.filter_jit(eqx.filter_grad(value))(model)
     assert max(np.abs(a).max() for a in arrays(grads)) < 1e-12
@@ -357,9 +362,9 @@ def mixed(model, x):
 def test_sums():
     """Beside a loss of another distribution, and a penalty with a curvature."""
     model, (_, scores) = flow(), expected()
-    one = matrix_of(kfac.Fisher, mixed, model, X)
+    one = matrix_of(kfac.analysis.FisherOperator, mixed, model, X)
     regression = lambda model, x: mixed(model, x).losses[1]
-    other = np.asarray(matrix_of(kfac.Fisher, regression, model, X))
+    other = np.asarray(matrix_of(kfac.analysis.FisherOperator, regression, model, X))
     want = second_moment(scores) + 0.5 * other + 0.1 * np.eye(len(other))
     assert reference.error(one, want) < TOLERANCE
     assert np.linalg.norm(other) > 0.1

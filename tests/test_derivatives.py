@@ -562,4 +562,4 @@ def test_rows_of_derivatives_are_not_captured():
     """Also of a layer that only they pass through."""
     for outputs in (both, slope):
         with pytest.raises(ValueError, match="derivative"):
-            kfac.capture(over(outputs))(mlp(), X)
+            kfac.analysis.capture(over(outputs))(mlp(), X)

@@ -101,7 +101,7 @@ OPTIMIZERS = {
     "iterated": plain_kfac(
         0.1, solver=kfac.NewtonSchulz(1e-14), inverse_period=1, fisher=EXACT
     ),
-    "in-turn": plain_kfac(0.1, inverse_period=kfac.InTurn(3), fisher=EXACT),
+    "in-turn": plain_kfac(0.1, inverse_period=kfac.Staggered(3), fisher=EXACT),
     "adaptive": kfac.KFAC(
         kfac.QuadraticModel(), kfac.QuadraticModel(), kfac.LevenbergMarquardt(1.0)
     ),
@@ -424,7 +424,7 @@ def test_velocity_is_split_as_the_parameters(jit):
     model = put(deep(8, 16, 8), mesh, P("batch"))
     init = OPTIMIZERS["default"].init
     state = (eqx.filter_jit(init) if jit else init)(model)
-    for part in (state.velocity, state.iterates.mean):
+    for part in (state.velocity, state.averaged_parameters.mean):
         for leaf in jtu.tree_leaves(part):
             assert not np.any(leaf)
             assert leaf.sharding.shard_shape(leaf.shape)[0] == leaf.shape[0] // 8
@@ -489,7 +489,7 @@ def test_split_states(kind, solver):
     total = bytes_here((whole.curvature, whole.inverse))
     # Half of it, a quarter of that, and some padding.
     assert total / 8 < bytes_here(split) <= 1.3 * total / 8
-    unpacked = eqx.filter_jit(kfac.unpacked)(state)
+    unpacked = eqx.filter_jit(kfac.operators.unpacked)(state)
     assert_near(unpacked.curvature, whole.curvature, 1e-9)
     assert_near(unpacked.inverse, whole.inverse, 1e-9)
     repacked = eqx.filter_jit(kfac.packed)(unpacked)

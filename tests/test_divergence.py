@@ -177,7 +177,13 @@ def test_one_batch_does_not_lead_back():
     new, after, infos = steps(model, state, 3, 1.0, 1e3)
     assert [faults_of(i) for i in infos] == 3 * [{"divergence"}]
     assert_same_leaves(new, model)
-    same = lambda s: (s.velocity, s.curvature, s.inverse, s.iterates, s.rollback.params)
+    same = lambda s: (
+        s.velocity,
+        s.curvature,
+        s.inverse,
+        s.averaged_parameters,
+        s.rollback.params,
+    )
     assert_same_leaves(same(after), same(state))
     _, after, (info,) = steps(new, after, 1)
     assert not info.rejected and after.rollback.bad == 0 and after.rollback.caution == 1

@@ -6,7 +6,7 @@ import equinox as eqx
 import pytest
 
 import eqx_kfac
-from eqx_kfac import debug, form, nn, plot
+from eqx_kfac import analysis, debug, factors, form, nn, operators, plot
 
 
 def ours(value):
@@ -15,7 +15,7 @@ def ours(value):
 
 found = {
     value
-    for module in (eqx_kfac, nn, form, debug, plot)
+    for module in (eqx_kfac, analysis, factors, operators, nn, form, debug, plot)
     for name, value in vars(module).items()
     if not name.startswith("_") and callable(value) and ours(value)
 }

@@ -138,8 +138,8 @@ def test_weights_are_repetitions():
     want = value_and_gradient(loss_fn, model, *repeated)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-13)
     np.testing.assert_allclose(flat(got[1]), flat(want[1]), atol=1e-13)
-    matrix = matrix_of(kfac.Fisher, weighted, model, X, REAL)
-    other = matrix_of(kfac.Fisher, loss_fn, model, *repeated)
+    matrix = matrix_of(kfac.analysis.FisherOperator, weighted, model, X, REAL)
+    other = matrix_of(kfac.analysis.FisherOperator, loss_fn, model, *repeated)
     np.testing.assert_allclose(matrix, other, atol=1e-12)
 
 
@@ -149,7 +149,9 @@ def test_weights_are_repetitions():
 
 
 @KINDS
-@pytest.mark.parametrize("operator", [kfac.Fisher, kfac.GaussNewton])
+@pytest.mark.parametrize(
+    "operator", [kfac.analysis.FisherOperator, kfac.analysis.GaussNewtonOperator]
+)
 def test_exact_operators_are_the_covariance(operator, is_complex):
     model = network(is_complex=is_complex)
     got = np.asarray(matrix_of(operator, loss_fn, model, X, energies(is_complex)))
@@ -326,7 +328,7 @@ def test_where_centring_makes_no_sense():
         step = eqx.filter_jit(optimizer.step)
         with pytest.raises(ValueError, match=f"{what}.*`micro_batches=1`"):
             step(loss, model, state, *args, micro_batches=2)
-    for take in (kfac.capture, kfac.Accumulator):
+    for take in (kfac.analysis.capture, kfac.analysis.Accumulator):
         with pytest.raises(ValueError, match="not one of single examples"):
             take(loss_fn, kfac.Centred())
 

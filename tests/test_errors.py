@@ -356,7 +356,7 @@ class Partly(eqx.Module):
     [
         lambda model: optimizer.init(model),
         lambda model: kfac.scale_by_kfac().init(eqx.filter(model, eqx.is_inexact_array)),
-        lambda model: kfac.kfac(0.1).init(eqx.filter(model, eqx.is_inexact_array)),
+        lambda model: kfac.optax_kfac(0.1).init(eqx.filter(model, eqx.is_inexact_array)),
     ],
 )
 def test_untagged_parameters(init):
@@ -599,7 +599,7 @@ def test_numbers_out_of_range(name, value, range_):
         plain_kfac(**(dict(learning_rate=0.1) | {name: value}))
     if name != "curvature_period":
         with raises(ValueError, f"`{name}` must be {range_}"):
-            kfac.kfac(**(dict(learning_rate=0.1) | {name: value}))
+            kfac.optax_kfac(**(dict(learning_rate=0.1) | {name: value}))
     if name in ("damping", "ema", "inverse_period"):
         with raises(ValueError, f"`{name}` must be {range_}"):
             kfac.scale_by_kfac(**{name: value})
@@ -634,9 +634,13 @@ wrong_types = {
     "guard=kfac.MaxIncrease": ("TypeError", "guard", "kfac.MaxIncrease()"),
     "ema=kfac.WeightDecay(0.1)": ("TypeError", "ema"),
     "weight_decay=kfac.MovingAverage()": ("TypeError", "weight_decay"),
-    "solver=kfac.ConjugateGradient(max_steps=2.5)": ("TypeError", "max_steps", "integer"),
+    "solver=kfac.analysis.ConjugateGradient(max_steps=2.5)": (
+        "TypeError",
+        "max_steps",
+        "integer",
+    ),
     "inverse_period=lambda step: 2": ("TypeError", "inverse_period"),
-    "inverse_period=kfac.InTurn": ("TypeError", "inverse_period"),
+    "inverse_period=kfac.Staggered": ("TypeError", "inverse_period"),
     "ema=kfac.MovingAverage(burn_in='3')": ("TypeError", "burn_in"),
     "fisher=kfac.Exact": ("TypeError", "fisher", "kfac.Exact()"),
     "fisher='exact'": ("TypeError", "fisher", "kfac.MonteCarlo()"),

@@ -173,7 +173,7 @@ def test_reverse_mode_through_decompositions():
     factors = root @ np.swapaxes(root, 1, 2)
 
     def logdet(factors):
-        operator = kfac.KroneckerOperator(*factors)
+        operator = kfac.operators.KroneckerOperator(*factors)
         return operator.logdet(0.1)
 
     def plain(factors):
@@ -210,7 +210,7 @@ def test_in_turn(problem, solver):
     stacked layers) once in a period; each time as if all were."""
     model, args, _ = problem
     choices = dict(solver=solver, fisher=kfac.Exact(), norm_constraint=1e-3)
-    optimizer = plain_kfac(0.1, inverse_period=kfac.InTurn(3), **choices)
+    optimizer = plain_kfac(0.1, inverse_period=kfac.Staggered(3), **choices)
 
     @eqx.filter_jit
     def step(model, state):
@@ -237,7 +237,7 @@ def test_in_turn(problem, solver):
 def test_in_turn_is_the_same_at_period_one(problem):
     model, args, _ = problem
     results = []
-    for period in (1, kfac.InTurn(1)):
+    for period in (1, kfac.Staggered(1)):
         optimizer = plain_kfac(0.1, inverse_period=period, fisher=kfac.Exact())
 
         @eqx.filter_jit
@@ -260,7 +260,7 @@ def test_more_steps_than_layers(problem):
     model, args, _ = problem
     assert Turns(model, 10**9).number == 7
     choices = dict(fisher=kfac.Exact(), norm_constraint=1e-3)
-    optimizer = plain_kfac(0.1, inverse_period=kfac.InTurn(21), **choices)
+    optimizer = plain_kfac(0.1, inverse_period=kfac.Staggered(21), **choices)
     step = eqx.filter_jit(lambda m, s: optimizer.step(loss_fn, m, s, *args))
     state, when = optimizer.init(model), []
     for number in range(43):
@@ -328,7 +328,7 @@ def test_members_in_turn(block, packed):
     model, x = make_stacks(block), normal(20, 12, seed=2)
     y = jax.device_put(np.ones((20, 18)))
     choices = dict(fisher=kfac.Exact(), norm_constraint=1e-3, packed=packed)
-    optimizer = plain_kfac(0.1, inverse_period=kfac.InTurn(6), **choices)
+    optimizer = plain_kfac(0.1, inverse_period=kfac.Staggered(6), **choices)
     is_explicit = isinstance(block, kfac.Kronecker)
 
     @eqx.filter_jit
@@ -336,7 +336,7 @@ def test_members_in_turn(block, packed):
         new_model, new, info = optimizer.step(loss_fn, model, state, x, y)
         kept = [
             state.inverse if is_explicit else bases(model, state)
-            for state in map(kfac.unpacked, (state, new))
+            for state in map(kfac.operators.unpacked, (state, new))
         ]
         return new_model, new, info, kept
 
@@ -359,7 +359,7 @@ def test_in_turn_with_bases(problem):
     _, args, _ = problem
     model = kfac.convert(kfac.revert(make_net()), blocks=kfac.EKFAC())
     optimizer = plain_kfac(
-        0.1, norm_constraint=1e-3, inverse_period=kfac.InTurn(2), fisher=kfac.Exact()
+        0.1, norm_constraint=1e-3, inverse_period=kfac.Staggered(2), fisher=kfac.Exact()
     )
     step = eqx.filter_jit(lambda m, s: optimizer.step(loss_fn, m, s, *args))
     state, seen = optimizer.init(model), []

@@ -81,7 +81,7 @@ def with_blocks(layer):
 
 def factors_of(tree):
     """The only factors in a tree."""
-    types = (kfac.KroneckerFactors, kfac.DiagonalFactors)
+    types = (kfac.factors.KroneckerFactors, kfac.factors.DiagonalFactors)
     is_factors = lambda node: isinstance(node, types)
     (factors,) = jtu.tree_leaves(tree, is_leaf=is_factors)
     return factors
@@ -89,7 +89,7 @@ def factors_of(tree):
 
 def dense(factors):
     """`[groups, size, size]`: the matrices that one layer's factors denote."""
-    if isinstance(factors, kfac.DiagonalFactors):
+    if isinstance(factors, kfac.factors.DiagonalFactors):
         d = np.asarray(factors.diagonal)
         return np.stack([np.diag(m.ravel()) for m in d.reshape(-1, *d.shape[-2:])])
     G, A = np.asarray(factors.output_factor), np.asarray(factors.input_factor)
@@ -1269,12 +1269,12 @@ def test_layers_that_are_used_twice():
     diagonal = {name: layers[name] for name in ("parameters", "within")}
     report = kfac.verify(loss_of, diagonal, batched, twice, *arguments())
     exact = {check.path: check.diagonal_error for check in report.layers}
-    is_factors = lambda node: isinstance(node, kfac.AbstractFactors)
+    is_factors = lambda node: isinstance(node, kfac.factors.AbstractFactors)
     for name, pair in copies.items():
         found, _ = jtu.tree_flatten_with_path(got[name], is_leaf=is_factors)
         uses = zip(*(jtu.tree_leaves(m, is_leaf=is_factors) for m in pair), strict=True)
         for (path, factors), both in zip(found, uses, strict=True):
-            if isinstance(factors, kfac.KroneckerFactors):
+            if isinstance(factors, kfac.factors.KroneckerFactors):
                 want = sum_of_uses(*both)
                 for a, b in zip(jtu.tree_leaves(factors), want, strict=True):
                     assert np.linalg.norm(a - b) <= TOLERANCE * np.linalg.norm(b), name

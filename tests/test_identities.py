@@ -101,7 +101,9 @@ def collect(model, run, loss, targets, fisher=kfac.Exact(), sharing=kfac.Expand(
 
     model = kfac.convert(model, kfac.Kronecker(sharing))
     tree = eqx.filter_jit(kfac.curvature(loss_fn, fisher))(model, targets)
-    return jax.tree.leaves(tree, is_leaf=lambda n: isinstance(n, kfac.KroneckerFactors))
+    return jax.tree.leaves(
+        tree, is_leaf=lambda n: isinstance(n, kfac.factors.KroneckerFactors)
+    )
 
 
 def ggn(run, *args, **kwargs):

@@ -96,8 +96,8 @@ cases += [(name, "cholesky") for name in ("embedding", "stacked", "positions")]
 @eqx.filter_jit
 def scores_of(curvature, model, test, train, solver):
     """The library's, of pairs and of examples with themselves; and the matrices."""
-    operator = kfac.BlockDiagonalOperator(curvature, model)
-    influence = kfac.influence(loss_fn, curvature, DAMPING, solver)
+    operator = kfac.analysis.BlockDiagonalOperator(curvature, model)
+    influence = kfac.analysis.influence(loss_fn, curvature, DAMPING, solver)
     inverse = operator.inverse(DAMPING, solver)
     return dict(
         scores=influence(model, test, train),
@@ -127,7 +127,10 @@ def test_symmetric():
     @eqx.filter_jit
     def run(model, curvature, train):
         both = kfac.Eigh(), kfac.Cholesky()
-        of = [kfac.influence(loss_fn, curvature, DAMPING, solver) for solver in both]
+        of = [
+            kfac.analysis.influence(loss_fn, curvature, DAMPING, solver)
+            for solver in both
+        ]
         return [influence(model, train, train) for influence in of]
 
     model, curvature, _ = fitted("kronecker")
@@ -143,8 +146,12 @@ def test_full_of_one_layer_is_a_dense_solve():
     def run(test, train):
         model = kfac.convert(eqx.nn.Linear(3, 2, key=jr.key(0)), blocks=kfac.Full())
         curvature = kfac.curvature(loss_fn, fisher=kfac.Exact())(model, *train)
-        hessian = kfac.Hessian(loss_fn, model, *train).damped(DAMPING).as_matrix()
-        scores = kfac.influence(loss_fn, curvature, DAMPING)(model, test, train)
+        hessian = (
+            kfac.analysis.HessianOperator(loss_fn, model, *train)
+            .damped(DAMPING)
+            .as_matrix()
+        )
+        scores = kfac.analysis.influence(loss_fn, curvature, DAMPING)(model, test, train)
         return scores, hessian, *(gradients_of(model, *data) for data in (test, train))
 
     scores, hessian, of_test, of_train = map(np.asarray, run(test, train))
@@ -168,7 +175,7 @@ def test_of_leaving_an_example_out():
         best = trained(model, *many)
         without = trained(model, *(a[1:] for a in many))
         curvature = kfac.curvature(loss_fn, fisher=kfac.Exact())(best, *many)
-        scores = kfac.influence(loss_fn, curvature, 0.0)(best, test, many)
+        scores = kfac.analysis.influence(loss_fn, curvature, 0.0)(best, test, many)
         losses = lambda m: 0.5 * jnp.sum((jax.vmap(m)(test[0]) - test[1]) ** 2, axis=1)
         return losses(without) - losses(best), scores[:, 0] / 200
 
@@ -177,7 +184,7 @@ def test_of_leaving_an_example_out():
 
 def test_in_batches():
     model, curvature, _ = fitted("kronecker")
-    influence = kfac.influence(loss_fn, curvature, DAMPING)
+    influence = kfac.analysis.influence(loss_fn, curvature, DAMPING)
     batches = [tuple(map(jnp.asarray, (x[p], t[p]))) for p in (slice(4), slice(4, 7))]
     found = list(influence.in_batches(model, test, iter(batches)))
     assert [scores.shape for scores in found] == [(4, 4), (4, 3)]
@@ -195,9 +202,9 @@ def test_part_of_a_model():
     @eqx.filter_jit
     def run(test, train):
         curvature = kfac.curvature(loss, fisher=kfac.Exact())(trained, *train)
-        operator = kfac.BlockDiagonalOperator(curvature, trained)
+        operator = kfac.analysis.BlockDiagonalOperator(curvature, trained)
         damping = operator.per_layer(0.3)
-        scores = kfac.influence(loss, curvature, damping)(trained, test, train)
+        scores = kfac.analysis.influence(loss, curvature, damping)(trained, test, train)
         return scores, operator.as_matrix()
 
     scores, matrix = map(np.asarray, run(test, train))
@@ -208,10 +215,12 @@ def test_part_of_a_model():
 def test_errors():
     model, curvature, _ = fitted("kronecker")
     with pytest.raises(ValueError, match="`damping` must be at least 0"):
-        eqx.filter_jit(kfac.influence(loss_fn, curvature, -1.0))(model, test, train)
+        eqx.filter_jit(kfac.analysis.influence(loss_fn, curvature, -1.0))(
+            model, test, train
+        )
     with pytest.raises(TypeError, match="`solver` must be an object"):
-        kfac.influence(loss_fn, curvature, 0.1, solver=kfac.Eigh)
+        kfac.analysis.influence(loss_fn, curvature, 0.1, solver=kfac.Eigh)
     one = lambda model, x, t: kfac.SquaredError(model(x)[None], t[None])
-    influence = eqx.filter_jit(kfac.influence(one, curvature, 0.1))
+    influence = eqx.filter_jit(kfac.analysis.influence(one, curvature, 0.1))
     with pytest.raises(ValueError, match="not called within a `vmap`"):
         influence(model, (x[0], t[0]), (x[1], t[1]))

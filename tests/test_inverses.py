@@ -39,7 +39,9 @@ def factor(rng, d, rank=None):
 
 
 def kronecker(rng, d_out=3, d_in=4, rank=None):
-    return kfac.KroneckerOperator(factor(rng, d_out, rank), factor(rng, d_in, rank))
+    return kfac.operators.KroneckerOperator(
+        factor(rng, d_out, rank), factor(rng, d_in, rank)
+    )
 
 
 def vector(rng, operator):
@@ -92,7 +94,7 @@ def test_without_damping(solver, dense, rng):
 def test_only_the_product_matters(solver, dense, c, rng):
     operator = kronecker(rng)
     G, A = map(np.asarray, both(operator))
-    put = lambda G, A: kfac.KroneckerOperator(*map(jax.device_put, (G, A)))
+    put = lambda G, A: kfac.operators.KroneckerOperator(*map(jax.device_put, (G, A)))
     moved = put(G / c, A * c)
     v = vector(rng, operator)
     before, after = (solve(o, v, solver, 0.1) for o in (operator, moved))
@@ -110,7 +112,7 @@ def test_dead_layer(solver, dense, dead, d_out, d_in, rng):
     dead_one = lambda a: jax.device_put(np.zeros(a.shape))
     G = G if dead == "input" else dead_one(G)
     A = A if dead == "output" else dead_one(A)
-    operator = kfac.KroneckerOperator(G, A)
+    operator = kfac.operators.KroneckerOperator(G, A)
     v = vector(rng, operator)
     expected = 100 * np.asarray(v)
     assert reference.error(solve(operator, v, solver, 0.01), expected) < TOLERANCE
@@ -142,7 +144,7 @@ def test_without_the_bias(solver, damping, rng):
     G, A = both(kronecker(rng))
     units = np.array([1e-2, 1e-2, 1e-2, 1.0])
     scaled = jax.device_put(np.asarray(A) * np.outer(units, units))
-    operator = kfac.KroneckerOperator(G, scaled)
+    operator = kfac.operators.KroneckerOperator(G, scaled)
     v = vector(rng, operator)
     plain, other = (
         reference.factored_solve(*both(operator), damping, v, without_bias=without)
@@ -158,7 +160,7 @@ def test_without_the_bias(solver, damping, rng):
             assert reference.error(got, want) < TOLERANCE
     # Where there is nothing but the bias, or it is but one of many, all of it counts.
     for inputs in (jax.device_put(np.diag([0.0, 0.0, 0.0, 2.0])), A):
-        other = kfac.KroneckerOperator(G, inputs)
+        other = kfac.operators.KroneckerOperator(G, inputs)
         options = {"damping": damping, "bias": True}
         got = lx.linear_solve(other, v, solver(without_bias=True), options=options).value
         want = reference.factored_solve(*both(other), damping, v)
@@ -195,7 +197,7 @@ def test_eigh_state_serves_any_damping(rng):
 def test_eigh_of_slightly_indefinite_factors(rng):
     # Rounding must not turn a zero eigenvalue into a large step.
     G, A = both(kronecker(rng, rank=1))
-    operator = kfac.KroneckerOperator(jax.device_put(G - 1e-9 * np.eye(3)), A)
+    operator = kfac.operators.KroneckerOperator(jax.device_put(G - 1e-9 * np.eye(3)), A)
     v = vector(rng, operator)
     step = solve(operator, v, kfac.Eigh(), 1e-10)
     assert np.linalg.norm(step) <= 1.001e10 * np.linalg.norm(v)
@@ -252,7 +254,7 @@ def test_large_factor(size, rng):
     """It is inverted by halves of halves, of odd sizes too."""
     root = rng.normal(size=(size, size)) / size**0.5
     factor = root @ root.T + 0.1 * np.eye(size)
-    operator = kfac.KroneckerOperator(jnp.ones((1, 1)), jax.device_put(factor))
+    operator = kfac.operators.KroneckerOperator(jnp.ones((1, 1)), jax.device_put(factor))
     solver = kfac.Cholesky()
     state = eqx.filter_jit(solver.init)(operator, dict(damping=0.01))
     expected = np.linalg.inv(factor + 0.01 * np.eye(size))
@@ -303,7 +305,8 @@ def test_diagonal_factors(solver, dense, diagonal_out, diagonal_in, d_out, d_in,
     short = [np.diag(f) if alone else f for f, alone in zip(factors, which)]
     factors = [np.diag(f) if alone else f for f, alone in zip(short, which)]
     full, thin = (
-        kfac.KroneckerOperator(*map(jax.device_put, given)) for given in (factors, short)
+        kfac.operators.KroneckerOperator(*map(jax.device_put, given))
+        for given in (factors, short)
     )
     v = vector(rng, full)
     a, b = (solve(operator, v, solver, 0.1) for operator in (full, thin))
@@ -346,7 +349,9 @@ def test_products(d_out, d_in, rng):
 
 def test_order_of_the_factors(rng):
     operator = kronecker(rng, 3, 3)
-    swapped = kfac.KroneckerOperator(operator.input_factor, operator.output_factor)
+    swapped = kfac.operators.KroneckerOperator(
+        operator.input_factor, operator.output_factor
+    )
     assert reference.error(swapped.as_matrix(), dense_matrix(operator)) > 0.1
 
 
@@ -378,7 +383,7 @@ def test_power(exponent, rng):
     values, vectors = np.linalg.eigh(dense_matrix(operator))
     expected = (vectors * values ** float(exponent)) @ vectors.T
     power = operator.power(exponent)
-    assert isinstance(power, kfac.KroneckerOperator)
+    assert isinstance(power, kfac.operators.KroneckerOperator)
     assert reference.error(power.as_matrix(), expected) < TOLERANCE
     assert reference.error(power.as_matrix(), dense_matrix(operator)) > 0.1
 

@@ -65,7 +65,7 @@ def fitted(name):
 @eqx.filter_jit
 def posterior_of(name, **more):
     numbers = dict(prior_precision=DELTA, sigma_noise=SIGMA, temperature=TEMPERATURE)
-    return kfac.Laplace(*reversed(fitted(name)), N, **(numbers | more))
+    return kfac.analysis.Laplace(*reversed(fitted(name)), N, **(numbers | more))
 
 
 @pytest.mark.parametrize("name", models)
@@ -77,7 +77,7 @@ def test_is_a_normal_distribution(name):
         theta, unravel = ravel_pytree(params_of(model))
         outputs = lambda theta: eqx.combine(unravel(theta), model)(x)
         return dict(
-            blocks=kfac.BlockDiagonalOperator(curvature, model).as_matrix(),
+            blocks=kfac.analysis.BlockDiagonalOperator(curvature, model).as_matrix(),
             theta=theta,
             outputs=outputs(theta),
             jacobian=jax.jacobian(outputs)(theta),
@@ -213,11 +213,11 @@ def test_half_precision():
         half = lambda a: a.astype(jnp.bfloat16) if eqx.is_inexact_array(a) else a
         model, x = jtu.tree_map(half, (model, x))
         curvature = kfac.curvature(loss_fn, fisher=kfac.Exact())(model, x, t)
-        return kfac.Laplace(curvature, model, 60_000), x[0]
+        return kfac.analysis.Laplace(curvature, model, 60_000), x[0]
 
     @eqx.filter_jit
     def run(posterior, x, wide):
-        exact = kfac.Laplace(*reversed(fitted("kronecker")), 60_000)
+        exact = kfac.analysis.Laplace(*reversed(fitted("kronecker")), 60_000)
         return dict(
             predicted=posterior.predict(forward, x),
             exact=exact.predict(forward, wide),
@@ -237,7 +237,7 @@ def test_half_precision():
 
 def test_one_prior_for_each_layer():
     model, curvature = fitted("stacked")
-    operator = kfac.BlockDiagonalOperator(curvature, model)
+    operator = kfac.analysis.BlockDiagonalOperator(curvature, model)
     priors = operator.per_layer(1.0)
     assert priors.layers.shape == (2,) and priors.last.shape == ()
     numbers = jnp.array([0.3, 2.0]), jnp.array(5.0)
@@ -246,7 +246,7 @@ def test_one_prior_for_each_layer():
 
     @eqx.filter_jit
     def run(curvature, priors):
-        posterior = kfac.Laplace(curvature, model, N, prior_precision=priors)
+        posterior = kfac.analysis.Laplace(curvature, model, N, prior_precision=priors)
         return posterior.precision().as_matrix(), operator.as_matrix()
 
     precision, matrix = map(np.asarray, run(curvature, priors))
@@ -263,12 +263,12 @@ def test_l2_is_a_prior():
     @eqx.filter_jit
     def run(batch):
         regularised = kfac.curvature(with_l2, fisher=kfac.Exact())(model, *batch)
-        own = kfac.Laplace(regularised, model, N, DELTA, SIGMA, TEMPERATURE)
+        own = kfac.analysis.Laplace(regularised, model, N, DELTA, SIGMA, TEMPERATURE)
         operators = [
             own.precision(),
             posterior_of("kronecker").precision(),
-            kfac.Laplace(regularised, model, N, None, SIGMA).precision(),
-            kfac.BlockDiagonalOperator(regularised, model),
+            kfac.analysis.Laplace(regularised, model, N, None, SIGMA).precision(),
+            kfac.analysis.BlockDiagonalOperator(regularised, model),
         ]
         return regularised, [operator.as_matrix() for operator in operators]
 
@@ -277,7 +277,7 @@ def test_l2_is_a_prior():
     close(own, plain)
     close(taken, N / SIGMA**2 * np.asarray(whole))
     with pytest.raises(ValueError, match="`prior_precision` must be positive"):
-        kfac.Laplace(curvature, model, N, None)
+        kfac.analysis.Laplace(curvature, model, N, None)
 
 
 def test_last_layer_of_a_regression_is_exact():
@@ -299,7 +299,9 @@ def test_last_layer_of_a_regression_is_exact():
             return kfac.SquaredError(jax.vmap(ft.partial(fn, model))(x), t)
 
         curvature = kfac.curvature(loss, fisher=kfac.Exact())(trained, x, t)
-        posterior = kfac.Laplace(curvature, trained, len(x), 0.3, sigma_noise=0.2)
+        posterior = kfac.analysis.Laplace(
+            curvature, trained, len(x), 0.3, sigma_noise=0.2
+        )
         hidden = jnp.tanh(jax.vmap(whole.layers[0])(x))
         matrix = posterior.precision().as_matrix()
         variance = posterior.functional_variance(fn, x[0])
@@ -316,7 +318,7 @@ def test_last_layer_of_a_regression_is_exact():
 def test_classes():
     @eqx.filter_jit
     def run(model, curvature, xs):
-        posterior = kfac.Laplace(curvature, model, 4, 0.02)
+        posterior = kfac.analysis.Laplace(curvature, model, 4, 0.02)
         predict = ft.partial(posterior.predict_classes, forward)
         x = xs[0]
         drawn = predict(x, jr.key(0), 200_000)
@@ -355,7 +357,7 @@ def test_memory_does_not_grow_with_the_jacobian(kind):
         rows = normal(2, features, dtype=jnp.float32)
         loss_fn = lambda m, x: kfac.SoftmaxCrossEntropy(jax.vmap(m)(x), jnp.arange(2))
         curvature = kfac.curvature(loss_fn, kfac.MonteCarlo())(layer, rows, key=jr.key(0))
-        return kfac.Laplace(curvature, layer, 2)
+        return kfac.analysis.Laplace(curvature, layer, 2)
 
     x = jax.ShapeDtypeStruct((features,), jnp.float32)
     posterior = eqx.filter_eval_shape(run, layer, x)
@@ -382,7 +384,7 @@ def test_functions_with_a_derivative_of_their_own():
     @eqx.filter_jit
     def variances(layer, x, y):
         curvature = kfac.curvature(squared, kfac.Exact())(layer, x, y)
-        posterior = kfac.Laplace(curvature, layer, 6)
+        posterior = kfac.analysis.Laplace(curvature, layer, 6)
         plain = posterior.functional_variance(lambda m, x: m(x), x[0])
         return plain, posterior.functional_variance(lambda m, x: doubled(m(x)), x[0])
 
@@ -397,14 +399,16 @@ def test_numbers_are_checked(number):
     good = dict(num_examples=N, prior_precision=1.0, sigma_noise=1.0, temperature=1.0)
     for wrong in (0, -1.0, jnp.array(-1.0), np.float32(-1)):
         with pytest.raises(ValueError, match=f"`{number}` must be"):
-            kfac.Laplace(*reversed(fitted("kronecker")), **(good | {number: wrong}))
+            kfac.analysis.Laplace(
+                *reversed(fitted("kronecker")), **(good | {number: wrong})
+            )
     with pytest.raises((TypeError, ValueError), match=f"`{number}` must be a number"):
-        kfac.Laplace(*reversed(fitted("kronecker")), **(good | {number: "1"}))
+        kfac.analysis.Laplace(*reversed(fitted("kronecker")), **(good | {number: "1"}))
 
 
 def test_damping_is_checked():
     model, curvature = fitted("stacked")
-    operator = kfac.BlockDiagonalOperator(curvature, model)
+    operator = kfac.analysis.BlockDiagonalOperator(curvature, model)
     for wrong in (-1.0, jnp.array(-1.0)):
         for method in (operator.damped, operator.logdet, operator.inverse):
             with pytest.raises(ValueError, match="`damping` must be at least 0"):
@@ -415,7 +419,7 @@ def test_damping_is_checked():
     three = eqx.tree_at(lambda m: m.layers, operator.per_layer(1.0), jnp.ones(3))
     with pytest.raises(ValueError, match=r"array of shape \(3,\)"):
         operator.damped(three)
-    exact = kfac.GaussNewton(loss_fn, model, *batch)
+    exact = kfac.analysis.GaussNewtonOperator(loss_fn, model, *batch)
     with pytest.raises(ValueError, match="`damping` must be at least 0"):
         exact.damped(-0.1)
     with pytest.raises(ValueError, match="but has shape"):
@@ -429,13 +433,13 @@ def test_float32_loses_what_is_below_its_resolution():
     @eqx.filter_jit
     def collected(model, x):
         curvature = kfac.curvature(loss_fn, fisher=kfac.Exact())(model, x, None)
-        values = kfac.BlockDiagonalOperator(curvature, model).eigenvalues()
+        values = kfac.analysis.BlockDiagonalOperator(curvature, model).eigenvalues()
         single = lambda a: a.astype(jnp.float32) if eqx.is_inexact_array(a) else a
         return curvature, jtu.tree_map(single, (curvature, model)), values
 
     @eqx.filter_jit
     def logdet(curvature, model, delta):
-        return kfac.Laplace(curvature, model, N, delta).precision().logdet()
+        return kfac.analysis.Laplace(curvature, model, N, delta).precision().logdet()
 
     model, _ = fitted("kronecker")
     x = normal(64, 3, seed=8) * np.array([[30.0, 1e-3, 1.0]])

@@ -80,7 +80,7 @@ def test_same_posterior(likelihood):
     model = Net([p.detach().numpy() for p in net.parameters()])
     x, y = jnp.asarray(x.numpy()), jnp.asarray(y.numpy())
     curvature = kfac.curvature(loss_fn, fisher=kfac.Exact())(model, x, y)
-    ours = kfac.Laplace(curvature, model, N, DELTA, sigma)
+    ours = kfac.analysis.Laplace(curvature, model, N, DELTA, sigma)
     close(ours.precision().logdet(), float(logdet), 1e-6)
     close(
         ours.log_marginal_likelihood(float(theirs.log_likelihood)), float(evidence), 1e-6

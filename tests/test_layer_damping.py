@@ -120,20 +120,20 @@ def expected(rule, model, curvature, most=MOST):
     layers = dense(model, curvature)
     diagonals = [np.diagonal(m, axis1=-2, axis2=-1) for m, _, _ in layers]
     squares = sum((m**2).sum() for m, _, _ in layers)
-    share = rule.share * squares / sum(d.sum() for d in diagonals)
+    share = rule.curvature_fraction * squares / sum(d.sum() for d in diagonals)
     changes = []
     for (_, p, weights), d in zip(layers, diagonals, strict=True):
         trace = d[..., weights].sum(axis=-1)
         norm = np.linalg.norm(p[..., weights], axis=-1)
-        changes.append(rule.change * np.sqrt(trace) / norm)
+        changes.append(rule.stiffness * np.sqrt(trace) / norm)
     return [np.minimum(most, np.minimum(share, c)) for c in changes]
 
 
 BLOCKS = [kfac.Kronecker(), kfac.EKFAC(), kfac.Full(), kfac.Diagonal(), kfac.TNT()]
 RULES = [  # What is the least: the part of all curvature, the change, or the most.
-    kfac.LayerDamping(MOST, share=1e-3, change=1e3, power=0.0),
-    kfac.LayerDamping(MOST, share=1e3, change=1e-2, power=0.0),
-    kfac.LayerDamping(MOST, share=1e3, change=1e3, power=0.0),
+    kfac.LayerDamping(MOST, curvature_fraction=1e-3, stiffness=1e3, loss_power=0.0),
+    kfac.LayerDamping(MOST, curvature_fraction=1e3, stiffness=1e-2, loss_power=0.0),
+    kfac.LayerDamping(MOST, curvature_fraction=1e3, stiffness=1e3, loss_power=0.0),
 ]
 
 
@@ -167,8 +167,8 @@ def test_curvature_is_no_less_than_the_square_of_the_gradient(rule):
         norm = np.linalg.norm(p[..., weights], axis=-1)
         seen.append((trace, square, np.sqrt(np.maximum(*own)) / norm))
     traces, squares = (sum(s[i].sum() for s in seen) for i in (0, 1))
-    share = rule.share * squares / traces
-    want = [np.minimum(20.0, np.minimum(share, rule.change * s[2])) for s in seen]
+    share = rule.curvature_fraction * squares / traces
+    want = [np.minimum(20.0, np.minimum(share, rule.stiffness * s[2])) for s in seen]
     params = eqx.filter(model, eqx.is_array)
     as_layers = lambda m: [m.first, m.stacked, m.last]
     new = [with_matrix(*pair) for pair in zip(as_layers(params), gradients, strict=True)]
@@ -229,8 +229,8 @@ def test_a_step(block, rule, l2):
     "solver, period, packed",
     [
         (kfac.Cholesky(), 5, False),
-        (kfac.Cholesky(), kfac.InTurn(5), True),
-        (kfac.Eigh(), kfac.InTurn(5), False),
+        (kfac.Cholesky(), kfac.Staggered(5), True),
+        (kfac.Eigh(), kfac.Staggered(5), False),
         (kfac.NewtonSchulz(), 5, True),
     ],
 )
@@ -259,7 +259,9 @@ def test_a_small_loss(power):
     """Of a regression that is nearly done, the Fisher is what it was, but not the
     damping."""
     model, curvature = of_block(kfac.Kronecker())
-    rule = as_arrays(kfac.LayerDamping(MOST, share=1e3, change=1e3, power=power))
+    rule = as_arrays(
+        kfac.LayerDamping(MOST, curvature_fraction=1e3, stiffness=1e3, loss_power=power)
+    )
     for value, part in ((1e-2, 1e-2**power), (-1e-2, 1e-2**power), (3.0, 1.0), (0, None)):
         value = jnp.array(value, float)
         given = jtu.tree_leaves(applied(rule, MOST, curvature, model, value))
@@ -296,7 +298,7 @@ def test_the_units_of_the_data(units):
     model, x = mlp(4, 1), np.asarray(X)
     shrink = lambda w: jax.device_put(np.asarray(w) / units)
     small = eqx.tree_at(lambda m: m.layers[0].weight, model, replace_fn=shrink)
-    rule = kfac.LayerDamping(1.0, share=1e3)
+    rule = kfac.LayerDamping(1.0, curvature_fraction=1e3)
     usual, other = (
         applied(rule, 1.0, _curvature(m, x, Y), m).layers
         for m, x in ((model, x), (small, units * x))
@@ -337,9 +339,9 @@ def test_a_chain_of_time_steps():
     series = eqx.tree_at(lambda m: m.tag, layer, tag)
     a, g = (np.diag(np.arange(1.0, n)) for n in (32, 21))
     arrays = map(jnp.asarray, (a, 0.3 * a, g, 0.2 * g, np.array(5.0), np.zeros(())))
-    chain = kfac.SeriesFactors(*arrays)
+    chain = kfac.factors.SeriesFactors(*arrays)
     rule, most = kfac.LayerDamping(1e9), jnp.array(1e9)
-    plain = kfac.KroneckerFactors(jnp.asarray(a), jnp.asarray(g), chain.l2)
+    plain = kfac.factors.KroneckerFactors(jnp.asarray(a), jnp.asarray(g), chain.l2)
     alone = applied(rule, most, plain, layer)
     assert applied(rule, most, chain, series) == alone != most
     jaxpr = jax.make_jaxpr(rule)(most, chain, series, ONE, series)
@@ -388,8 +390,8 @@ def test_what_is_refused():
     quadratic = kfac.QuadraticModel()
     with pytest.raises(ValueError, match="one damping for all layers"):
         kfac.KFAC(quadratic, quadratic, kfac.LayerDamping())
-    with pytest.raises(ValueError, match="share"):
-        kfac.LayerDamping(share=0.0)
+    with pytest.raises(ValueError, match="curvature_fraction"):
+        kfac.LayerDamping(curvature_fraction=0.0)
     with pytest.raises(TypeError, match="learning_rate"):
         kfac.KFAC(kfac.LayerDamping())
     with pytest.raises(ValueError, match="damping=LayerDamping.*needs the `model`"):

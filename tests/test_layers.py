@@ -345,7 +345,7 @@ filters = {
 
 
 def is_factors(node):
-    return isinstance(node, (kfac.KroneckerFactors, kfac.DiagonalFactors))
+    return isinstance(node, (kfac.factors.KroneckerFactors, kfac.factors.DiagonalFactors))
 
 
 def by_tag(layer, curvature=None):
@@ -357,7 +357,7 @@ def by_tag(layer, curvature=None):
 
 def dense(f):
     """The blocks that factors denote, one for every one of the maps side by side."""
-    if isinstance(f, kfac.DiagonalFactors):
+    if isinstance(f, kfac.factors.DiagonalFactors):
         return [np.diag(d.ravel()) for d in _each(f.diagonal, 2)]
     A, diagonal = np.asarray(f.input_factor), f.input_factor.ndim < f.output_factor.ndim
     A = [np.diag(a) for a in _each(A, 1)] if diagonal else _each(A, 2)
@@ -434,7 +434,7 @@ def test_diagonals_are_mean_squares_of_examples_gradients(name):
     for (_, f), (squares, mean) in zip(
         by_tag(layer, factors(name)), examples_gradients()[name], strict=True
     ):
-        if isinstance(f, kfac.DiagonalFactors):
+        if isinstance(f, kfac.factors.DiagonalFactors):
             assert error(f.diagonal, squares) <= 1e-12
             assert error(f.diagonal, mean) > 1e-2
             compared += 1

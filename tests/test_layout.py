@@ -44,6 +44,26 @@ def test_imports_point_downwards(path):
     assert imported(path) <= {own, *below}
 
 
+@pytest.mark.parametrize(
+    "wing, other",
+    [
+        ("_optimizer", "analysis"),
+        ("_inverse", "analysis"),
+        ("_curvature", "analysis"),
+        ("analysis", "_optimizer"),
+        ("analysis", "_inverse"),
+    ],
+)
+def test_wings_do_not_know_each_other(wing, other):
+    """Neither does a training step import what is for after training, nor the reverse;
+    but `debug` may import both."""
+    files = lambda folder: (PACKAGE / folder).rglob("*.py")
+    assert all(other not in imported(path) for path in files(wing))
+    assert (
+        any(other in imported(path) for path in files("debug")) or other == "_optimizer"
+    )
+
+
 UNSTABLE = "jax.core", "jax.extend", "jax.interpreters", "jax.experimental", "jax._src"
 
 

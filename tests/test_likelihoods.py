@@ -358,7 +358,7 @@ def test_blocks_of_one_example(name):
         tree = kfac.curvature(of_model(name), kfac.Exact())(model, x, t)
         pairs = zip(model.layers, tree.layers, strict=True)
         matrices = [layer.tag.block.operator(f).as_matrix() for layer, f in pairs]
-        operator = kfac.Fisher(of_model(name), kfac.revert(model), x, t)
+        operator = kfac.analysis.FisherOperator(of_model(name), kfac.revert(model), x, t)
         return matrices, operator.as_matrix()
 
     for block, number in ((kfac.Kronecker(), 1), (kfac.Full(), 5)):

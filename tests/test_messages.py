@@ -260,8 +260,10 @@ def test_numbers_of_numpy(number):
     assert not info.rejected and state.damping == float(number)
     rule = kfac.LevenbergMarquardt(number, number, maximum=np.float32(1))
     assert rule == kfac.LevenbergMarquardt(float(number), float(number), maximum=1.0)
-    faces = kfac.kfac(number), kfac.scale_by_kfac(number)
-    for face, other in zip(faces, (kfac.kfac(float(number)), kfac.scale_by_kfac(0.1))):
+    faces = kfac.optax_kfac(number), kfac.scale_by_kfac(number)
+    for face, other in zip(
+        faces, (kfac.optax_kfac(float(number)), kfac.scale_by_kfac(0.1))
+    ):
         assert eqx.tree_equal(face.init(grads), other.init(grads))
 
 
@@ -677,7 +679,7 @@ def test_parameters_without_curvature(make, error, phrases):
         lambda: exact.init(model),
         lambda: kfac.scale_by_kfac().init(model),
         lambda: kfac.curvature(vmapped, kfac.Exact())(model, x, y),
-        lambda: kfac.capture(vmapped)(model, x, y),
+        lambda: kfac.analysis.capture(vmapped)(model, x, y),
     ):
         with raises(error, "`['layer']`", *phrases):
             run()

@@ -864,7 +864,7 @@ def test_notebook(make):
         assert not info.rejected
         losses.append(float(info.loss))
         if notebook.stateful:
-            kwargs = dict(state=info.choose(info.aux, kwargs["state"]))
+            kwargs = dict(state=info.select(info.aux, kwargs["state"]))
     assert np.all(np.isfinite(losses)) and losses[-1] < losses[0], losses
 
 

@@ -85,10 +85,10 @@ objectives = {
     ),
 }
 operators = {
-    "ggn": kfac.GaussNewton,
-    "fisher": kfac.Fisher,
-    "empirical": kfac.EmpiricalFisher,
-    "hessian": kfac.Hessian,
+    "ggn": kfac.analysis.GaussNewtonOperator,
+    "fisher": kfac.analysis.FisherOperator,
+    "empirical": kfac.analysis.EmpiricalFisherOperator,
+    "hessian": kfac.analysis.HessianOperator,
 }
 
 
@@ -273,7 +273,7 @@ def test_gradient_of_product(kind):
 
 solvers = {
     "lx.CG": lx.CG(rtol=1e-12, atol=1e-12),
-    "CG": kfac.ConjugateGradient(rtol=1e-12),
+    "CG": kfac.analysis.ConjugateGradient(rtol=1e-12),
     "LU": lx.LU(),
     "Cholesky": lx.Cholesky(),
 }
@@ -289,7 +289,9 @@ def test_solve_and_its_gradient(solver):
         def loss_fn(model):
             return softmax_fn(model, x, weights)
 
-        operator = kfac.GaussNewton(loss_fn, eqx.combine(params, static)).damped(0.1)
+        operator = kfac.analysis.GaussNewtonOperator(
+            loss_fn, eqx.combine(params, static)
+        ).damped(0.1)
         operator = operator if iterative else lx.materialise(operator)
         return flat(lx.linear_solve(operator, vector, solvers[solver]).value)
 
@@ -408,7 +410,7 @@ def test_several_types():
         matrix = lx.materialise(operator)
         return operator.mv(vector), matrix.mv(vector), matrix.as_matrix()
 
-    for cls in (kfac.GaussNewton, kfac.Hessian):
+    for cls in (kfac.analysis.GaussNewtonOperator, kfac.analysis.HessianOperator):
         product, again, matrix = run(cls(loss_fn, mixed, x), vector)
         assert jtu.tree_map(lambda a: a.dtype, product) == types
         assert matrix.dtype == jnp.float64
@@ -418,11 +420,11 @@ def test_several_types():
 
     @eqx.filter_jit
     def solve(operator, vector):
-        solver = kfac.ConjugateGradient(rtol=1e-3)
+        solver = kfac.analysis.ConjugateGradient(rtol=1e-3)
         options = dict(damping=0.5)
         return lx.linear_solve(operator, vector, solver, options=options).value
 
-    solution = solve(kfac.GaussNewton(loss_fn, mixed, x), vector)
+    solution = solve(kfac.analysis.GaussNewtonOperator(loss_fn, mixed, x), vector)
     assert jtu.tree_map(lambda a: a.dtype, solution) == types
 
 
@@ -433,7 +435,9 @@ def test_float32_and_keywords():
         return kfac.SquaredError(scale * jax.vmap(model)(x), None)
 
     # A NumPy array; no targets; a keyword.
-    operator = kfac.GaussNewton(loss_fn, model, np.float32(x), scale=np.float32(2))
+    operator = kfac.analysis.GaussNewtonOperator(
+        loss_fn, model, np.float32(x), scale=np.float32(2)
+    )
     matrix = eqx.filter_jit(lambda op: op.as_matrix())(operator)
     assert matrix.dtype == jnp.float32
     close(matrix, 4 * given("squared", "ggn"), 1e-5)
@@ -456,16 +460,20 @@ def test_errors():
         return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x))
 
     with pytest.raises(ValueError, match="targets"):
-        kfac.EmpiricalFisher(no_targets, tanh_mlp, x).mv(vector)
+        kfac.analysis.EmpiricalFisherOperator(no_targets, tanh_mlp, x).mv(vector)
     with pytest.raises(TypeError, match="must return a loss"):
-        kfac.GaussNewton(lambda m, x: jnp.sum(jax.vmap(m)(x)), tanh_mlp, x).mv(vector)
+        kfac.analysis.GaussNewtonOperator(
+            lambda m, x: jnp.sum(jax.vmap(m)(x)), tanh_mlp, x
+        ).mv(vector)
     hessian = operator_of("squared", "hessian")
     with pytest.raises(ValueError, match="GaussNewton"):
-        lx.linear_solve(hessian, vector, kfac.ConjugateGradient())
+        lx.linear_solve(hessian, vector, kfac.analysis.ConjugateGradient())
     with pytest.raises(ValueError, match="`max_steps` must be at least 1"):
-        kfac.ConjugateGradient(max_steps=0)
+        kfac.analysis.ConjugateGradient(max_steps=0)
     with pytest.raises(ValueError, match="kfac.curvature"):
-        kfac.BlockDiagonalOperator(kfac.convert(tanh_mlp), kfac.convert(tanh_mlp))
+        kfac.analysis.BlockDiagonalOperator(
+            kfac.convert(tanh_mlp), kfac.convert(tanh_mlp)
+        )
 
 
 class Laplace(kfac.AbstractLoss):
@@ -497,8 +505,8 @@ def test_not_natural():
     def loss_fn(model, x, w):
         return Laplace(jax.vmap(model)(x), values)
 
-    ggn = kfac.GaussNewton(loss_fn, tanh_mlp, x, weights)
-    fisher = kfac.Fisher(loss_fn, tanh_mlp, x, weights)
+    ggn = kfac.analysis.GaussNewtonOperator(loss_fn, tanh_mlp, x, weights)
+    fisher = kfac.analysis.FisherOperator(loss_fn, tanh_mlp, x, weights)
     assert not lx.is_positive_semidefinite(ggn)
     assert lx.is_positive_semidefinite(fisher)
 
@@ -560,7 +568,13 @@ def test_factor_of_a_sharded_batch(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", [kfac.EmpiricalFisher, kfac.Fisher, kfac.GaussNewton, kfac.Hessian]
+    "kind",
+    [
+        kfac.analysis.EmpiricalFisherOperator,
+        kfac.analysis.FisherOperator,
+        kfac.analysis.GaussNewtonOperator,
+        kfac.analysis.HessianOperator,
+    ],
 )
 def test_many_parameters_and_examples_in_float32(kind):
     """As many as XLA needs to go wrong in, against the same in float64."""

@@ -1,4 +1,4 @@
-"""The optax faces: `kfac.kfac` and `kfac.scale_by_kfac`."""
+"""The optax faces: `kfac.optax_kfac` and `kfac.scale_by_kfac`."""
 
 import functools as ft
 
@@ -89,7 +89,7 @@ solvers = [kfac.Cholesky(), kfac.Eigh()]
 
 
 def test_faces_are_optax_transformations():
-    for face in (kfac.kfac(0.1), kfac.scale_by_kfac()):
+    for face in (kfac.optax_kfac(0.1), kfac.scale_by_kfac()):
         assert isinstance(face, optax.GradientTransformationExtraArgs)
 
 
@@ -155,7 +155,7 @@ def test_kfac_takes_the_steps_of_step(solver):
         model, state, _ = step(squared, model, state, *make_data(index))
     for with_value in (False, True):
         got, got_state = train(
-            kfac.kfac(*numbers, **options), number=6, with_value=with_value
+            kfac.optax_kfac(*numbers, **options), number=6, with_value=with_value
         )
         assert_same(got, model, tolerance=1e-11)
         assert_same(got_state.inverse, params_of(state).inverse, tolerance=1e-9)
@@ -166,7 +166,7 @@ def test_kfac_takes_the_steps_of_the_recommended_step():
     terms the loss has, `update` is not told.)"""
     rules = ("damping", "norm_constraint", "averaging", "inverse_period")
     auto = dict.fromkeys(rules, "auto") | dict(weight_decay=1e-2)
-    region = kfac.TrustRegion(terms=1)
+    region = kfac.TrustRegion(full_terms=1)
     choices = dict(curvature_period=1, weight_decay=1e-2, norm_constraint=region)
     optimizer = kfac.KFAC(fisher=kfac.Exact(), **choices)
     step = eqx.filter_jit(optimizer.step)
@@ -174,27 +174,27 @@ def test_kfac_takes_the_steps_of_the_recommended_step():
     state = optimizer.init(model)
     for index in range(4):
         model, state, _ = step(squared, model, state, *make_data(index))
-    got, got_state = train(kfac.kfac(**auto), number=4, with_value=True)
+    got, got_state = train(kfac.optax_kfac(**auto), number=4, with_value=True)
     assert_same(got, model, tolerance=1e-11)
     got_mean, mean = kfac.averaged(got, got_state), kfac.averaged(model, state)
     assert_same(got_mean, mean, tolerance=1e-11)
     assert relative(got_mean, model) > 1e-4
     with pytest.raises(ValueError, match="needs the `value`"):
-        train(kfac.kfac(**auto), number=1)
-    assert relative(train(kfac.kfac(), number=4)[0], model) > 1e-4
+        train(kfac.optax_kfac(**auto), number=1)
+    assert relative(train(kfac.optax_kfac(), number=4)[0], model) > 1e-4
 
 
 def test_chain_and_kfac_agree():
     """Constant learning rate, no norm constraint: the two faces are one algorithm."""
     one, _ = train(chain(damping=1e-2, ema=0.9))
-    two, _ = train(kfac.kfac(learning_rate, 0.9, 1e-2, ema=0.9))
+    two, _ = train(kfac.optax_kfac(learning_rate, 0.9, 1e-2, ema=0.9))
     assert relative(one, two) <= 1e-12
-    other, _ = train(kfac.kfac(learning_rate, 0.9, 1e-1, ema=0.9))
+    other, _ = train(kfac.optax_kfac(learning_rate, 0.9, 1e-1, ema=0.9))
     assert relative(one, other) > 1e-3
 
 
 faces = {
-    "kfac": lambda **kwargs: kfac.kfac(learning_rate, **kwargs),
+    "kfac": lambda **kwargs: kfac.optax_kfac(learning_rate, **kwargs),
     "scale_by_kfac": lambda **kwargs: chain(**kwargs),
 }
 
@@ -245,7 +245,7 @@ def test_curvature_that_is_left_out(face):
 def test_wrappers_that_drop_extra_arguments():
     model = make_model()
     _, grads, _ = value_grad_and_curvature(model, *make_data())
-    optimizer = optax.lookahead(kfac.kfac(learning_rate), 2, 0.5)
+    optimizer = optax.lookahead(kfac.optax_kfac(learning_rate), 2, 0.5)
     params = optax.LookaheadParams.init_synced(params_of(model))
     opt_state = optimizer.init(params)
     with pytest.raises(TypeError, match="optax.lookahead"):
@@ -259,7 +259,9 @@ def test_numbers_out_of_range(face, name):
     bad = {name: step_function(0.5, -1.0, 1)}
     # (Alone: momentum would move.)
     optimizer = (
-        kfac.kfac(learning_rate, **bad) if face == "kfac" else kfac.scale_by_kfac(**bad)
+        kfac.optax_kfac(learning_rate, **bad)
+        if face == "kfac"
+        else kfac.scale_by_kfac(**bad)
     )
     model, params = make_model(), params_of(make_model())
     _, grads, curvature = value_grad_and_curvature(model, *make_data())
@@ -382,7 +384,7 @@ def test_extra_arguments_pass_through_chains():
     model = make_model()
     value, grads, curvature = value_grad_and_curvature(model, *make_data())
     extra = dict(curvature=curvature, value=value, note="hello")
-    for face in (kfac.scale_by_kfac(), kfac.kfac(learning_rate)):
+    for face in (kfac.scale_by_kfac(), kfac.optax_kfac(learning_rate)):
         optimizer = optax.chain(optax.identity(), optax.chain(other, face))
         opt_state = optimizer.init(params_of(model))
         update, alone = map(eqx.filter_jit, (optimizer.update, face.update))
@@ -461,13 +463,13 @@ numbers = dict(
 
 @ft.cache
 def injected_kfac():
-    inject = optax.inject_hyperparams(kfac.kfac, static_args="inverse_period")
+    inject = optax.inject_hyperparams(kfac.optax_kfac, static_args="inverse_period")
     return inject(**numbers, inverse_period=1)
 
 
 def test_inject_hyperparams_kfac(standard_promotion):
     injected, _ = train(injected_kfac())
-    plain, _ = train(kfac.kfac(**numbers, inverse_period=1))
+    plain, _ = train(kfac.optax_kfac(**numbers, inverse_period=1))
     assert relative(injected, plain) <= 1e-12
 
 
@@ -476,7 +478,7 @@ def test_inject_hyperparams_kfac_change(name, standard_promotion):
     value = hyperparameters[name]
     changed, _ = train(injected_kfac(), change=set_hyperparameter(name, value))
     schedule = {name: step_function(numbers[name], value)}
-    scheduled, _ = train(kfac.kfac(**(numbers | schedule), inverse_period=1))
+    scheduled, _ = train(kfac.optax_kfac(**(numbers | schedule), inverse_period=1))
     assert relative(changed, train(injected_kfac())[0]) > 1e-5
     assert relative(changed, scheduled) <= 1e-12
 
@@ -575,7 +577,7 @@ def test_missing_coverage(face):
 @pytest.mark.parametrize("name", ["fisher", "curvature_period", "burn_in"])
 def test_choices_of_the_estimate_are_the_callers(name):
     with pytest.raises(TypeError, match=name):
-        kfac.kfac(0.1, **{name: 1})
+        kfac.optax_kfac(0.1, **{name: 1})
 
 
 def test_apply_if_finite(standard_promotion):

@@ -437,7 +437,7 @@ def hand_made(model, make):
 
     def factors(index, layer):
         d_out, d_in = layer.weight.shape
-        return kfac.KroneckerFactors(
+        return kfac.factors.KroneckerFactors(
             jnp.asarray(make(2 * index, d_in + 1)),
             jnp.asarray(make(2 * index + 1, d_out)),
             jnp.zeros(()),

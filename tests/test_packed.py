@@ -28,7 +28,7 @@ from .plain import plain_kfac
 
 
 # In one program each.
-to_packed, to_unpacked = map(eqx.filter_jit, (kfac.packed, kfac.unpacked))
+to_packed, to_unpacked = map(eqx.filter_jit, (kfac.packed, kfac.operators.unpacked))
 pack_one = jax.jit(pack)
 
 
@@ -52,7 +52,7 @@ def symmetric_matrix(size, stack=(), dtype=np.float32):
 
 @jax.jit
 def back_and_forth(matrix):
-    return kfac.unpacked(pack(matrix))
+    return kfac.operators.unpacked(pack(matrix))
 
 
 @pytest.mark.parametrize("stack", [(), (3, 2)])
@@ -104,7 +104,9 @@ def test_a_matrix_that_is_not_symmetric_is_another_one(size):
 
 def test_vmap_is_a_stack():
     matrix = symmetric_matrix(5, (3,))
-    in_turn = jax.jit(lambda m: (jax.vmap(pack)(m), jax.vmap(kfac.unpacked)(pack(m))))
+    in_turn = jax.jit(
+        lambda m: (jax.vmap(pack)(m), jax.vmap(kfac.operators.unpacked)(pack(m)))
+    )
     got, back = in_turn(matrix)
     assert_same(got, pack_one(matrix))
     assert_same(back, matrix)
@@ -113,7 +115,7 @@ def test_vmap_is_a_stack():
 def test_derivatives():
     """Those of a function of the triangle: entries off the diagonal count twice."""
     rectangle = pack_one(symmetric_matrix(4, dtype=np.float64)).rectangle
-    total = lambda r: jnp.sum(kfac.Packed(r).matrix())
+    total = lambda r: jnp.sum(kfac.operators.Packed(r).matrix())
     twice = pack_one(2 - np.eye(4)).rectangle
     assert_same(jax.jit(jax.grad(total))(rectangle), twice)
 
@@ -245,7 +247,7 @@ CHOICES = {
     ),
     "subspace iteration, in turn, burn-in": dict(
         solver=kfac.SubspaceIteration(),
-        inverse_period=kfac.InTurn(2),
+        inverse_period=kfac.Staggered(2),
         ema=kfac.MovingAverage(burn_in=1),
         averaging=0.9,
     ),
@@ -413,7 +415,7 @@ def test_looking_at_it(trained):
     assert_same(whole, state.curvature)
     got = kfac.summary(model, half.curvature)
     assert got == kfac.summary(model, state.curvature)
-    operator = eqx.filter_jit(kfac.BlockDiagonalOperator)
+    operator = eqx.filter_jit(kfac.analysis.BlockDiagonalOperator)
     assert_same(operator(half.curvature, model), operator(state.curvature, model))
 
 
@@ -483,7 +485,7 @@ def test_of_another_model_still_is_an_error(trained):
 
 
 OPTAX = {
-    "kfac": kfac.kfac(0.1),
+    "kfac": kfac.optax_kfac(0.1),
     "scale_by_kfac": optax.chain(kfac.scale_by_kfac(), optax.scale_by_learning_rate(0.1)),
 }
 
@@ -518,7 +520,7 @@ def test_optax(name):
 def test_factors_of_ones_own():
     """A type of factors says which of its fields are symmetric; by default, none is."""
 
-    class Silent(kfac.AbstractFactors):
+    class Silent(kfac.factors.AbstractFactors):
         matrix: jax.Array
         l2: jax.Array
 

@@ -209,7 +209,7 @@ def test_spectra(curvature):
     axis = plot.spectra(MODEL, curvature, damping=0.1)
     shown = lines(axis)
     assert list(shown) == [".layers[0]", ".layers[1]", ".layers[3]", "damping"]
-    operator = kfac.KroneckerOperator(
+    operator = kfac.operators.KroneckerOperator(
         curvature.layers[3].output_factor, curvature.layers[3].input_factor
     )
     eigenvalues = eqx.filter_jit(lambda operator: operator.eigenvalues())(operator)
@@ -222,7 +222,7 @@ def test_spectra(curvature):
 
 def test_spectra_with_a_damping_for_every_layer(curvature):
     """Dashed, over the ranks of that layer; into axes that one has."""
-    operator = kfac.BlockDiagonalOperator(curvature, MODEL)
+    operator = kfac.analysis.BlockDiagonalOperator(curvature, MODEL)
     damping = operator.per_layer(0.1)
     damping = eqx.tree_at(lambda m: m.layers[3], damping, jnp.asarray(0.5))
     _, mine = plt.subplots()

@@ -21,7 +21,7 @@ pages = sorted((root / "docs").rglob("*.md"))
 with_python = [
     ["index.md", "choosing.md", "idea.md", "api/curvature.md", "api/losses.md"],
     ["losses.md", "devices.md", "api/extending.md", "api/operators.md", "api/tools.md"],
-    ["factors.md", "policies.md", "api/posterior.md"],
+    ["factors.md", "policies.md", "api/analysis.md"],
     ["tutorials/start.md", "tutorials/pinn.md"],
     ["tutorials/own.md", "tutorials/models.md"],
     ["tutorials/transformer.md", "tutorials/posterior.md"],

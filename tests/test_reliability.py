@@ -305,7 +305,7 @@ def clean_loss(params):
 def kept(result, expected):
     """What a rejected step leaves alone."""
     params, state, _ = result
-    parts = [params, state.iterates]
+    parts = [params, state.averaged_parameters]
     if expected in BATCH_FAULTS:
         parts += [state.velocity, state.curvature, state.inverse, state.weight]
     return parts
@@ -333,7 +333,7 @@ def check(before, after, expected, step, also=()):
             assert not any(map(np.any, arrays(state.velocity)))
     else:
         assert np.isfinite(info.loss) and np.isfinite(info.gradient_norm)
-        assert not same(before[1].iterates, after[1].iterates)
+        assert not same(before[1].averaged_parameters, after[1].averaged_parameters)
 
 
 def faults_of(info):
@@ -397,7 +397,7 @@ def leave_out(data, steps):
 def trained(result):
     params, state, _ = result
     parts = params, state.velocity, state.curvature, state.inverse, state.weight
-    return *parts, state.iterates
+    return *parts, state.averaged_parameters
 
 
 @pytest.mark.parametrize("name", ["Cholesky", "Eigh", "float16"])

@@ -86,7 +86,7 @@ def derivatives(loss_fn, plain, model, x, y):
     estimate = lambda fn: kfac.value_grad_and_curvature(fn, kfac.Exact())(model, x, y)
     value, grads, curvature = estimate(loss_fn)
     params, static = eqx.partition(model, eqx.is_inexact_array)
-    curved = kfac.Hessian(loss_fn, model, x, y).mv(params)
+    curved = kfac.analysis.HessianOperator(loss_fn, model, x, y).mv(params)
     slope = jax.value_and_grad(lambda p: plain(eqx.combine(p, static), x, y))
     (want, slope), (_, want_curved) = jax.jvp(slope, (params,), (params,))
     _, *others = estimate(constant)
@@ -221,7 +221,7 @@ def normed_loss(model, bn_state, x, y):
 def normed_step(optimizer, model, state, bn_state, x, y):
     """With the state of the batch, as it is returned and as it is chosen."""
     model, state, info = optimizer.step(normed_loss, model, state, bn_state, x, y)
-    return model, state, info.aux, info.choose(info.aux, bn_state), info.rejected
+    return model, state, info.aux, info.select(info.aux, bn_state), info.rejected
 
 
 @pytest.mark.parametrize("choosing", [True, False])
@@ -257,7 +257,7 @@ def test_choosing():
     for scale, want in ((1.0, new), (np.nan, old)):
         state = optimizer.init(model)
         _, _, info = stepped(optimizer, softmax, model, state, x * scale, y)
-        got = info.choose(new, old)
+        got = info.select(new, old)
         assert (got["c"], got["d"], got["e"]) == ("old", None, 4)
         for name in "ab":
             assert got[name].dtype == new[name].dtype
@@ -350,7 +350,7 @@ def test_recurrent_curvature_of_nothing():
     @jax.jit
     def is_zero(scale):
         eyes = (scale * jnp.eye(3) for _ in range(4))
-        return kfac.SeriesFactors(*eyes, jnp.ones(()), jnp.zeros(())).is_zero()
+        return kfac.factors.SeriesFactors(*eyes, jnp.ones(()), jnp.zeros(())).is_zero()
 
     assert [bool(is_zero(scale)) for scale in (0.0, 1.0)] == [True, False]
 
@@ -413,7 +413,7 @@ def test_an_expert_without_curvature_waits(kind):
     """The other layers move; and the first curvature of it is used at once."""
     choices = dict(fisher=kfac.Exact(), curvature_period=3)
     choices |= dict(by_rows=kind == "rows", packed=kind == "packed")
-    period = kfac.InTurn(100) if kind == "turns" else 100
+    period = kfac.Staggered(100) if kind == "turns" else 100
     parts = 2 if kind == "micro-batches" else 1
     rare = plain_kfac(0.1, inverse_period=period, **choices)
     model, trace = run_experts(rare, parts)
@@ -440,9 +440,9 @@ def test_an_expert_that_some_examples_do_not_estimate_waits():
     assert moved.tolist() == [True, False]
 
 
-@pytest.mark.parametrize("make", [kfac.kfac, kfac.scale_by_kfac])
+@pytest.mark.parametrize("make", [kfac.optax_kfac, kfac.scale_by_kfac])
 def test_an_expert_waits_in_optax(make):
-    """`kfac.kfac` takes curvature that it gets for that of the same examples."""
+    """`kfac.optax_kfac` takes curvature that it gets for that of the same examples."""
     optimizer, model = make(inverse_period=100), kfac.convert(Experts())
     estimate = kfac.value_grad_and_curvature(routed, kfac.Exact())
     x, y = data()
@@ -462,7 +462,7 @@ def test_an_expert_waits_in_optax(make):
         sizes.append(np.asarray(size))
     assert np.all(sizes[0][:1] > 0) and sizes[1][0] > 0 and sizes[2][1] > 0
     assert sizes[0][1] == sizes[1][1] == 0
-    if make is kfac.kfac:
+    if make is kfac.optax_kfac:
         assert state.faults.waiting == 1 and state.rejected == 0
     else:  # Not the gradient over the damping.
         gradient = eqx.filter_grad(lambda m: routed(m, x, jnp.arange(16) % 2, y).value)
@@ -615,8 +615,16 @@ def expected_weights(optimizer, taken, ema):
     [
         (jnp.float32, (1.0, 0), dict()),
         (jnp.float64, (0.9, 2), dict(curvature_period=3, inverse_period=1)),
-        (jnp.float64, (0.95, 0), dict(curvature_period=2, inverse_period=kfac.InTurn(4))),
-        (jnp.float32, (1.0, 5), dict(curvature_period=7, inverse_period=kfac.InTurn(6))),
+        (
+            jnp.float64,
+            (0.95, 0),
+            dict(curvature_period=2, inverse_period=kfac.Staggered(4)),
+        ),
+        (
+            jnp.float32,
+            (1.0, 5),
+            dict(curvature_period=7, inverse_period=kfac.Staggered(6)),
+        ),
     ],
     ids=["all", "burn-in", "in turn", "long periods"],
 )

@@ -242,7 +242,7 @@ def make_operator(kind, length, strength=0.7):
     a0, a1, psi_in = chain(1, 3, symmetric, strength)
     g0, g1, psi_out = chain(2, 2, symmetric, strength)
     arrays = jax.device_put([g0, g1, a0, a1])
-    operator = kfac.SeriesOperator(*arrays, jnp.asarray(length, float), kind)
+    operator = kfac.operators.SeriesOperator(*arrays, jnp.asarray(length, float), kind)
     return operator, np.kron(psi_out, psi_in)
 
 
@@ -285,7 +285,9 @@ def test_without_correlation_steps_are_independent(kind):
     where = lambda o: (o.output_cross, o.input_cross)
     zeros = np.zeros((2, 2)), np.zeros((3, 3))
     operator = eqx.tree_at(where, operator, zeros)
-    kronecker = kfac.KroneckerOperator(operator.output_factor, operator.input_factor)
+    kronecker = kfac.operators.KroneckerOperator(
+        operator.output_factor, operator.input_factor
+    )
     assert reference.error(dense(operator), dense(kronecker)) < TOLERANCE
     v = normal(2, 3, seed=3)
     ours, theirs = (solved(o, v, damping=0.1) for o in (operator, kronecker))

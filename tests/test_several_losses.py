@@ -42,8 +42,8 @@ def test_each_has_a_mean_of_its_own(name):
     def run(*args):
         model = make(BLOCKS[name])
         curvature = kfac.curvature(loss_fn, kfac.Exact())(model, *args)
-        operator = kfac.BlockDiagonalOperator(curvature, model)
-        exact = kfac.GaussNewton(loss_fn, model, *args)
+        operator = kfac.analysis.BlockDiagonalOperator(curvature, model)
+        exact = kfac.analysis.GaussNewtonOperator(loss_fn, model, *args)
         return lx.diagonal(operator), lx.diagonal(exact)
 
     got, exact = map(np.asarray, run(X, Y, Z, W))
@@ -56,7 +56,7 @@ def test_each_has_a_mean_of_its_own(name):
 @pytest.mark.parametrize("name", BLOCKS)
 def test_over_a_data_set(name):
     """Their numbers are known at its end only."""
-    accumulator = kfac.Accumulator(loss_fn, kfac.Exact())
+    accumulator = kfac.analysis.Accumulator(loss_fn, kfac.Exact())
 
     @eqx.filter_jit
     def run(x, y, z, w):
@@ -110,7 +110,9 @@ def test_weights_over_two_batches(name):
         matrices = []
         layers = 2 * [model.first, model.second]
         for factors, layer in zip((whole.first, whole.second, *parts), layers):
-            matrices.append(kfac.BlockDiagonalOperator(factors, layer).as_matrix())
+            matrices.append(
+                kfac.analysis.BlockDiagonalOperator(factors, layer).as_matrix()
+            )
         return matrices
 
     first, second, *alone = run(make(UNWEIGHTED[name]))

@@ -275,7 +275,7 @@ def ensemble_loss(model, x, y):
         (kfac.Kronecker(), dict(solver=kfac.NewtonSchulz(), packed=True)),
         (
             kfac.Kronecker(),
-            dict(solver=kfac.SubspaceIteration(), inverse_period=kfac.InTurn(2)),
+            dict(solver=kfac.SubspaceIteration(), inverse_period=kfac.Staggered(2)),
         ),
         (kfac.EKFAC(), {}),
         (kfac.Full(), dict(damping=kfac.LevenbergMarquardt(1.0), averaging=0.9)),
@@ -289,7 +289,7 @@ def test_steps_over_an_explicit_mesh_axis(block, choices):
     model = kfac.convert(kfac.revert(make_ensemble()), blocks=block)
     args = data(DEVICES, BATCH)
     run = ft.partial(three_steps, optimizer, ensemble_loss)
-    if isinstance(optimizer.inverse_period, kfac.InTurn):
+    if isinstance(optimizer.inverse_period, kfac.Staggered):
         # Members that are split over an explicit mesh have one turn.
         one = make_mesh((1,), ("members",), AxisType.Explicit)
         with jax.set_mesh(one):
@@ -352,7 +352,7 @@ class Scanned(eqx.Module):
 
 @eqx.filter_jit
 def in_turn(model, args):
-    choices = dict(norm_constraint=1e-2, inverse_period=kfac.InTurn(4))
+    choices = dict(norm_constraint=1e-2, inverse_period=kfac.Staggered(4))
     optimizer = plain_kfac(0.1, fisher=kfac.Exact(), **choices)
     params, state, _ = three_steps(optimizer, loss_fn, model, args)
     return params, state.inverse

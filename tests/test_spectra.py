@@ -27,9 +27,9 @@ def made():
 
     model, curvature = run(batch)
     return {
-        "gauss-newton": kfac.GaussNewton(loss_fn, model, *batch),
-        "hessian": kfac.Hessian(loss_fn, model, *batch),
-        "blocks": kfac.BlockDiagonalOperator(curvature, model),
+        "gauss-newton": kfac.analysis.GaussNewtonOperator(loss_fn, model, *batch),
+        "hessian": kfac.analysis.HessianOperator(loss_fn, model, *batch),
+        "blocks": kfac.analysis.BlockDiagonalOperator(curvature, model),
     }
 
 
@@ -40,8 +40,8 @@ OPERATORS = pytest.mark.parametrize("name", ["gauss-newton", "hessian", "blocks"
 def test_lanczos(name):
     @eqx.filter_jit
     def run(operator):
-        whole = kfac.lanczos(operator, jr.key(0), operator.in_size())
-        few = kfac.lanczos(operator, jr.key(0), 12)
+        whole = kfac.analysis.lanczos(operator, jr.key(0), operator.in_size())
+        few = kfac.analysis.lanczos(operator, jr.key(0), 12)
         vector = few.vector(jnp.argmin(few.residuals))
         both = flat(vector), flat(operator.mv(vector))
         return operator.as_matrix(), whole, few, *both
@@ -65,7 +65,7 @@ def test_lanczos(name):
 def test_one_eigenvalue_only():
     """The identity: the space is exhausted at once, and again."""
     operator = lx.IdentityLinearOperator(jax.ShapeDtypeStruct((5,), float))
-    found = eqx.filter_jit(kfac.lanczos)(operator, jr.key(0), 5)
+    found = eqx.filter_jit(kfac.analysis.lanczos)(operator, jr.key(0), 5)
     close(found.values, np.ones(5))
     close(found.residuals, np.zeros(5))
 
@@ -77,7 +77,7 @@ def test_spectral_density(name):
     @eqx.filter_jit
     def run(operator):
         matrix = operator.as_matrix()
-        density = kfac.spectral_density(operator, jr.key(1), 400, 8)
+        density = kfac.analysis.spectral_density(operator, jr.key(1), 400, 8)
         values = jnp.linalg.eigvalsh(matrix)
         points = jnp.linspace(values[0] - 2, values[-1] + 2, 2001)
         traces = [density.trace(fn) for fn in fns]
@@ -129,11 +129,11 @@ def test_all_operators_have_traces_and_determinants():
         ]
 
     eye = lambda size, scale=1.0: jnp.asarray(scale * np.eye(size))
-    kronecker = kfac.KroneckerOperator(
+    kronecker = kfac.operators.KroneckerOperator(
         jax.device_put(np.diag([2.0, 1.0])), jax.device_put(np.eye(3) + 0.5)
     )
     spectral = eqx.filter_jit(lambda operator: operator.spectral())(kronecker)
-    series = kfac.SeriesOperator(
+    series = kfac.operators.SeriesOperator(
         eye(2), eye(2, 0.3), eye(3), eye(3, 0.2), jnp.array(4.0), "x"
     )
     found = run([kronecker, spectral, series, *made().values()])
@@ -146,10 +146,10 @@ def test_all_operators_have_traces_and_determinants():
 def test_errors():
     operator = made()["blocks"]
     with pytest.raises(ValueError, match="operator has 20 eigenvalues"):
-        kfac.lanczos(operator, jr.key(0), 21)
+        kfac.analysis.lanczos(operator, jr.key(0), 21)
     with pytest.raises(ValueError, match="`num_steps` must be at least 1"):
-        kfac.lanczos(operator, jr.key(0), 0)
+        kfac.analysis.lanczos(operator, jr.key(0), 0)
     with pytest.raises(ValueError, match="`num_samples` must be at least 2"):
-        kfac.spectral_density(operator, jr.key(0), num_samples=1)
+        kfac.analysis.spectral_density(operator, jr.key(0), num_samples=1)
     with pytest.raises(ValueError, match="needs a symmetric operator"):
-        kfac.lanczos(lx.MatrixLinearOperator(jnp.ones((2, 2))), jr.key(0), 2)
+        kfac.analysis.lanczos(lx.MatrixLinearOperator(jnp.ones((2, 2))), jr.key(0), 2)

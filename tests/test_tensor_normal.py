@@ -81,7 +81,7 @@ def test_formula(name, number):
 
     @eqx.filter_jit
     def run(x):
-        rows = kfac.capture(squared, fisher)(make(BLOCK), x, key=KEY).rows()
+        rows = kfac.analysis.capture(squared, fisher)(make(BLOCK), x, key=KEY).rows()
         estimate = ft.partial(kfac.curvature(squared, fisher), key=KEY)
         return rows, *(estimate(make(block), x) for block in (BLOCK, EXPAND))
 
@@ -106,7 +106,7 @@ def test_formula(name, number):
 def test_embeddings():
     layer = kfac.Embedding(5, K, key=KEY, block=BLOCK)
     index = jnp.array([0, 3, 3, 1, 4, 0])
-    found = eqx.filter_jit(kfac.capture(squared, kfac.Exact()))(layer, index)
+    found = eqx.filter_jit(kfac.analysis.capture(squared, kfac.Exact()))(layer, index)
     sizes = np.sum(np.asarray(found.output_gradients) ** 2, axis=(0, 2))
     counts = np.bincount(np.asarray(index), sizes, minlength=5)
     got = np.asarray(collect(squared, layer, index).input_factor)
@@ -281,7 +281,7 @@ def test_values_and_derivatives_of_a_deep_linear_network(coefficient):
 
 
 def test_a_data_set():
-    accumulator = kfac.Accumulator(regression, kfac.Exact())
+    accumulator = kfac.analysis.Accumulator(regression, kfac.Exact())
 
     @eqx.filter_jit
     def run(model, x, y):

@@ -180,7 +180,7 @@ CHOICES = {
     "eigh": dict(solver=kfac.Eigh()),
     "newton-schulz": dict(solver=kfac.NewtonSchulz(1e-14)),
     "packed": dict(packed=True, inverse_period=2),
-    "in-turn": dict(inverse_period=kfac.InTurn(2)),
+    "in-turn": dict(inverse_period=kfac.Staggered(2)),
     "norm-constraint": dict(norm_constraint=1e-2, weight_decay=0.1, averaging=0.9),
     "adaptive": dict(
         learning_rate=kfac.QuadraticModel(),
@@ -437,7 +437,9 @@ def solutions(kind):
     output_factor, input_factor = (a @ a.T for a in (output_factor, input_factor))
     if kind == "diagonal":
         input_factor = np.diag(np.diag(input_factor))
-    operator = kfac.KroneckerOperator(*map(jnp.asarray, (output_factor, input_factor)))
+    operator = kfac.operators.KroneckerOperator(
+        *map(jnp.asarray, (output_factor, input_factor))
+    )
     if kind == "spectral":
         operator = operator.spectral()
     g, x, options = jnp.asarray(g), jnp.asarray(x), dict(damping=0.1)

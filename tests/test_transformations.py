@@ -66,11 +66,11 @@ def scale_factors(curvature, inputs, outputs):
     """Curvature with its input and output factors multiplied."""
 
     def scale(f):
-        return kfac.KroneckerFactors(
+        return kfac.factors.KroneckerFactors(
             f.input_factor * inputs, f.output_factor * outputs, f.l2
         )
 
-    is_factors = lambda x: isinstance(x, kfac.KroneckerFactors)
+    is_factors = lambda x: isinstance(x, kfac.factors.KroneckerFactors)
     return jtu.tree_map(scale, curvature, is_leaf=is_factors)
 
 

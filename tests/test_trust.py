@@ -95,7 +95,7 @@ def test_a_trust_region_is_a_norm_constraint(scale, share, terms):
 
 
 def test_terms_of_micro_batches_and_of_several_losses():
-    region = kfac.TrustRegion(1e-3, terms=100)
+    region = kfac.TrustRegion(1e-3, full_terms=100)
     whole, _, _ = one_step(region)
     parts, _, _ = one_step(region, micro_batches=3)
     assert same(whole, parts)
@@ -106,7 +106,7 @@ def test_terms_of_micro_batches_and_of_several_losses():
 
     model = make_model()
     results = []
-    for constraint in (region, kfac.TrustRegion(1e-3 * N / 100, terms=1)):
+    for constraint in (region, kfac.TrustRegion(1e-3 * N / 100, full_terms=1)):
         optimizer = plain_kfac(10.0, norm_constraint=constraint, fisher=EXACT)
         state = optimizer.init(model)
         results.append(stepped(optimizer, several, model, state)[0])
@@ -116,7 +116,7 @@ def test_terms_of_micro_batches_and_of_several_losses():
 def test_terms_over_devices():
     """Each of two devices has half of the examples, but all count."""
     mesh = make_mesh((2,))
-    region = kfac.TrustRegion(1e-3, terms=100)
+    region = kfac.TrustRegion(1e-3, full_terms=100)
     numbers = dict(curvature_period=1, averaging=None)
     optimizer = kfac.KFAC(
         10.0, 0.9, 1e-3, norm_constraint=region, fisher=EXACT, **numbers
@@ -149,7 +149,7 @@ def test_the_size_may_be_changed():
 def extents(velocity, steps=8):
     """Of a linear model, whose curvature stays what it is: what the state says of the
     velocity's length, and what it is."""
-    region = kfac.TrustRegion(1e-3, terms=1, velocity=velocity)
+    region = kfac.TrustRegion(1e-3, full_terms=1, velocity_factor=velocity)
     choices = dict(fisher=EXACT, solver=kfac.Eigh(), norm_constraint=region)
     optimizer = plain_kfac(0.1, damping=0.1, **choices)
     model = kfac.Linear(D, K, key=KEY)
@@ -158,7 +158,7 @@ def extents(velocity, steps=8):
     @eqx.filter_jit
     def step(model, state):
         model, state, info = optimizer.step(loss_of(10.0), model, state, X, Y)
-        operator = kfac.BlockDiagonalOperator(state.curvature, model)
+        operator = kfac.analysis.BlockDiagonalOperator(state.curvature, model)
         velocity, product = leaves(state.velocity), leaves(operator.mv(state.velocity))
         pairs = zip(velocity, product, strict=True)
         true = sum(jnp.sum(v * (p + 0.1 * v)) for v, p in pairs)
@@ -188,7 +188,7 @@ def test_the_velocity_is_bounded():
 
 @jax.jit
 def damped_product(curvature, model, a, b):
-    product = kfac.BlockDiagonalOperator(curvature, model).mv(b)
+    product = kfac.analysis.BlockDiagonalOperator(curvature, model).mv(b)
     damped = zip(leaves(a), leaves(product), leaves(b), strict=True)
     return sum(jnp.sum(u * (p + 0.1 * v)) for u, p, v in damped)
 
@@ -197,7 +197,7 @@ def damped_product(curvature, model, a, b):
 def test_a_velocity_that_leads_uphill_is_slowed_down(cosine):
     """All of it is kept up to a cosine of one half between it and the natural gradient,
     in the metric of the curvature; nothing of what leads straight uphill."""
-    region = kfac.TrustRegion(1e-3, terms=1, velocity=1e6)
+    region = kfac.TrustRegion(1e-3, full_terms=1, velocity_factor=1e6)
     choices = dict(fisher=EXACT, solver=kfac.Eigh(), norm_constraint=region)
     optimizer = plain_kfac(0.1, damping=0.1, **choices)
     model = kfac.Linear(D, K, key=KEY)
@@ -237,7 +237,7 @@ def test_a_velocity_that_leads_uphill_is_slowed_down(cosine):
 
 
 def test_the_velocity_of_a_step_uphill_is_forgotten():
-    region = kfac.TrustRegion(1.0, terms=1, velocity=jnp.inf)
+    region = kfac.TrustRegion(1.0, full_terms=1, velocity_factor=jnp.inf)
     optimizer = plain_kfac(0.1, norm_constraint=region, fisher=EXACT, max_increase=0.0)
     model = make_model()
     state = optimizer.init(model)
@@ -341,7 +341,9 @@ def test_rows_are_used_where_they_can_be():
 
 
 def test_update_is_the_same_step():
-    optimizer = kfac.KFAC(10.0, fisher=EXACT, norm_constraint=kfac.TrustRegion(terms=1))
+    optimizer = kfac.KFAC(
+        10.0, fisher=EXACT, norm_constraint=kfac.TrustRegion(full_terms=1)
+    )
     model = make_model()
     state = optimizer.init(model)
     want, _, _ = stepped(optimizer, loss_of(1e-2), model, state)
@@ -357,11 +359,11 @@ def test_update_is_the_same_step():
         optimizer.update(grads, state, None, **given)
 
 
-@pytest.mark.parametrize("name", ["size", "terms"])
+@pytest.mark.parametrize("name", ["squared_radius", "full_terms"])
 def test_numbers_out_of_range(name):
     with pytest.raises(ValueError, match=name):
         kfac.TrustRegion(**{name: 0})
-    with pytest.raises(ValueError, match="share"):
+    with pytest.raises(ValueError, match="`fraction`"):
         kfac.Window(0.0)
     with pytest.raises(TypeError, match="learning_rate"):
         kfac.KFAC(kfac.TrustRegion())

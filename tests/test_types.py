@@ -46,7 +46,7 @@ def test_pass():
 
 @pytest.mark.skipif(not CHECKED, reason="Types are checked in another interpreter.")
 def test_a_wrong_shape_is_noticed():
-    operator = kfac.KroneckerOperator(jnp.eye(2), jnp.eye(3))
+    operator = kfac.operators.KroneckerOperator(jnp.eye(2), jnp.eye(3))
     assert operator.mv(jnp.ones((2, 3))).shape == (2, 3)
     with pytest.raises(Exception, match="mv"):
         operator.mv(jnp.ones(6))

@@ -95,10 +95,10 @@ def test_print_of_an_optimizer():
     adam, guard = optax.adam(0.1), kfac.MaxIncrease(0.5)
     given: Any = dict(fallback=adam, guard=guard, weight_decay=0.1, curvature_period=1)
     schedule = optax.linear_schedule(0.1, 0.0, 9)
-    turns = kfac.InTurn(7)
+    turns = kfac.Staggered(7)
     lines = said(kfac.KFAC(schedule, damping=0.25, inverse_period=turns, **given))
     assert lines["learning rate"] == "by a schedule, `schedule`, momentum 0.9"
-    assert lines["damping"] == "0.25" and lines["guard"] == "MaxIncrease(most=0.5)"
+    assert lines["damping"] == "0.25" and lines["guard"] == "MaxIncrease(tolerance=0.5)"
     assert "at every step, decay 0.95" in lines["curvature"]
     assert lines["inverse"].endswith("in turn, each layer every 7 steps")
     assert lines["weight decay"] == "0.1" and "no tag covers" in lines["fallback"]
@@ -149,11 +149,18 @@ def test_curvature_without_an_optimizer(getkey):
 
     model = kfac.MLP(2, 1, 3, 1, key=getkey())
     x, y = jnp.ones((4, 2)), jnp.ones((4, 1))
-    for operator in (kfac.GaussNewton, kfac.Fisher, kfac.EmpiricalFisher, kfac.Hessian):
+    for operator in (
+        kfac.analysis.GaussNewtonOperator,
+        kfac.analysis.FisherOperator,
+        kfac.analysis.EmpiricalFisherOperator,
+        kfac.analysis.HessianOperator,
+    ):
         assert operator(loss_fn, model, x, y).in_size() == 13
-    assert kfac.GaussNewton(loss_fn, model, x, y=y).in_size() == 13
+    assert kfac.analysis.GaussNewtonOperator(loss_fn, model, x, y=y).in_size() == 13
     curvature = kfac.curvature(loss_fn, fisher=kfac.Exact())(model, x, y)
-    posterior = kfac.Laplace(curvature, model, 4)
+    posterior = kfac.analysis.Laplace(curvature, model, 4)
     assert posterior.predict(forward, x[0])[1].shape == (1, 1)
-    scores = kfac.influence(loss_fn, curvature, 0.1)(model, (x, y), (x[:2], y[:2]))
+    scores = kfac.analysis.influence(loss_fn, curvature, 0.1)(
+        model, (x, y), (x[:2], y[:2])
+    )
     assert scores.shape == (4, 2)

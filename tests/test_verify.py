@@ -725,7 +725,7 @@ def test_health_with_damping():
         return squared(model, x) + kfac.L2(model, 0.01)
 
     curvature = eqx.filter_jit(kfac.curvature(loss_fn, kfac.Exact()))(model, X)
-    each = kfac.BlockDiagonalOperator(curvature, model).per_layer(0.1)
+    each = kfac.analysis.BlockDiagonalOperator(curvature, model).per_layer(0.1)
     each = eqx.tree_at(lambda m: m.layers[1], each, jnp.asarray(0.5))
     for given, numbers in ((0.1, (0.1, 0.1)), (each, (0.1, 0.5))):
         lines = kfac.summary(model, curvature, damping=given).layers
@@ -780,7 +780,7 @@ ACCUMULATED = [
 @pytest.mark.parametrize("loss_fn, fisher, block", ACCUMULATED)
 def test_accumulated_is_whole(loss_fn, fisher, block):
     model = mlp({eqx.nn.Linear: block})
-    accumulator = kfac.Accumulator(loss_fn, fisher)
+    accumulator = kfac.analysis.Accumulator(loss_fn, fisher)
     pieces = [slice(0, 1), slice(1, 4), slice(4, 5)]
 
     @eqx.filter_jit
@@ -802,7 +802,7 @@ def test_accumulated_is_whole(loss_fn, fisher, block):
 
 
 def test_accumulated_in_a_scan():
-    model, accumulator = mlp(), kfac.Accumulator(softmax, kfac.MonteCarlo(20))
+    model, accumulator = mlp(), kfac.analysis.Accumulator(softmax, kfac.MonteCarlo(20))
     x, y = np.tile(X, (40, 1, 1)), np.tile(CLASSES, (40, 1))
 
     @eqx.filter_jit

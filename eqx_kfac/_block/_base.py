@@ -59,7 +59,7 @@ class AbstractFactors(eqx.Module):
 
     def is_zero(self) -> Bool[Array, ""]:
         """Whether the curvature (of one layer: no stack axes), except for `l2`, is known
-        to be zero. Symmetric matrices may be [`eqx_kfac.Packed`][]."""
+        to be zero. Symmetric matrices may be [`eqx_kfac.operators.Packed`][]."""
         return jnp.zeros((), bool)
 
 

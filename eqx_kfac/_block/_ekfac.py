@@ -27,7 +27,7 @@ class EKFACFactors(AbstractFactors):
 
     **Fields:**
 
-    - `input_factor`: $A$, or its diagonal, as in [`eqx_kfac.KroneckerFactors`][].
+    - `input_factor`: $A$, or its diagonal, as in [`eqx_kfac.factors.KroneckerFactors`][].
     - `output_factor`: $G$, `[*stack, d_out, d_out]`, or its diagonal.
     - `input_vectors`: $Q_A$, `[*stack, d_in(+1), d_in(+1)]`, an eigenvector in each
         column; zeros before the first refresh; `None` if $A$ is diagonal.

@@ -19,7 +19,7 @@ from .._program import analyse, Program, run
 from .._tag import empty_tags, fill_rows, fill_tags
 from ._average import factors, has_bases, in_new_bases
 from ._gradient_rows import GradientRows, row_slots, RowSlots
-from ._linearise import evaluate, Linearisation, linearise, Share, whole
+from ._linearise import BatchPart, evaluate, Linearisation, linearise, whole
 
 
 class Batch(PlainModule):
@@ -88,7 +88,7 @@ class Batch(PlainModule):
             return None
         return row_slots(self.loss_fn, model, self.args, self.kwargs, program)
 
-    def value(self, model: Model, share: Share) -> Float[Array, ""]:
+    def value(self, model: Model, share: BatchPart) -> Float[Array, ""]:
         """The objective at another model, where other examples may count: one more
         forward pass."""
         if not share.is_whole:
@@ -126,7 +126,7 @@ class Batch(PlainModule):
         pieces, static = eqx.partition(self._pieces(), _has_examples)
         return eqx.combine(jtu.tree_map(lambda x: x[0], pieces), static)
 
-    def _share(self, model: Model) -> Share:
+    def _share(self, model: Model) -> BatchPart:
         """The terms of all micro-batches: only the loss knows how many they are. (Of the
         forward pass, XLA keeps what they depend on: mostly nothing.)"""
 
@@ -135,7 +135,7 @@ class Batch(PlainModule):
             return whole(objective, model).counts, None
 
         counts, _ = self.total(piece)
-        return Share(counts, 1 / self.micro_batches)
+        return BatchPart(counts, 1 / self.micro_batches)
 
     def _pieces(self) -> tuple:
         """The arrays with the micro-batches as first axis. Examples are dealt out in
@@ -171,7 +171,7 @@ class LinearisedBatch(PlainModule):
     batch: Batch
     model: Model
     bases: Model | None  # Curvature.
-    share: Share
+    share: BatchPart
     linearisation: Linearisation | None  # Of the whole, unless it is too big for that.
     row_slots: RowSlots | None
     program: Program = eqx.field(static=True)

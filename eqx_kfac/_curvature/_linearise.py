@@ -21,7 +21,7 @@ from .._program import analyse, depends, example_weights, Program, run, with_lab
 from .._tag import fill_tags, is_trainable, map_tags, only_rows, Tag, trained_layers
 
 
-class Share(PlainModule):
+class BatchPart(PlainModule):
     r"""Which part of a batch is looked at: everything a [`Linearisation`][] returns is
     that part's summand of the whole, which has $N_i$ terms in loss $i$."""
 
@@ -50,7 +50,7 @@ class Linearisation(PlainModule):
     pullback: Callable  # From cotangents of the objective to those of the model.
     curved: Sum  # The objective without penalties, and its pullback; tags know weights.
     collect: Callable  # (cotangent, part of the objective that it is of)
-    share: Share
+    share: BatchPart
     axes: frozenset = eqx.field(static=True)  # Of `shard_map`; they split the examples.
 
     def value(self) -> Float[Array, ""]:
@@ -242,10 +242,10 @@ def _scaled(scales: list[Callable], cotangents: list[PyTree]) -> list[PyTree]:
     return [jtu.tree_map(s, c) for s, c in zip(scales, cotangents, strict=True)]
 
 
-def whole(objective: Sum, model: Model) -> Share:
+def whole(objective: Sum, model: Model) -> BatchPart:
     """The whole batch, which several devices may have parts of."""
     axes = example_axes(objective, model)
-    return Share([sum_over(loss.count, axes) for loss in objective.losses], 1.0)
+    return BatchPart([sum_over(loss.count, axes) for loss in objective.losses], 1.0)
 
 
 def example_axes(objective: Sum, model: Model) -> frozenset:
@@ -253,7 +253,7 @@ def example_axes(objective: Sum, model: Model) -> frozenset:
     return varying_axes(objective) - varying_axes(model)
 
 
-def evaluate(objective: Sum, model: Model, share: Share) -> Float[Array, ""]:
+def evaluate(objective: Sum, model: Model, share: BatchPart) -> Float[Array, ""]:
     """The objective, as a mean over the examples of all devices."""
     return _value(objective, share, example_axes(objective, model))
 
@@ -263,7 +263,7 @@ def linearise(
     model: Model,
     args: Args,
     kwargs: Kwargs,
-    share: Share | None = None,
+    share: BatchPart | None = None,
     fill: Callable = fill_tags,
     program: Program | None = None,
     collects: bool = True,
@@ -326,7 +326,7 @@ def filter_linearize(fn: Callable, model: Model) -> tuple[Sum, Callable, Callabl
     return eqx.combine(out, out_rest), pushforward, pullback, aux
 
 
-def _value(objective: Sum, share: Share, axes: frozenset) -> Float[Array, ""]:
+def _value(objective: Sum, share: BatchPart, axes: frozenset) -> Float[Array, ""]:
     counts = iter(share.counts)
 
     def value(term):

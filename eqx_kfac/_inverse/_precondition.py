@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool
 from .._custom_types import Model, PerLayer
 from .._devices import Devices, over_stack
 from .._jobs import done, Job
-from .._operator import has_split, unpacked
+from .._operator import has_sharded, unpacked
 from .._solver import AbstractDampedSolver
 from .._tag import blank, map_at_once, Tag, update_layers
 from ._factorise import damping_of, for_each
@@ -58,7 +58,7 @@ def solutions(
         return Job(tag.block, solve, args, factors.l2.ndim)
 
     def do(jobs):
-        if has_split((curvature, inverse)):
+        if has_sharded((curvature, inverse)):
             return done(jobs, Devices.of(curvature, grads))
         return [over_stack(job.fn, job.stack)(*job.args) for job in jobs]
 

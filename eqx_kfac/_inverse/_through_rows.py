@@ -28,7 +28,7 @@ def precondition_through_rows(
     damping: PerLayer,
     still: Model | None = None,
 ) -> Model:
-    """As `precondition`, through the rows where there are any and they are whole."""
+    """Does what `precondition` does, but through the rows where these are whole."""
 
     def layer_solution(tag, layer, rows, factors, state, damping, still):
         if rows is None:

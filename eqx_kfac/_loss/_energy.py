@@ -22,9 +22,10 @@ class Energy(AbstractLoss):
     tensor), $4 \operatorname{Cov}(\partial \log \psi)$: steps are those of stochastic
     reconfiguration.
 
-    Exact operators ([`eqx_kfac.Fisher`][], [`eqx_kfac.GaussNewton`][]) and the quadratic
-    model use the covariance. Blocks use the second moment around zero, which is not
-    less, as is usual; with [`eqx_kfac.Centred`][], they use the covariance.
+    Exact operators ([`eqx_kfac.analysis.FisherOperator`][],
+    [`eqx_kfac.analysis.GaussNewtonOperator`][]) and the quadratic model use the
+    covariance. Blocks use the second moment around zero, which is not less, as is usual;
+    with [`eqx_kfac.Centred`][], they use the covariance.
 
     All walkers enter into $\bar E$; those of a micro-batch would have another mean, so
     micro-batches are not supported.

@@ -11,13 +11,13 @@ from ._factor import (
 )
 from ._kronecker import KroneckerOperator as KroneckerOperator
 from ._packed import (
-    has_split as has_split,
+    has_sharded as has_sharded,
     is_packed as is_packed,
     pack as pack,
     Packed as Packed,
     packed_like as packed_like,
-    Split as Split,
-    split_still as split_still,
+    ShardedPacked as ShardedPacked,
+    still_sharded as still_sharded,
     unpacked as unpacked,
     vanishes as vanishes,
 )

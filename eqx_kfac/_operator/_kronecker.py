@@ -120,9 +120,8 @@ class KroneckerOperator(AbstractSymmetricOperator):
         **Returns:**
 
         $(G \otimes A)^p = G^p \otimes A^p$, again a Kronecker operator, or with damping
-        $(G \otimes A + \lambda I)^p$, a [`eqx_kfac.SpectralOperator`][]. Without damping
-        both factors must be positive definite if $p < 0$.
-        """
+        $(G \otimes A + \lambda I)^p$, a [`eqx_kfac.operators.SpectralOperator`][].
+        Without damping both factors must be positive definite if $p < 0$."""
         if damping is not None:
             return self.spectral().power(exponent, damping)
         return KroneckerOperator(

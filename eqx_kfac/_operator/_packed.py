@@ -73,11 +73,11 @@ def pack(matrix: Shaped[Array, "*stack n n"]) -> Packed:
     return Packed(jnp.concatenate([triangles, matrix[..., :rows, rows:]], axis=-1))
 
 
-class Split(eqx.Module):
-    """[`eqx_kfac.Packed`][] matrices of which every device along the axes `over` of a
-    mesh has only some rows; of small matrices, all rows. Rows are padded with zeros to a
-    number that does not depend on the devices, so a checkpoint restores onto any number
-    of them.
+class ShardedPacked(eqx.Module):
+    """[`eqx_kfac.operators.Packed`][] matrices of which every device along the axes
+    `over` of a mesh has only some rows; of small matrices, all rows. Rows are padded with
+    zeros to a number that does not depend on the devices, so a checkpoint restores onto
+    any number of them.
 
     **Fields:**
 
@@ -95,7 +95,9 @@ class Split(eqx.Module):
     mesh: AbstractMesh = eqx.field(static=True, repr=False)
 
     @classmethod
-    def of(cls, packed: Packed, over: tuple[str, ...], mesh: AbstractMesh) -> "Split":
+    def of(
+        cls, packed: Packed, over: tuple[str, ...], mesh: AbstractMesh
+    ) -> "ShardedPacked":
         """Splits what all devices of `mesh` have."""
         rows = packed.rectangle.shape[-2]
         block = 2 ** int(math.log2(min(max(rows // 4, 1), 512)))
@@ -105,7 +107,7 @@ class Split(eqx.Module):
         return cls(split_rows(padded, over, mesh), rows, over, mesh)
 
     def packed(self) -> Packed:
-        """The same, in full on every device."""
+        """The packed matrices, in full on every device."""
         return Packed(split_rows(self.rectangle, (), self.mesh)[..., : self.rows, :])
 
     def diagonal(self) -> Shaped[Array, "*stack n"]:
@@ -118,18 +120,18 @@ class Split(eqx.Module):
 
 
 def is_packed(node: PyTree) -> bool:
-    return isinstance(node, Packed | Split)
+    return isinstance(node, Packed | ShardedPacked)
 
 
-def has_split(tree: PyTree) -> bool:
+def has_sharded(tree: PyTree) -> bool:
     """Whether devices have different parts of any matrix."""
     nodes = jtu.tree_leaves(tree, is_leaf=is_packed)
-    return any(isinstance(node, Split) for node in nodes)
+    return any(isinstance(node, ShardedPacked) for node in nodes)
 
 
-def vanishes(factor: Factor | Packed | Split) -> Bool[Array, ""]:
+def vanishes(factor: Factor | Packed | ShardedPacked) -> Bool[Array, ""]:
     """Whether a positive semidefinite matrix (or diagonal, or `Packed`) is zero."""
-    is_packed = isinstance(factor, Packed | Split)
+    is_packed = isinstance(factor, Packed | ShardedPacked)
     entries = factor.diagonal() if is_packed else diagonal(factor)
     return jnp.all(entries == 0)
 
@@ -140,7 +142,8 @@ def unpacked(tree: PyTree) -> PyTree:
 
     **Arguments:**
 
-    - `tree`: has [`eqx_kfac.Packed`][] or [`eqx_kfac.Split`][] nodes, or none.
+    - `tree`: has [`eqx_kfac.operators.Packed`][] or
+        [`eqx_kfac.operators.ShardedPacked`][] nodes, or none.
 
     **Returns:** a tree that is otherwise the same; see [`eqx_kfac.packed`][] for the
     inverse.
@@ -149,7 +152,7 @@ def unpacked(tree: PyTree) -> PyTree:
 
         ```python
         state = kfac.packed(kfac.KFAC().init(model))
-        kfac.unpacked(state).curvature.layers[0].input_factor
+        kfac.operators.unpacked(state).curvature.layers[0].input_factor
         state.curvature.layers[0].input_factor.matrix()  # The same.
         ```
     """
@@ -160,12 +163,12 @@ def unpacked(tree: PyTree) -> PyTree:
     return jtu.tree_map(leaf, tree, is_leaf=is_packed)
 
 
-def split_still(tree: PyTree) -> PyTree:
+def still_sharded(tree: PyTree) -> PyTree:
     """Any tree, with split matrices where they belong: of what a program returns, the
     compiler would decide."""
 
     def leaf(node):
-        if not isinstance(node, Split):
+        if not isinstance(node, ShardedPacked):
             return node
         return dataclasses.replace(
             node, rectangle=split_rows(node.rectangle, node.over, node.mesh)
@@ -178,8 +181,8 @@ def packed_like(tree: PyTree, like: PyTree) -> PyTree:
     """`tree`, packed where `like` is."""
 
     def leaf(like, node):
-        if isinstance(like, Split):
-            return Split.of(pack(node), like.over, like.mesh)
+        if isinstance(like, ShardedPacked):
+            return ShardedPacked.of(pack(node), like.over, like.mesh)
         return pack(node) if isinstance(like, Packed) else node
 
     return jtu.tree_map(leaf, like, unpacked(tree), is_leaf=is_packed)

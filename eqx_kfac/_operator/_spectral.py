@@ -64,7 +64,7 @@ class SpectralOperator(AbstractSymmetricOperator):
     r"""A symmetric positive semidefinite operator $Q \operatorname{diag}(\lambda) Q^\top$
     on matrices $V \in \mathbb{R}^{d_\text{out} \times d_\text{in}}$, with an orthogonal
     $Q$: any function of it is a function of its eigenvalues. It is what
-    [`eqx_kfac.KroneckerOperator`][] returns for its damped inverse and powers.
+    [`eqx_kfac.operators.KroneckerOperator`][] returns for its damped inverse and powers.
 
     **Fields:**
 
@@ -92,7 +92,7 @@ class SpectralOperator(AbstractSymmetricOperator):
         return True
 
     def diagonal(self) -> Float[Array, " size"]:
-        """Of a `KroneckerBasis`, by the squares of its vectors' entries."""
+        """The diagonal in a `KroneckerBasis`, by the squares of its vectors' entries."""
         if not isinstance(self.basis, KroneckerBasis):
             return super().diagonal()
         vectors = self.basis.output_vectors, self.basis.input_vectors

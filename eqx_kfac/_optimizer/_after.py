@@ -13,7 +13,7 @@ from .._custom_types import Model, Numeric
 from .._misc import is_none, masked, tree_where
 from .._tag import partition_tagged
 from ._choices import Rules
-from ._numbers import Numbers, WeightDecay
+from ._hyperparameters import Hyperparameters, WeightDecay
 from ._state import count, Info, KFACState
 from ._trial import Proposal
 
@@ -21,7 +21,7 @@ from ._trial import Proposal
 def decayed(
     proposal: Proposal,
     model: Model,
-    numbers: Numbers,
+    numbers: Hyperparameters,
     choice: Numeric | WeightDecay | None,
 ) -> Model:
     """The updates, with decoupled weight decay of the tagged parameters."""
@@ -53,14 +53,14 @@ def after(
         bad = info.faults.loss | info.faults.gradient | info.faults.divergence
         rollback = rollback.after(model, info.loss, bad, info.rejected)
         back = rollback.back
-    iterates, numbers = state.iterates, state.numbers
+    iterates, numbers = state.averaged_parameters, state.hyperparameters
     if iterates is not None and numbers.averaging is not None:
         iterates = iterates.add(eqx.apply_updates(model, updates), numbers.averaging)
     taken = dict(
         velocity=proposal.velocity,
         extent=proposal.extent,
         fallback=fallback,
-        iterates=iterates,
+        averaged_parameters=iterates,
     )
     kept = _kept(state, taken, info, back, rollback.params)
     rate, momentum = tree_where(
@@ -72,7 +72,7 @@ def after(
     chosen = dict(learning_rate=rate, momentum=momentum, damping=damping)
     return state._replace(
         step=state.step + 1,
-        numbers=numbers._replace(**chosen),
+        hyperparameters=numbers._replace(**chosen),
         rollback=rollback,
         # Where the parameters go back, curvature was that of where they should not be.
         weight=jnp.where(back, 0, state.weight),
@@ -98,9 +98,9 @@ def _kept(
     moving = state.velocity, state.extent
     stopped = jtu.tree_map(jnp.zeros_like, moving)
     kept["velocity"], kept["extent"] = tree_where(uphill, stopped, moving)
-    if state.iterates is not None:
-        again = state.iterates.at(good)
-        kept["iterates"] = tree_where(back, again, state.iterates)
+    if state.averaged_parameters is not None:
+        again = state.averaged_parameters.at(good)
+        kept["averaged_parameters"] = tree_where(back, again, state.averaged_parameters)
     return kept
 
 

@@ -10,10 +10,16 @@ from .._fisher import AbstractFisher
 from .._solver import AbstractDampedSolver, Cholesky
 from ._damping import AbstractDamping
 from ._guard import AbstractGuard
+from ._hyperparameters import (
+    AbstractHyperparameter,
+    AbstractRule,
+    MovingAverage,
+    RANGES,
+    WeightDecay,
+)
 from ._layer_damping import AbstractLayerDamping, LayerDamping
-from ._numbers import AbstractNumber, AbstractRule, MovingAverage, RANGES, WeightDecay
 from ._quadratic import AbstractStepRule
-from ._schedule import InTurn
+from ._schedule import Staggered
 from ._trust import AbstractTrustRegion, TrustRegion, Window
 
 
@@ -33,7 +39,7 @@ _KINDS = {
     "norm_constraint": AbstractTrustRegion,
     "ema": MovingAverage,
     "weight_decay": WeightDecay,
-    "inverse_period": InTurn,
+    "inverse_period": Staggered,
 }
 # Those that may be `None`.
 _OPTIONAL = {"norm_constraint", "guard", "weight_decay", "averaging"}
@@ -149,7 +155,7 @@ def check_given(choices: Mapping[str, Any], model: Model, value: Any) -> None:
 def _check_choice(name: str, value: object) -> None:
     if name in RANGES._fields:
         # A rule in the wrong place can be called, but is no schedule.
-        schedule = not isinstance(value, (AbstractRule, AbstractNumber))
+        schedule = not isinstance(value, (AbstractRule, AbstractHyperparameter))
         check_number(name, value, getattr(RANGES, name), schedule)
     elif name in _COUNTS:
         check_count(name, value, _COUNTS[name])

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._checks import check_count, check_number, is_number
 from .._custom_types import Scalar
-from ._numbers import AbstractRule
+from ._hyperparameters import AbstractRule
 
 
 class AbstractDamping(AbstractRule):

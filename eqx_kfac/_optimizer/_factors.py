@@ -16,7 +16,7 @@ from .._custom_types import Model
 from .._devices import meshes_of, zeros_as_from
 from .._inverse import factorise, refactorise
 from .._misc import difference
-from .._operator import is_packed, pack, Packed, Split, unpacked
+from .._operator import is_packed, pack, Packed, ShardedPacked, unpacked
 from .._solver import AbstractDampedSolver
 from ._schedule import Due
 from ._state import KFACState, ScaleByKFACState
@@ -89,8 +89,9 @@ def packed(state: Any, over: str | Sequence[str] = ()) -> Any:
         them keeps only a part of every matrix. At every step the parts are gathered, and
         the products with the matrices are distributed.
 
-    **Returns:** the state, with [`eqx_kfac.Packed`][] or [`eqx_kfac.Split`][] in place of
-    matrices. See [`eqx_kfac.unpacked`][] for the inverse, for instance to inspect the
+    **Returns:** the state, with [`eqx_kfac.operators.Packed`][] or
+    [`eqx_kfac.operators.ShardedPacked`][] in place of matrices. See
+    [`eqx_kfac.operators.unpacked`][] for the inverse, for instance to inspect the
     matrices.
 
     **Raises:** `ValueError` for part of a state, because only the whole tells which
@@ -116,7 +117,7 @@ def packed(state: Any, over: str | Sequence[str] = ()) -> Any:
     mesh = _mesh_with(over, state)
 
     def split(node):
-        return Split.of(node, over, mesh) if isinstance(node, Packed) else node
+        return ShardedPacked.of(node, over, mesh) if isinstance(node, Packed) else node
 
     return jtu.tree_map(split, state, is_leaf=is_packed)
 
@@ -152,7 +153,7 @@ def _check_state(state: Any, expected: Any) -> None:
         "inverse",
         "velocity",
         "layer_damping",
-        "iterates",
+        "averaged_parameters",
         "rollback",
     ):
         _check_same_types(name, getattr(state, name, None), getattr(expected, name, None))

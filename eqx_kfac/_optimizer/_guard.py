@@ -29,7 +29,7 @@ class AbstractGuard(eqx.Module):
 
 class MaxIncrease(AbstractGuard):
     """Rejects a step after which the loss, on the same batch, is not finite or has risen
-    by more than `most`. Pass it to [`eqx_kfac.KFAC`][] as `guard`.
+    by more than `tolerance`. Pass it to [`eqx_kfac.KFAC`][] as `guard`.
 
     !!! Example
 
@@ -38,21 +38,23 @@ class MaxIncrease(AbstractGuard):
         ```
     """
 
-    most: Scalar
+    tolerance: Scalar
 
-    def __init__(self, most: Scalar = 0.0):
+    def __init__(self, tolerance: Scalar = 0.0):
         """**Arguments:**
 
-        - `most`: at least 0, in nats. `jnp.inf` rejects only steps to where the loss is
-            not finite.
+        - `tolerance`: at least 0, in nats. `jnp.inf` rejects only steps to where the loss
+            is not finite.
 
         **Raises:** `ValueError` for a number out of its range.
         """
-        self.most = check_number("most", most, "at least 0", schedule=False)
+        self.tolerance = check_number(
+            "tolerance", tolerance, "at least 0", schedule=False
+        )
 
     def __call__(
         self, value: Float[Array, ""], new_value: Float[Array, ""]
     ) -> Bool[Array, ""]:
-        """Whether the loss has risen by more than `most`."""
-        most = jnp.asarray(self.most)
-        return (new_value - value).astype(most.dtype) > most
+        """Whether the loss has risen by more than `tolerance`."""
+        tolerance = jnp.asarray(self.tolerance)
+        return (new_value - value).astype(tolerance.dtype) > tolerance

@@ -21,7 +21,7 @@ from .._devices import (
 from .._fisher import AbstractFisher, Centred, MonteCarlo
 from .._inverse import for_each
 from .._misc import tree_where
-from .._operator import split_still
+from .._operator import still_sharded
 from .._raw import check_covered
 from .._solver import AbstractDampedSolver
 from .._tag import partition_tagged
@@ -40,14 +40,14 @@ from ._damping import AbstractDamping, LevenbergMarquardt
 from ._factors import check_belongs, init_factors
 from ._fallback import init_fallback, update_fallback
 from ._guard import AbstractGuard
+from ._hyperparameters import chosen_by, current, initial, MovingAverage, WeightDecay
 from ._layer_damping import AbstractLayerDamping, init_layer_damping
-from ._numbers import current, initial, MovingAverage, Numbers, WeightDecay
 from ._quadratic import AbstractStepRule, QuadraticModel
 from ._renew import renew
 from ._rollback import init_rollback
 from ._said import optimizer_said
-from ._schedule import Due, early, InTurn
-from ._state import Info, init_faults, init_iterates, KFACState
+from ._schedule import Due, early, Staggered
+from ._state import Info, init_average, init_faults, KFACState
 from ._trial import Start, start, Trial
 from ._trust import AbstractTrustRegion
 
@@ -109,7 +109,7 @@ class KFAC(eqx.Module):
     weight_decay: Numeric | WeightDecay | None = eqx.field(converter=plain)
     averaging: Numeric | None = eqx.field(converter=plain)
     curvature_period: int = eqx.field(static=True, converter=plain)
-    inverse_period: int | InTurn = eqx.field(static=True, converter=plain)
+    inverse_period: int | Staggered = eqx.field(static=True, converter=plain)
     ema: Numeric | MovingAverage = eqx.field(converter=plain)
     fallback: optax.GradientTransformation | None
     # Periods that begin shorter.
@@ -130,7 +130,7 @@ class KFAC(eqx.Module):
         weight_decay: Numeric | WeightDecay | None = None,
         averaging: Numeric | Auto | None = "auto",
         curvature_period: int | Auto = "auto",
-        inverse_period: int | InTurn | Auto = "auto",
+        inverse_period: int | Staggered | Auto = "auto",
         ema: Numeric | MovingAverage = 0.95,
         fallback: optax.GradientTransformation | None = None,
     ):
@@ -161,7 +161,7 @@ class KFAC(eqx.Module):
             10 steps, but at first at steps 0, 1, 2, 4 and 8.
         - `inverse_period`: curvature is factorised every so many steps. `"auto"`: every
             50 steps, but at first at steps 0, 1, 2, 4, 8, 16 and 32.
-            [`eqx_kfac.InTurn`][]`(50)`: some layers at every step, in turn.
+            [`eqx_kfac.Staggered`][]`(50)`: some layers at every step, in turn.
         - `ema`: $\rho \in [0, 1]$, the decay of the moving average of the curvature; or
             [`eqx_kfac.MovingAverage`][].
         - `fallback`: an optax optimizer for the parameters that no tag covers, e.g.
@@ -291,7 +291,7 @@ class KFAC(eqx.Module):
             velocity=jtu.tree_map(zeros_split_as, tagged),
             layer_damping=init_layer_damping(self._rules.layer_damping, curvature, model),
             fallback=init_fallback(model, self.fallback),
-            iterates=None if self.averaging is None else init_iterates(model),
+            averaged_parameters=None if self.averaging is None else init_average(model),
             rollback=init_rollback(model),
         )
         state = beside(state, model)
@@ -309,7 +309,7 @@ class KFAC(eqx.Module):
             refactorise=jnp.zeros((), bool),
             rejected=jnp.zeros((), jnp.int32),
             faults=init_faults(),
-            numbers=initial(self._numbers, step),
+            hyperparameters=initial(self._hyperparameters, step),
             **trees,
         )
 
@@ -416,10 +416,7 @@ class KFAC(eqx.Module):
     def _rules(self) -> Rules:
         return rules_of(vars(self))
 
-    @property
-    def _numbers(self) -> Numbers:
-        """What was chosen for each of the numbers in the state."""
-        return Numbers(*[getattr(self, name) for name in Numbers._fields])
+    _hyperparameters = property(chosen_by)
 
     @property
     def _burn_in(self) -> int:
@@ -428,8 +425,8 @@ class KFAC(eqx.Module):
     def _prepare(self, state: KFACState, model: Model) -> KFACState:
         """The state with scheduled numbers at their value of this step. Raises
         if it is the state of something else, or if parameters are not covered."""
-        numbers = current(self._numbers, state.numbers, state.step)
-        state = state._replace(numbers=numbers)
+        numbers = current(self._hyperparameters, state.hyperparameters, state.step)
+        state = state._replace(hyperparameters=numbers)
         check_belongs(state, self.init, model)
         return state
 
@@ -480,12 +477,12 @@ class KFAC(eqx.Module):
         )
         proposal = trial.propose(new.damping, new.inverse, strength, others)
         info = trial.judge(proposal, new.factorised, new.without)
-        updates = decayed(proposal, model, state.numbers, self.weight_decay)
+        updates = decayed(proposal, model, state.hyperparameters, self.weight_decay)
         nothing = jtu.tree_map(jnp.zeros_like, updates)
         updates = tree_where(info.rejected, nothing, updates)
         state = state._replace(
-            curvature=split_still(curvature),
-            inverse=split_still(new.inverse),
+            curvature=still_sharded(curvature),
+            inverse=still_sharded(new.inverse),
             layer_damping=new.layer_damping,
             weight=new.averaged.weight,
             known=~new.averaged.still,

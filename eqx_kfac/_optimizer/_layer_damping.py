@@ -13,7 +13,7 @@ from .._devices import over_stack, zeros_as_from
 from .._operator import KroneckerOperator, SeriesOperator, squared_norm, trace, unpacked
 from .._tag import flatten_tags, is_trainable, map_tags, Tag
 from ..form import has_bias
-from ._numbers import AbstractRule
+from ._hyperparameters import AbstractRule
 
 
 class AbstractLayerDamping(AbstractRule):
@@ -81,36 +81,43 @@ class LayerDamping(AbstractLayerDamping):
         As a rule for damping it was found by experiment: see "How to choose".
     """
 
-    most: Scalar
-    share: Scalar
-    change: Scalar
-    power: Scalar
+    max_damping: Scalar
+    curvature_fraction: Scalar
+    stiffness: Scalar
+    loss_power: Scalar
 
     def __init__(
         self,
-        most: Scalar = 0.03,
-        share: Scalar = 0.1,
-        change: Scalar = 0.3,
-        power: Scalar = 0.5,
+        max_damping: Scalar = 0.03,
+        curvature_fraction: Scalar = 0.1,
+        stiffness: Scalar = 0.3,
+        loss_power: Scalar = 0.5,
     ):
         r"""**Arguments:**
 
-        - `most`: $\lambda > 0$, in units of the loss per squared parameter.
-        - `share`: $r > 0$, a part of the typical curvature of the network.
-        - `change`: $\kappa > 0$: the larger, the less a layer may move.
-        - `power`: $p \ge 0$, the power of the loss. 0 leaves the loss out.
+        - `max_damping`: $\lambda > 0$, in units of the loss per squared parameter.
+        - `curvature_fraction`: $r > 0$, a fraction of the typical curvature of the
+            network.
+        - `stiffness`: $\kappa > 0$: the larger, the less a layer may move.
+        - `loss_power`: $p \ge 0$, the power of the loss. 0 leaves the loss out.
 
         **Raises:** `ValueError` for a number out of its range.
         """
-        self.most = check_number("most", most, "positive", schedule=False)
-        self.share = check_number("share", share, "positive", schedule=False)
-        self.change = check_number("change", change, "positive", schedule=False)
-        self.power = check_number("power", power, "at least 0", schedule=False)
+        self.max_damping = check_number(
+            "max_damping", max_damping, "positive", schedule=False
+        )
+        self.curvature_fraction = check_number(
+            "curvature_fraction", curvature_fraction, "positive", schedule=False
+        )
+        self.stiffness = check_number("stiffness", stiffness, "positive", schedule=False)
+        self.loss_power = check_number(
+            "loss_power", loss_power, "at least 0", schedule=False
+        )
 
     @property
     def initial(self) -> Scalar:
         """The initial value in the state: $\\lambda$."""
-        return self.most
+        return self.max_damping
 
     def __call__(
         self,
@@ -129,10 +136,10 @@ class LayerDamping(AbstractLayerDamping):
         each = [m for m in measures if m is not None]
         traces = sum(jnp.sum(m.trace) for m in each)
         squares = sum(jnp.sum(m.squares) for m in each)
-        share = self.share * squares / jnp.where(traces > 0, traces, 1)
+        share = self.curvature_fraction * squares / jnp.where(traces > 0, traces, 1)
         share = jnp.where(jnp.isnan(share), jnp.inf, share)  # Both have overflowed.
 
-        size = jnp.minimum(1, jnp.abs(value)).astype(damping.dtype) ** self.power
+        size = jnp.minimum(1, jnp.abs(value)).astype(damping.dtype) ** self.loss_power
         most_of_all = jnp.minimum(damping * size, share.astype(damping.dtype))
 
         def damping_of(m):
@@ -140,7 +147,7 @@ class LayerDamping(AbstractLayerDamping):
                 return None
             most, first = (a.astype(m.norm.dtype) for a in (damping, most_of_all))
             norm = jnp.maximum(m.norm, jnp.finfo(m.norm.dtype).tiny)
-            lower = jnp.minimum(first, self.change * jnp.sqrt(m.weights) / norm)
+            lower = jnp.minimum(first, self.stiffness * jnp.sqrt(m.weights) / norm)
             known = (m.weights > 0) & (m.norm > 0)
             return jnp.where(known, jnp.maximum(lower, _LEAST * most), most)
 
@@ -187,7 +194,7 @@ def _measured(tag: Tag, layer: Layer, factors: Any, gradient: Array) -> Any:
 
 
 def _of_one_step(operator: Any) -> Any:
-    """Of a chain of time steps, the curvature of one: a dense matrix of all would be as
+    """The curvature of one time step of a chain: a dense matrix of all would be as
     large as the square of the parameters."""
     if not isinstance(operator, SeriesOperator):
         return operator

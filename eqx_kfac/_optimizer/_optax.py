@@ -15,7 +15,7 @@ from .._custom_types import Model, Numeric
 from .._devices import beside, putting
 from .._inverse import precondition
 from .._jax import is_placeholder
-from .._operator import split_still
+from .._operator import still_sharded
 from .._raw import check_covered
 from .._solver import AbstractDampedSolver, Cholesky
 from .._tag import is_trainable, map_tags, partition_tagged
@@ -23,10 +23,16 @@ from ._choices import check_choices, check_without_loss
 from ._collect import Average
 from ._factors import check_belongs, Factorising, init_factors
 from ._fallback import init_fallback, update_fallback
+from ._hyperparameters import (
+    AbstractRule,
+    Hyperparameters,
+    in_range,
+    initial,
+    WeightDecay,
+)
 from ._kfac import Auto, KFAC
 from ._layer_damping import AbstractLayerDamping
-from ._numbers import AbstractRule, in_range, initial, Numbers, WeightDecay
-from ._schedule import Due, InTurn
+from ._schedule import Due, Staggered
 from ._state import ScaleByKFACState
 from ._trust import AbstractTrustRegion
 
@@ -38,7 +44,7 @@ def scale_by_kfac(
     damping: Numeric = 0.03,
     *,
     solver: AbstractDampedSolver = Cholesky(),
-    inverse_period: int | InTurn = 5,
+    inverse_period: int | Staggered = 5,
     ema: Numeric = 0.95,
     fallback: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -96,13 +102,13 @@ class _ScaleByKFAC:
 
     damping: Numeric
     solver: AbstractDampedSolver
-    inverse_period: int | InTurn
+    inverse_period: int | Staggered
     ema: Numeric
     fallback: optax.GradientTransformation | None
 
     @property
-    def _numbers(self) -> Numbers:
-        nothing = Numbers(*[None] * len(Numbers._fields))
+    def _hyperparameters(self) -> Hyperparameters:
+        nothing = Hyperparameters(*[None] * len(Hyperparameters._fields))
         return nothing._replace(damping=self.damping, ema=self.ema)
 
     @putting
@@ -123,8 +129,8 @@ class _ScaleByKFAC:
         _check_given(curvature, "kfac.scale_by_kfac")
         updates, params = _unmask(updates), _unmask(params)
         check_belongs(state, self.init, updates)
-        numbers = initial(self._numbers, state.step)
-        fine = in_range(numbers) if any(map(_may_change, self._numbers)) else True
+        numbers = initial(self._hyperparameters, state.step)
+        fine = in_range(numbers) if any(map(_may_change, self._hyperparameters)) else True
         still = missing(state.curvature)
         old = Average(state.curvature, state.weight, jnp.asarray(fine), still)
         if curvature is not None:
@@ -141,12 +147,12 @@ class _ScaleByKFAC:
         natural = jtu.tree_map(lambda n: jnp.where(ready, n, 0), natural)
         others = steepest(updates), state.fallback, params, self.fallback
         others, fallback = update_fallback(*others)
-        averaged, inverse = split_still((averaged, inverse))
+        averaged, inverse = still_sharded((averaged, inverse))
         state = ScaleByKFACState(state.step + 1, averaged, inverse, weight, fallback)
         return eqx.combine(natural, others), state
 
 
-def kfac(
+def optax_kfac(
     learning_rate: Numeric = 0.1,
     momentum: Numeric = 0.9,
     damping: Numeric | AbstractLayerDamping | Auto = 0.03,
@@ -155,7 +161,7 @@ def kfac(
     norm_constraint: Numeric | AbstractTrustRegion | Auto | None = None,
     weight_decay: Numeric | WeightDecay | None = None,
     averaging: Numeric | Auto | None = None,
-    inverse_period: int | InTurn | Auto = 5,
+    inverse_period: int | Staggered | Auto = 5,
     ema: Numeric = 0.95,
     fallback: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -183,7 +189,7 @@ def kfac(
     !!! Example
 
         ```python
-        optimizer = kfac.kfac(1e-2, momentum=0.9, damping=1e-3)
+        optimizer = kfac.optax_kfac(1e-2, momentum=0.9, damping=1e-3)
         value_and_all = kfac.value_grad_and_curvature(loss_fn)
         loss, grads, curvature = value_and_all(model, x, y, key=key)
         updates, opt_state = optimizer.update(
@@ -203,7 +209,7 @@ def kfac(
         ema=ema,
         fallback=fallback,
     )
-    check_without_loss(vars(optimizer), "kfac.kfac")
+    check_without_loss(vars(optimizer), "kfac.optax_kfac")
     made = _KFAC(optimizer)
     return optax.GradientTransformationExtraArgs(made.init, made.update)
 
@@ -222,7 +228,7 @@ class _KFAC:
             state = optimizer._init_with(
                 velocity=params,
                 layer_damping=None,
-                iterates=None,
+                averaged_parameters=None,
                 rollback=trees["curvature"],
                 known=trees["curvature"],
                 **trees,
@@ -230,21 +236,23 @@ class _KFAC:
         else:
             state = optimizer.init(params)
         # Numbers keep one type for good, also where optax joins states of two branches.
-        fixed = [None if v is None else jnp.array(v, float) for v in state.numbers]
-        return state._replace(numbers=Numbers(*fixed))
+        fixed = [
+            None if v is None else jnp.array(v, float) for v in state.hyperparameters
+        ]
+        return state._replace(hyperparameters=Hyperparameters(*fixed))
 
     def update(
         self, updates, state, params=None, *, curvature=_missing, value=None, **extra
     ) -> Any:
         del extra
-        _check_given(curvature, "kfac.kfac")
+        _check_given(curvature, "kfac.optax_kfac")
         updates, params = _unmask(updates), _unmask(params)
         if curvature is not None:
             curvature = _trained(curvature, updates)
         # Arrays here come from `optax.inject_hyperparams`: they are the current values.
-        both = zip(self.optimizer._numbers, state.numbers, strict=True)
+        both = zip(self.optimizer._hyperparameters, state.hyperparameters, strict=True)
         numbers = [chosen if eqx.is_array(chosen) else old for chosen, old in both]
-        state = state._replace(numbers=Numbers(*numbers))
+        state = state._replace(hyperparameters=Hyperparameters(*numbers))
         return self.optimizer.update(
             updates, state, params, curvature=curvature, value=value
         )

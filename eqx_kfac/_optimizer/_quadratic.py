@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from .._checks import check_examples, check_number
 from .._custom_types import Model, Scalar
 from .._misc import symmetric, tree_dot
-from ._numbers import AbstractRule
+from ._hyperparameters import AbstractRule
 
 
 # Learning rate and momentum, as far as they are numbers.

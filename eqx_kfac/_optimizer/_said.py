@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._jax import Tracer
-from ._schedule import InTurn
+from ._schedule import Staggered
 
 
 def shown(value: Any) -> str:
@@ -44,7 +44,10 @@ def optimizer_said(choices: Mapping[str, Any], early: frozenset[str]) -> str:
 
 def state_said(state: Any) -> str:
     """How a run is going: one run that is here, not several, nor one that is traced."""
-    if not all(map(_is_here, jtu.tree_leaves(state.numbers))) or state.step.ndim > 0:
+    if (
+        not all(map(_is_here, jtu.tree_leaves(state.hyperparameters)))
+        or state.step.ndim > 0
+    ):
         return repr(state)
     rejected = shown(state.rejected)
     lines = {
@@ -75,8 +78,8 @@ def _choice(value: Any) -> str | None:
     return shown(value) if eqx.is_array(value) else eqx.tree_pformat(value, width=10**4)
 
 
-def _period(period: int | InTurn, early: bool) -> str:
-    if isinstance(period, InTurn):
+def _period(period: int | Staggered, early: bool) -> str:
+    if isinstance(period, Staggered):
         return f"in turn, each layer every {period.period} steps"
     often = "at every step" if period == 1 else f"every {period} steps"
     return often + ", at first at 0, 1, 2, 4, ..." * early

@@ -42,7 +42,7 @@ def _scheduled(schedule: Callable, step: Int[Array, ""]) -> Any:
     )
 
 
-class InTurn(eqx.Module):
+class Staggered(eqx.Module):
     """Factorises some layers (or some layers of a stack) at every step, instead of all at
     the same step, so that each has its turn once in `period` steps: the same work, evenly
     spread. Pass it to [`eqx_kfac.KFAC`][] as `inverse_period`.
@@ -50,7 +50,7 @@ class InTurn(eqx.Module):
     !!! Example
 
         ```python
-        optimizer = kfac.KFAC(inverse_period=kfac.InTurn(50))
+        optimizer = kfac.KFAC(inverse_period=kfac.Staggered(50))
         ```
     """
 
@@ -78,10 +78,10 @@ class Due(NamedTuple):
 
     @classmethod
     def of(
-        cls, state: Any, period: int | InTurn, again: Bool[Array, ""] | bool = False
+        cls, state: Any, period: int | Staggered, again: Bool[Array, ""] | bool = False
     ) -> "Due":
         """When it is, given the state of an optimizer."""
-        in_turn = isinstance(period, InTurn)
+        in_turn = isinstance(period, Staggered)
         number = period.period if in_turn else period
         turns = number if in_turn else 1
         return cls(state.step, state.weight, number, turns, again)

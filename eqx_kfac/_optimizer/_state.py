@@ -14,7 +14,7 @@ from .._custom_types import Model
 from .._devices import zeros_split_as
 from .._jax import Tracer
 from .._misc import accumulator, by_path, names
-from ._numbers import Numbers
+from ._hyperparameters import Hyperparameters
 from ._rollback import Rollback
 from ._said import shown, state_said
 
@@ -111,7 +111,7 @@ class Faults(eqx.Module):
         return f"Faults({', '.join(f'{name}{number(n)}' for name, n in found if n)})"
 
 
-class Iterates(eqx.Module):
+class AveragedParameters(eqx.Module):
     """A moving average of the parameters.
 
     **Fields:**
@@ -124,7 +124,7 @@ class Iterates(eqx.Module):
     mean: dict[str, Array]
     weight: Float[Array, ""]
 
-    def add(self, model: Model, decay: Float[Array, ""]) -> "Iterates":
+    def add(self, model: Model, decay: Float[Array, ""]) -> "AveragedParameters":
         r"""$w \leftarrow \xi w + 1$, $\bar\theta \leftarrow \bar\theta + (\theta -
         \bar\theta) / w$: never biased towards the start; $\xi = 1$ is Polyak's mean."""
         weight = decay.astype(self.weight.dtype) * self.weight + 1
@@ -132,16 +132,18 @@ class Iterates(eqx.Module):
         def blend(mean, p):
             return mean + (p.astype(mean.dtype) - mean) / weight.astype(mean.dtype)
 
-        return Iterates(jtu.tree_map(blend, self.mean, by_path(model)), weight)
+        return AveragedParameters(jtu.tree_map(blend, self.mean, by_path(model)), weight)
 
-    def at(self, params: dict[str, Array]) -> "Iterates":
+    def at(self, params: dict[str, Array]) -> "AveragedParameters":
         """The average of nothing but `params`."""
         mean = jtu.tree_map(lambda m, p: p.astype(m.dtype), self.mean, params)
-        return Iterates(mean, jnp.ones_like(self.weight))
+        return AveragedParameters(mean, jnp.ones_like(self.weight))
 
 
 def _number(name: str) -> Any:
-    return property(lambda self: getattr(self.numbers, name), doc=f"`numbers.{name}`.")
+    return property(
+        lambda self: getattr(self.hyperparameters, name), doc=f"`hyperparameters.{name}`."
+    )
 
 
 class KFACState(NamedTuple):
@@ -165,9 +167,9 @@ class KFACState(NamedTuple):
     - `layer_damping`: the damping of each layer as last chosen by a `LayerDamping`, if
         there is one.
     - `fallback`: the state of the optax optimizer for parameters that no tag covers.
-    - `iterates`: the average of the parameters, if there is one.
+    - `averaged_parameters`: the average of the parameters, if there is one.
     - `rollback`: the last good parameters, for a loss that diverges.
-    - `numbers`: the hyper-parameters, each as last chosen if a rule or a schedule
+    - `hyperparameters`: the hyper-parameters, each as last chosen if a rule or a schedule
         chooses it (the damping: that of the next step). Each is also a property:
         `state.learning_rate`, `state.damping`.
     - `refactorise`: whether the factorisation is due at once, because the damping has
@@ -185,9 +187,9 @@ class KFACState(NamedTuple):
     extent: Float[Array, ""] | None
     layer_damping: Model | None
     fallback: Any
-    iterates: Iterates | None
+    averaged_parameters: AveragedParameters | None
     rollback: Rollback
-    numbers: Numbers
+    hyperparameters: Hyperparameters
     refactorise: Bool[Array, ""]
     known: Bool[Array, " layers"]
     rejected: Int[Array, ""]
@@ -237,7 +239,7 @@ class Info(eqx.Module):
     - `update_norm`: the Euclidean norm of the update without weight decay; 0 if the
         step was not taken.
     - `rejected`: whether the step was not taken, so that the parameters stay.
-        `info.choose(new, old)` chooses for anything else that a step changed.
+        `info.select(new, old)` chooses for anything else that a step changed.
     - `faults`: why.
     """
 
@@ -254,7 +256,7 @@ class Info(eqx.Module):
     rejected: Bool[Array, ""]
     faults: Faults
 
-    def choose(self, new: PyTree, old: PyTree) -> PyTree:
+    def select(self, new: PyTree, old: PyTree) -> PyTree:
         """Chooses what a step changed beside the model only if that step was taken. For
         example, an `eqx.nn.State` that has seen a bad batch would make all later steps
         bad, too.
@@ -277,7 +279,7 @@ class Info(eqx.Module):
                 return kfac.SoftmaxCrossEntropy(logits, y), bn_state
 
             model, state, info = optimizer.step(loss_fn, model, state, bn_state, x, y)
-            bn_state = info.choose(info.aux, bn_state)
+            bn_state = info.select(info.aux, bn_state)
             ```
         """
 
@@ -308,14 +310,14 @@ class Info(eqx.Module):
         return f"Info({', '.join(said)})"
 
 
-def init_iterates(model: Model) -> Iterates:
+def init_average(model: Model) -> AveragedParameters:
     """No iterates yet."""
 
     def zeros(p):
         dtype = p.dtype if jnp.iscomplexobj(p) else accumulator(p.dtype)
         return zeros_split_as(p, dtype)
 
-    return Iterates(jtu.tree_map(zeros, by_path(model)), jnp.zeros((), float))
+    return AveragedParameters(jtu.tree_map(zeros, by_path(model)), jnp.zeros((), float))
 
 
 def averaged(model: _Model, state: KFACState) -> _Model:
@@ -350,7 +352,7 @@ def averaged(model: _Model, state: KFACState) -> _Model:
         Averaging*, SIAM J. Control Optim. 30(4), 1992; with decay, J. Martens and
         R. Grosse, ICML 2015, section 13 of the long version.
     """
-    iterates = state.iterates
+    iterates = state.averaged_parameters
     if iterates is None:
         raise ValueError(
             "This optimizer does not average its iterates. Construct it with "

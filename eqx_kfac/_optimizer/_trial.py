@@ -24,7 +24,7 @@ from ._choices import Rules
 from ._collect import Average
 from ._damping import calibrated
 from ._guard import AbstractGuard
-from ._numbers import in_range
+from ._hyperparameters import in_range
 from ._quadratic import Quadratic, quadratic
 from ._schedule import Due
 from ._state import Faults, Info, KFACState
@@ -439,7 +439,7 @@ def start(
     may be any. The value of a surrogate says neither how much is left to be gained, nor
     whether it has diverged."""
     grads = steepest(grads)
-    numbers = state.numbers
+    numbers = state.hyperparameters
     for name in ("learning_rate", "momentum"):
         if getattr(rules, name) is not None:
             numbers = numbers._replace(**{name: None})

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from .._checks import check_count, check_number
 from .._custom_types import Scalar
-from ._numbers import AbstractRule
+from ._hyperparameters import AbstractRule
 
 
 class AbstractTrustRegion(AbstractRule):
@@ -21,20 +21,20 @@ class AbstractTrustRegion(AbstractRule):
 
     @abc.abstractmethod
     def __call__(
-        self, size: Float[Array, ""], value: Float[Array, ""], terms: int | None
+        self, squared_radius: Float[Array, ""], value: Float[Array, ""], terms: int | None
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         r"""Upper bounds on $\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle$ and
         $\langle \delta, \hat F \delta \rangle$, given the value in the state, the loss,
         and the number of its terms if that is known."""
 
     def of_surrogate(
-        self, size: Float[Array, ""], value: Float[Array, ""]
+        self, squared_radius: Float[Array, ""], value: Float[Array, ""]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         r"""Upper bounds on $\langle \delta, F \delta \rangle$ for a whole step of a
         surrogate, which are measured on its batch: with the Fisher of the losses without
         targets, and with that of the others, whose value is given. By default, $c$ and
         nothing."""
-        return size, jnp.full_like(size, jnp.inf)
+        return squared_radius, jnp.full_like(squared_radius, jnp.inf)
 
 
 class TrustRegion(AbstractTrustRegion):
@@ -96,53 +96,61 @@ class TrustRegion(AbstractTrustRegion):
         experiment: see "How to choose".
     """
 
-    size: Scalar
-    share: Scalar
-    terms: int = eqx.field(static=True)
-    velocity: Scalar
+    squared_radius: Scalar
+    loss_fraction: Scalar
+    full_terms: int = eqx.field(static=True)
+    velocity_factor: Scalar
 
     def __init__(
         self,
-        size: Scalar = 3e-3,
-        share: Scalar = 5e-3,
-        terms: int = 128,
-        velocity: Scalar = 8.0,
+        squared_radius: Scalar = 3e-3,
+        loss_fraction: Scalar = 5e-3,
+        full_terms: int = 128,
+        velocity_factor: Scalar = 8.0,
     ):
         """**Arguments:**
 
-        - `size`: $c > 0$, in nats.
-        - `share`: $r > 0$, a part of the loss; `jnp.inf` leaves the loss out.
-        - `terms`: $m$: from this number of loss terms on, their number does not matter.
-        - `velocity`: $k > 0$, for the whole step; `jnp.inf` leaves the velocity alone.
+        - `squared_radius`: $c > 0$, in nats.
+        - `loss_fraction`: $r > 0$, a fraction of the loss; `jnp.inf` leaves the loss out.
+        - `full_terms`: $m$: from this number of loss terms on, their number does not
+            matter.
+        - `velocity_factor`: $k > 0$, for the whole step; `jnp.inf` leaves the velocity
+            alone.
 
         **Raises:** `ValueError` for a number out of its range.
         """
-        self.size = check_number("size", size, "positive", schedule=False)
-        self.share = check_number("share", share, "positive", schedule=False)
-        self.terms = check_count("terms", terms, 1)
-        self.velocity = check_number("velocity", velocity, "positive", schedule=False)
+        self.squared_radius = check_number(
+            "squared_radius", squared_radius, "positive", schedule=False
+        )
+        self.loss_fraction = check_number(
+            "loss_fraction", loss_fraction, "positive", schedule=False
+        )
+        self.full_terms = check_count("full_terms", full_terms, 1)
+        self.velocity_factor = check_number(
+            "velocity_factor", velocity_factor, "positive", schedule=False
+        )
 
     @property
     def initial(self) -> Scalar:
         """The initial value in the state: $c$."""
-        return self.size
+        return self.squared_radius
 
     def __call__(
-        self, size: Float[Array, ""], value: Float[Array, ""], terms: int | None
+        self, squared_radius: Float[Array, ""], value: Float[Array, ""], terms: int | None
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Both right-hand sides, given $c$, the loss, and the number of its terms if that
         is known."""
-        share = (self.share * jnp.abs(value)).astype(size.dtype)
-        most = jnp.where(share < size, share, size)
-        few = 1.0 if terms is None else min(1.0, terms / self.terms)
-        return few * most, most * self.velocity
+        share = (self.loss_fraction * jnp.abs(value)).astype(squared_radius.dtype)
+        most = jnp.where(share < squared_radius, share, squared_radius)
+        few = 1.0 if terms is None else min(1.0, terms / self.full_terms)
+        return few * most, most * self.velocity_factor
 
     def of_surrogate(
-        self, size: Float[Array, ""], value: Float[Array, ""]
+        self, squared_radius: Float[Array, ""], value: Float[Array, ""]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Both right-hand sides for a step of a surrogate: $c$, and half of the value of
         the losses with targets, in whatever units these are."""
-        return size, 0.5 * jnp.abs(value).astype(size.dtype)
+        return squared_radius, 0.5 * jnp.abs(value).astype(squared_radius.dtype)
 
 
 class Window(eqx.Module):
@@ -158,18 +166,19 @@ class Window(eqx.Module):
         ```
     """
 
-    share: Scalar
+    fraction: Scalar
 
-    def __init__(self, share: Scalar = 0.1):
+    def __init__(self, fraction: Scalar = 0.1):
         """**Arguments:**
 
-        - `share`: $s > 0$: the length of the window, as a part of all steps so far.
+        - `fraction`: $s > 0$: the length of the window, as a fraction of all steps so
+            far.
 
         **Raises:** `ValueError` for a number out of its range.
         """
-        self.share = check_number("share", share, "positive", schedule=False)
+        self.fraction = check_number("fraction", fraction, "positive", schedule=False)
 
     def __call__(self, step: Int[Array, ""]) -> Float[Array, ""]:
         r"""$\xi_t$, given `step` $t$."""
-        length = step.astype(float) * self.share
+        length = step.astype(float) * self.fraction
         return length / (1 + length)

@@ -57,7 +57,7 @@ class Turns:
         return map_tags(mine, self.model, self.turns, *trees)
 
     def part(self, tree: Model, turn: Turn, index: Int[Array, ""]) -> Model:
-        """Of every stack of layers, one in `turn.parts` from `index` on, as one stack."""
+        """One layer in `turn.parts` of every stack, from `index` on, as one stack."""
 
         def pick(a, axes):
             a = a.reshape(-1, turn.parts, *a.shape[axes:])

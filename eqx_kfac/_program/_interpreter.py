@@ -56,7 +56,7 @@ class Context(NamedTuple):
     in_custom_jvp: bool = False
 
     def within(self, length: int | None, sliced: int) -> "Context":
-        """The same in one more loop."""
+        """The context within one more loop."""
         return self._replace(loops=(*self.loops, length), sliced=(*self.sliced, sliced))
 
 

@@ -36,10 +36,10 @@ class AbstractSymmetricSolver(lx.AbstractLinearSolver[_State]):
 
 class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
     r"""A lineax solver for $(C + \lambda I)^{-1} v$, on a
-    [`eqx_kfac.KroneckerOperator`][] $C = G \otimes A$. Its state is the cached
+    [`eqx_kfac.operators.KroneckerOperator`][] $C = G \otimes A$. Its state is the cached
     factorisation. (It also solves with a diagonal operator, an
-    [`eqx_kfac.SpectralOperator`][] and an [`eqx_kfac.SeriesOperator`][], each in the only
-    possible way.)
+    [`eqx_kfac.operators.SpectralOperator`][] and an
+    [`eqx_kfac.operators.SeriesOperator`][], each in the only possible way.)
 
     The damping $\lambda \ge 0$ is `options["damping"]` (default 0), a scalar. The option
     `options["bias"]` (default `False`) says whether the last coordinate of $A$ is that of
@@ -80,8 +80,9 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
     def inverse(
         self, state: _State, damping: Float[Array, ""]
     ) -> KroneckerOperator | SpectralOperator:
-        """The operator that the state stands for: a [`eqx_kfac.KroneckerOperator`][] or
-        an [`eqx_kfac.SpectralOperator`][]."""
+        """The operator that the state stands for: a
+        [`eqx_kfac.operators.KroneckerOperator`][] or an
+        [`eqx_kfac.operators.SpectralOperator`][]."""
 
     def eigenbasis(
         self, factor: Factor, vectors: Float[Array, "d d"] | None
@@ -108,9 +109,9 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
         if not isinstance(operator, KroneckerOperator):
             name = type(self).__name__
             raise ValueError(
-                f"`eqx_kfac.{name}` solves with an `eqx_kfac.KroneckerOperator` or a "
-                f"diagonal operator, but got {type(operator).__name__}. Use a solver of "
-                "lineax for other operators."
+                f"`eqx_kfac.{name}` solves with an "
+                "`eqx_kfac.operators.KroneckerOperator` or a diagonal operator, but got "
+                f"{type(operator).__name__}. Use a solver of lineax for other operators."
             )
         factors = operator.output_factor, operator.input_factor
         return self.damped(*factors, damping, bias)

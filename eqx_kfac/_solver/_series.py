@@ -8,9 +8,10 @@ from ._damped import damped_factors
 
 
 class SeriesState(NamedTuple):
-    r"""The inverse of a [`eqx_kfac.SeriesOperator`][] whose factors $G_0$, $A_0$ are
-    damped: `left` and `right` take a vector to coordinates in which it is divided by
-    `gains`; with `psi`, that is between a factor $I - \Psi$ and its transpose."""
+    r"""The inverse of a [`eqx_kfac.operators.SeriesOperator`][] whose factors $G_0$,
+    $A_0$ are damped: `left` and `right` take a vector to coordinates in which it is
+    divided by `gains`; with `psi`, that is between a factor $I - \Psi$ and its
+    transpose."""
 
     left: Float[Array, "*stack d_out d_out"]
     right: Float[Array, "*stack d_in d_in"]

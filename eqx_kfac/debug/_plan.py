@@ -12,11 +12,12 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array
 
-from .._curvature import Batch, Work, work
+from .._curvature import Batch
 from .._custom_types import Args, Key, Kwargs, Model
 from .._fisher import AbstractFisher, CurvatureProp, Empirical, Exact
 from .._misc import draw, trailing
 from .._program import Program, run
+from ._work import Work, work
 
 
 MEMORY = 1e9  # Bytes.
@@ -131,7 +132,7 @@ def scale(coefficient: Any, loss: Any) -> Array:
 
 
 def random_vectors(fisher: AbstractFisher | None, operations: float) -> Vectors:
-    """As many random vectors as can be had, if each takes so many operations."""
+    """Random vectors, as many as can be had if each takes so many operations."""
     if isinstance(fisher, Empirical):
         draws = _signed_scores
     elif fisher is not None and fisher.centred:

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.tree_util as jtu
 
-from .._curvature import captured, collected_rows, linearise, used_sites, UsedSite
+from .._curvature import collected_rows, linearise, used_sites, UsedSite
 from .._custom_types import Args, Key, Kwargs, Model
 from .._fisher import AbstractFisher
 from .._misc import accumulator
 from .._program import Program
 from .._tag import fill_rows
+from ..analysis._capture import captured
 from ._compare import Sides
 from ._plan import scale, Vectors
 
@@ -22,7 +23,7 @@ SMALL = 10**6  # So many numbers are few in any layer.
 
 
 class Rows(NamedTuple):
-    """Of a gradient of one layer, or of a stack of them."""
+    """How many rows a gradient of one layer has, or of a stack, and of what size."""
 
     number: int  # In one of the stack.
     inputs: int  # How many numbers their inputs are,

@@ -6,11 +6,11 @@ import equinox as eqx
 import lineax as lx
 import numpy as np
 
-from .._curvature import BlockDiagonalOperator
 from .._custom_types import Model
 from .._devices import over_stack
 from .._operator import eigenvalues, KroneckerOperator, SpectralOperator, trace, unpacked
 from .._tag import flatten_tags
+from ..analysis import BlockDiagonalOperator
 
 
 WIDEST = (
@@ -19,7 +19,7 @@ WIDEST = (
 
 
 class Spectrum(NamedTuple):
-    """Of a layer, or of a stack of them, `L2` terms included."""
+    """The spectrum of a layer, or of a stack of them, `L2` terms included."""
 
     path: str
     trace: np.ndarray  # [*stack]
@@ -32,7 +32,7 @@ def spectra(model: Model, curvature: Model) -> list[Spectrum]:
 
     **Arguments:**
 
-    - `model`, `curvature`: as for [`eqx_kfac.BlockDiagonalOperator`][].
+    - `model`, `curvature`: as for [`eqx_kfac.analysis.BlockDiagonalOperator`][].
     """
     BlockDiagonalOperator(curvature, model)  # Raises, if the curvature is not complete.
 

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._curvature import BlockDiagonalOperator, init_curvature
+from .._curvature import init_curvature
 from .._custom_types import Layer, Model, PerLayer
 from .._inverse import factorise
 from .._solver import AbstractDampedSolver, Cholesky
 from .._tag import flatten_tags, partition_tagged, Tag
+from ..analysis import BlockDiagonalOperator
 from ._fold import Fold, fold
 from ._spectra import spectra, Spectrum
 from ._table import block_shown, Extent, html_table, Share, sizes_shown, table
@@ -162,7 +163,7 @@ def summary(
 
     **Returns:**
 
-    A [`eqx_kfac.Summary`][]: `summary.layers`, `summary[path]`, `summary.untagged`;
+    A [`eqx_kfac.debug.Summary`][]: `summary.layers`, `summary[path]`, `summary.untagged`;
     `print(summary)` is a table.
 
     !!! Example

@@ -44,7 +44,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[Any]], *below: str) -> str:
-    """The same for a notebook, and what is to be said below it."""
+    """The table for a notebook, and what is to be said below it."""
     sides = ["right" if to_right else "left" for to_right in _numeric(header, rows)]
 
     def line(kind, row):
@@ -60,7 +60,7 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[Any]], *below: str
 
 
 def _numeric(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[bool]:
-    """Of every column, whether it has numbers only."""
+    """Whether each column has numbers only."""
     numeric = int, float, Measured, Extent, Share
     return [
         all(isinstance(row[i], numeric) or row[i] == "" for row in rows)

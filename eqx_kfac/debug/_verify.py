@@ -94,7 +94,7 @@ def verify(
 
     **Returns:**
 
-    A [`eqx_kfac.Verification`][]: `report.layers`, `report[path]`, `report.exact`;
+    A [`eqx_kfac.debug.Verification`][]: `report.layers`, `report[path]`, `report.exact`;
     `print(report)` is a table. Neither of the two blocks has what an `L2` term adds.
 
     **Raises:** as [`eqx_kfac.curvature`][], except for parameters that bypass their tag:

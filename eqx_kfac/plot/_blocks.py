@@ -5,7 +5,7 @@ import numpy as np
 
 from .._custom_types import Key, Model
 from .._fisher import AbstractFisher
-from ..debug import dense_blocks
+from ..debug._blocks import dense_blocks
 from ._axes import image, panels, pyplot, shown_path
 
 

@@ -2,10 +2,10 @@ from typing import Any, TYPE_CHECKING
 
 import numpy as np
 
-from .._curvature import BlockDiagonalOperator
 from .._custom_types import Model, PerLayer
 from .._tag import flatten_tags
-from ..debug import spectra as layer_spectra
+from ..analysis import BlockDiagonalOperator
+from ..debug._spectra import spectra as layer_spectra
 from ._axes import panels, plain, pyplot, shown_path
 
 

@@ -96,7 +96,7 @@ def optimizer(
 ) -> kfac.KFAC:
     """With all curvature from the first `examples` of a batch."""
     make = kfac.KFAC if by_rows else AsMatrices
-    period = kfac.InTurn(PERIOD) if in_turn else PERIOD
+    period = kfac.Staggered(PERIOD) if in_turn else PERIOD
     plain = dict(curvature_period=1, inverse_period=period, averaging=None)
     choices = plain | dict(fisher=kfac.MonteCarlo(examples=examples)) | choices
     if adaptive:

@@ -267,7 +267,11 @@ def with_kfac(make: Callable[[], kfac.KFAC]) -> Callable:
 
         def final(carry):
             model, state = eqx.combine(carry[0], static), carry[1]
-            model = model if state.iterates is None else kfac.averaged(model, state)
+            model = (
+                model
+                if state.averaged_parameters is None
+                else kfac.averaged(model, state)
+            )
             return float(eqx.filter_jit(problem.error)(model))
 
         return timed(step, (arrays, optimizer.init(model)), final, seconds, seed)

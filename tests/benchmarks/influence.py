@@ -41,7 +41,7 @@ def flat(tree: Any) -> jax.Array:
 
 def by_gradients(curvature: Any, solver: Any) -> Callable:
     def scores(model, test, train):
-        blocks = kfac.BlockDiagonalOperator(curvature, model)
+        blocks = kfac.analysis.BlockDiagonalOperator(curvature, model)
         inverse = blocks.inverse(DAMPING, solver)
         of_test = eqx.filter(gradients(model, test), eqx.is_inexact_array)
         directions = jax.lax.map(inverse.mv, of_test, batch_size=32)
@@ -65,7 +65,7 @@ def main() -> None:
     curvature = collect(model, *train)
     contenders = {}
     for name, solver in (("Cholesky", kfac.Cholesky()), ("Eigh", kfac.Eigh())):
-        rows = kfac.influence(loss_fn, curvature, DAMPING, solver)
+        rows = kfac.analysis.influence(loss_fn, curvature, DAMPING, solver)
         contenders["rows", name] = eqx.filter_jit(rows)
         contenders["gradients", name] = eqx.filter_jit(by_gradients(curvature, solver))
     best, norms = {}, {}

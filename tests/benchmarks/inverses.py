@@ -42,13 +42,13 @@ def pair(size: int) -> tuple[jax.Array, jax.Array]:
 
 def solved(solver, factors, v):
     options = dict(damping=jnp.asarray(DAMPING, v.dtype))
-    operator = kfac.KroneckerOperator(*factors)
+    operator = kfac.operators.KroneckerOperator(*factors)
     return lx.linear_solve(operator, v, solver, options=options, throw=False).value
 
 
 def initial(solver, factors):
     options = dict(damping=jnp.asarray(DAMPING, factors[0].dtype))
-    return solver.init(kfac.KroneckerOperator(*factors), options)
+    return solver.init(kfac.operators.KroneckerOperator(*factors), options)
 
 
 def peers(factors):

@@ -55,11 +55,15 @@ def with_kfac(make_optimizer: Callable[[], kfac.KFAC]) -> Callable:
             model, state, info = optimizer.step(
                 loss_fn, model, state, *batch, key=key, memory=memory
             )
-            return (model, state), info.choose(info.aux, memory), info.loss
+            return (model, state), info.select(info.aux, memory), info.loss
 
         def final(carry):
             model, state = carry
-            return model if state.iterates is None else kfac.averaged(model, state)
+            return (
+                model
+                if state.averaged_parameters is None
+                else kfac.averaged(model, state)
+            )
 
         return init, step, final
 

@@ -58,7 +58,7 @@ def train(
         bad = spoil(i, x[index])
         model, state, info = step(loss_fn, model, state, bad, y[index], key=key)
         infos.append(info.as_dict())
-        if state.iterates is not None and i % 10 == 9:
+        if state.averaged_parameters is not None and i % 10 == 9:
             averaged.append((i, float(look(model, state))))
     return Run(model, state, infos, averaged)
 

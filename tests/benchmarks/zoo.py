@@ -164,7 +164,7 @@ def second_order(problem: Problem, model: Any, steps: int, fallback: bool) -> di
             loss_fn, model, state, *batch, key=key, memory=memory
         )
         after = problem.after(model), state
-        return after, info.choose(info.aux, memory), info.loss
+        return after, info.select(info.aux, memory), info.loss
 
     state = eqx.filter_jit(optimizer.init)(model)
     found = walk(problem, (model, state), step, steps)

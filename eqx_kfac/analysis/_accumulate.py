@@ -11,16 +11,15 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Float
 
 from .._block import is_statistics, Statistics
+from .._curvature import BatchPart, factors, in_new_bases, linearise
 from .._custom_types import Key, Model
 from .._devices import zeros_of
 from .._fisher import AbstractFisher, check_separate, Exact
 from .._misc import accumulator
 from .._tag import fill_tags
-from ._average import factors, in_new_bases
-from ._linearise import linearise, Share
 
 
-class Total(eqx.Module):
+class AccumulatedStatistics(eqx.Module):
     """The sums after some batches. (Their contents are of no interest; the
     type is a PyTree of arrays, to be carried through `jit`, `scan`, and checkpoints.)
 
@@ -49,7 +48,7 @@ class Accumulator(eqx.Module):
     !!! Example
 
         ```python
-        accumulator = kfac.Accumulator(loss_fn)
+        accumulator = kfac.analysis.Accumulator(loss_fn)
         add = eqx.filter_jit(accumulator.add)
         total = accumulator.init(model, x, y)
         for x, y in batches:
@@ -77,7 +76,7 @@ class Accumulator(eqx.Module):
         - `loss_fn`, `fisher`: as for [`eqx_kfac.curvature`][].
         - `bases`: curvature in whose bases some blocks take their statistics.
         """
-        check_separate(fisher, "kfac.Accumulator")
+        check_separate(fisher, "kfac.analysis.Accumulator")
         self.loss_fn = loss_fn
         self.fisher = fisher
         self.bases = bases
@@ -90,12 +89,12 @@ class Accumulator(eqx.Module):
 
     def add(
         self,
-        total: Total,
+        total: AccumulatedStatistics,
         model: Model,
         *args: Any,
         key: Key | None = None,
         **kwargs: Any,
-    ) -> Total:
+    ) -> AccumulatedStatistics:
         """**Arguments:**
 
         - `total`: what `init` or `add` returned.
@@ -106,7 +105,7 @@ class Accumulator(eqx.Module):
         """
         return jtu.tree_map(jnp.add, total, self._sums(model, args, key, kwargs))
 
-    def finish(self, total: Total, model: Model) -> Model:
+    def finish(self, total: AccumulatedStatistics, model: Model) -> Model:
         """**Returns:** [`eqx_kfac.curvature`][] of all batches in one."""
         dtype = accumulator(*[n.dtype for n in total.counts])
         counts = [n.astype(dtype) for n in total.counts]
@@ -133,20 +132,22 @@ class Accumulator(eqx.Module):
         curvature = factors(model, statistics, count, l2, self.bases)
         return in_new_bases(curvature, model) if self.bases is None else curvature
 
-    def _sums(self, model: Model, args: tuple, key: Key | None, kwargs: dict) -> Total:
+    def _sums(
+        self, model: Model, args: tuple, key: Key | None, kwargs: dict
+    ) -> AccumulatedStatistics:
         fill = ft.partial(fill_tags, curvature=self.bases)
         lin = linearise(self.loss_fn, model, args, kwargs, fill=fill)
         counts = lin.share.counts
         # Which inputs count, and by how much, may depend on all losses together.
         inputs = lin.statistics(self.fisher, key)
-        ones = Share([jnp.ones_like(n) for n in counts], 1.0)
+        ones = BatchPart([jnp.ones_like(n) for n in counts], 1.0)
         lin = eqx.tree_at(lambda lin: lin.share, lin, ones)
         each = [(i,) for i in range(len(counts))]
         statistics = [
             lin.statistics(_Of(self.fisher, losses), key)
             for losses in [*each, *itertools.combinations(range(len(counts)), 2)]
         ]
-        return Total(
+        return AccumulatedStatistics(
             inputs=_only(inputs, lambda s: Statistics(s.inputs, None)),
             outputs=[
                 _only(tree, lambda s: Statistics(None, s.outputs)) for tree in statistics

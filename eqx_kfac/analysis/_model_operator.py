@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from .._complex import as_complex, as_real, on_parts, steepest
+from .._curvature import check_pushes_forward, evaluate, filter_linearize, whole
 from .._custom_types import Kwargs, Model
 from .._fisher import Empirical
 from .._loss import AbstractLoss, L2, Sum
@@ -20,8 +21,6 @@ from .._misc import accumulator, trailing
 from .._operator import AbstractSymmetricOperator, LinearisedOperator, Structure
 from .._program import run
 from .._tag import empty_tags, naming_layers
-from ._forward import check_pushes_forward
-from ._linearise import evaluate, filter_linearize, whole
 
 
 class AbstractModelOperator(AbstractSymmetricOperator):
@@ -135,14 +134,14 @@ class AbstractOuterProduct(AbstractModelOperator):
         objective, pushforward, pullback, _ = filter_linearize(
             lambda model: (self._run(model), None), self.model
         )
-        what = f"Products with `kfac.{type(self).__name__}` need"
+        what = f"Products with `kfac.analysis.{type(self).__name__}` need"
         params = eqx.filter(self.model, eqx.is_inexact_array)
         check_pushes_forward(what, pushforward, params)
         counts = whole(objective, self.model).counts
         return _Linear(objective, counts, pushforward, pullback)
 
 
-class GaussNewton(AbstractOuterProduct):
+class GaussNewtonOperator(AbstractOuterProduct):
     r"""The generalised Gauss-Newton matrix of the mean objective,
 
     $$C = \frac1N \sum_n w_n J_n^\top H_n J_n,$$
@@ -159,7 +158,7 @@ class GaussNewton(AbstractOuterProduct):
     !!! Example
 
         ```python
-        operator = kfac.GaussNewton(loss_fn, model, x, y)
+        operator = kfac.analysis.GaussNewtonOperator(loss_fn, model, x, y)
         solver = lx.CG(rtol=1e-5, atol=1e-5)
         step = lx.linear_solve(operator.damped(0.1), grads, solver).value
         ```
@@ -186,22 +185,22 @@ class GaussNewton(AbstractOuterProduct):
         return loss.transposed(loss.hessian_root, v)
 
 
-class Fisher(AbstractOuterProduct):
+class FisherOperator(AbstractOuterProduct):
     r"""The Fisher information matrix of the mean objective,
 
     $$F = \frac1N \sum_n w_n J_n^\top \, \mathbb{E}_{t \sim p_n} \left[s_n(t)
     s_n(t)^\top\right] J_n, \qquad s_n(t) = \nabla_{\text{outputs}} \ell_n(t),$$
 
     with targets from the model's own predictive distribution. It equals the
-    [`eqx_kfac.GaussNewton`][] matrix if the outputs are natural parameters (softmax,
-    sigmoid, squared error, Poisson); unlike that matrix, it is always positive
-    semidefinite, and never needs targets. Otherwise it is like
-    [`eqx_kfac.GaussNewton`][].
+    [`eqx_kfac.analysis.GaussNewtonOperator`][] matrix if the outputs are natural
+    parameters (softmax, sigmoid, squared error, Poisson); unlike that matrix, it is
+    always positive semidefinite, and never needs targets. Otherwise it is like
+    [`eqx_kfac.analysis.GaussNewtonOperator`][].
 
     !!! Example
 
         ```python
-        fisher = kfac.Fisher(loss_fn, model, x, y)
+        fisher = kfac.analysis.FisherOperator(loss_fn, model, x, y)
         length = jnp.sqrt(tree_dot(step, fisher.mv(step)))
         ```
 
@@ -224,7 +223,7 @@ class Fisher(AbstractOuterProduct):
         return loss.transposed(loss.fisher_root, v)
 
 
-class EmpiricalFisher(AbstractOuterProduct):
+class EmpiricalFisherOperator(AbstractOuterProduct):
     r"""The matrix of the gradients at the given targets,
 
     $$\frac1N \sum_n w_n J_n^\top s_n s_n^\top J_n, \qquad s_n = \nabla_{\text{outputs}}
@@ -232,12 +231,13 @@ class EmpiricalFisher(AbstractOuterProduct):
 
     over loss *terms* $n$: if an example has several (its tokens), their gradients are
     not added up before the outer product. It is not a curvature of the loss: it vanishes
-    where the data are fitted. Otherwise it is like [`eqx_kfac.GaussNewton`][].
+    where the data are fitted. Otherwise it is like
+    [`eqx_kfac.analysis.GaussNewtonOperator`][].
 
     !!! Example
 
         ```python
-        noise = kfac.EmpiricalFisher(loss_fn, model, x, y)
+        noise = kfac.analysis.EmpiricalFisherOperator(loss_fn, model, x, y)
         noise.mv(direction)
         ```
 
@@ -271,7 +271,7 @@ class EmpiricalFisher(AbstractOuterProduct):
         return jtu.tree_reduce(jnp.add, slopes)
 
 
-class Hessian(AbstractModelOperator):
+class HessianOperator(AbstractModelOperator):
     r"""The Hessian $\nabla^2 h$ of the mean objective: of everything that `loss_fn`
     returns, including scalar penalties. It is symmetric, and in general indefinite:
     conjugate gradients do not apply, but `lx.GMRES` and the dense solvers do.
@@ -282,7 +282,7 @@ class Hessian(AbstractModelOperator):
     !!! Example
 
         ```python
-        hessian = kfac.Hessian(loss_fn, model, x, y)
+        hessian = kfac.analysis.HessianOperator(loss_fn, model, x, y)
         eigenvalues = jnp.linalg.eigvalsh(hessian.as_matrix())
         ```
 

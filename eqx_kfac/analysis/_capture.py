@@ -10,6 +10,15 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float, Inexact, Shaped
 
+from .._curvature import (
+    collected_rows,
+    evaluate,
+    Linearisation,
+    linearise,
+    TagSite,
+    used_sites,
+    UsedSite,
+)
 from .._custom_types import Key
 from .._devices import varying_axes
 from .._fisher import AbstractFisher, check_separate
@@ -18,8 +27,6 @@ from .._misc import accumulator
 from .._program import analyse
 from .._tag import check_tagged, fill_rows, RowShapes
 from ..form import AbstractForm, join
-from ._linearise import evaluate, Linearisation, linearise
-from ._sites import collected_rows, TagSite, used_sites, UsedSite
 
 
 class Captured(eqx.Module):
@@ -102,9 +109,9 @@ def capture(loss_fn: Callable, fisher: AbstractFisher | None = None) -> Callable
     **Returns:**
 
     A function `(model, *args, key=None, **kwargs) -> captured`. `captured` is shaped like
-    the model, with every tagged layer replaced by a [`eqx_kfac.Captured`][], or by a
-    dictionary of several (`GRUCell`), or by `None` if the losses do not depend on it. Its
-    `inputs` are `[*stack, *examples, ...]` and its `output_gradients` `[*stack,
+    the model, with every tagged layer replaced by a [`eqx_kfac.analysis.Captured`][], or
+    by a dictionary of several (`GRUCell`), or by `None` if the losses do not depend on
+    it. Its `inputs` are `[*stack, *examples, ...]` and its `output_gradients` `[*stack,
     *examples, ...]`, where `...` is the shape of one input and one output of the layer as
     it was called: for a convolution the image, not its patches; for an embedding the
     integer. A layer that is tagged at its parameters (normalisation) has no `inputs`; its
@@ -117,20 +124,20 @@ def capture(loss_fn: Callable, fisher: AbstractFisher | None = None) -> Callable
     !!! Example
 
         ```python
-        captured = kfac.capture(loss_fn)(model, x, y)
+        captured = kfac.analysis.capture(loss_fn)(model, x, y)
         layer = captured.layers[0]
         per_example = jnp.einsum("no,ni->noi", layer.output_gradients, layer.inputs)
         ```
     """
 
-    check_separate(fisher, "kfac.capture")
+    check_separate(fisher, "kfac.analysis.capture")
 
     def wrapped(model, *args, key=None, **kwargs):
         check_tagged(model)
         if varying_axes((args, kwargs)):
             raise ValueError(
-                "`kfac.capture` was called within a `shard_map`, where every device uses "
-                "the model. Call it outside, on sharded arrays."
+                "`kfac.analysis.capture` was called within a `shard_map`, where every "
+                "device uses the model. Call it outside, on sharded arrays."
             )
 
         # What is not called has no rows, and what passes by a tag is not asked for.

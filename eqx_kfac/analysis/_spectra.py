@@ -47,8 +47,10 @@ def lanczos(operator: lx.AbstractLinearOperator, key: Key, num_steps: int) -> La
 
     **Arguments:**
 
-    - `operator`: any symmetric lineax operator: [`eqx_kfac.GaussNewton`][],
-        [`eqx_kfac.Hessian`][], [`eqx_kfac.BlockDiagonalOperator`][].
+    - `operator`: any symmetric lineax operator:
+        [`eqx_kfac.analysis.GaussNewtonOperator`][],
+        [`eqx_kfac.analysis.HessianOperator`][],
+        [`eqx_kfac.analysis.BlockDiagonalOperator`][].
     - `key`: for the initial vector.
     - `num_steps`: the number of products. The largest few eigenvalues are found in some
         tens (check `residuals`), all of them in as many as there are parameters. As many
@@ -60,8 +62,8 @@ def lanczos(operator: lx.AbstractLinearOperator, key: Key, num_steps: int) -> La
     !!! Example
 
         ```python
-        hessian = kfac.Hessian(loss_fn, model, x, y)
-        found = eqx.filter_jit(kfac.lanczos)(hessian, jax.random.key(0), 40)
+        hessian = kfac.analysis.HessianOperator(loss_fn, model, x, y)
+        found = eqx.filter_jit(kfac.analysis.lanczos)(hessian, jax.random.key(0), 40)
         found.values[-5:]
         ```
 
@@ -103,8 +105,8 @@ def _check_operator(operator: lx.AbstractLinearOperator, num_steps: int) -> None
         )
     if not lx.is_symmetric(operator):
         raise ValueError(
-            "`kfac.lanczos` needs a symmetric operator, and nothing says that this "
-            f"{type(operator).__name__} is one. If it is, wrap it: "
+            "`kfac.analysis.lanczos` needs a symmetric operator, and nothing says that "
+            f"this {type(operator).__name__} is one. If it is, wrap it: "
             "`lx.TaggedLinearOperator(operator, lx.symmetric_tag)`."
         )
 
@@ -197,16 +199,17 @@ def spectral_density(
 
     **Arguments:**
 
-    - `operator`, `num_steps`: as for [`eqx_kfac.lanczos`][].
+    - `operator`, `num_steps`: as for [`eqx_kfac.analysis.lanczos`][].
     - `key`: for the random vectors.
     - `num_samples`: how many of these, at least 2.
 
-    **Raises:** as [`eqx_kfac.lanczos`][].
+    **Raises:** as [`eqx_kfac.analysis.lanczos`][].
 
     !!! Example
 
         ```python
-        density = eqx.filter_jit(kfac.spectral_density)(operator, jax.random.key(0))
+        estimate = eqx.filter_jit(kfac.analysis.spectral_density)
+        density = estimate(operator, jax.random.key(0))
         dimension, error = density.trace(lambda x: x / (x + damping))
         ```
 

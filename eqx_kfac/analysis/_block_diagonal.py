@@ -43,12 +43,13 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
 
     for [`eqx_kfac.Kronecker`][] blocks, or whatever else the block of layer $l$ denotes.
     The curvature $c_l$ of an [`eqx_kfac.L2`][] term is part of it, as in the optimizer
-    and in [`eqx_kfac.GaussNewton`][] (but as its mean over each layer). Damping is
-    not: pass it to the methods that take it.
+    and in [`eqx_kfac.analysis.GaussNewtonOperator`][] (but as its mean over each layer).
+    Damping is not: pass it to the methods that take it.
 
     Its vectors have the parameters that tags cover, and `None` elsewhere. If tags cover
     all parameters, they are shaped like `eqx.filter(model, eqx.is_inexact_array)`, like
-    those of [`eqx_kfac.GaussNewton`][], for which its inverse is a preconditioner.
+    those of [`eqx_kfac.analysis.GaussNewtonOperator`][], for which its inverse is a
+    preconditioner.
 
     **Fields:**
 
@@ -60,7 +61,7 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
 
         ```python
         curvature = kfac.curvature(loss_fn, fisher=kfac.Exact())(model, x, y)
-        operator = kfac.BlockDiagonalOperator(curvature, model)
+        operator = kfac.analysis.BlockDiagonalOperator(curvature, model)
         evidence = -0.5 * operator.logdet(damping=1e-3)
         ```
     """

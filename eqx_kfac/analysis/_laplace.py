@@ -12,11 +12,11 @@ import jax.tree_util as jtu
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from .._checks import check_array, check_count, check_key, is_number, is_scalar, plain
-from .._curvature import BlockDiagonalOperator
 from .._custom_types import Key, Model, PerLayer
 from .._misc import accumulator
 from .._operator import flatten, matmul, widest
 from .._tag import map_tags, partition_tagged
+from ._block_diagonal import BlockDiagonalOperator
 
 
 # So many numbers take no memory worth mentioning.
@@ -52,7 +52,7 @@ class Laplace(eqx.Module):
 
         ```python
         curvature = kfac.curvature(loss_fn, fisher=kfac.Exact())(model, x, y)
-        posterior = kfac.Laplace(curvature, model, num_examples=len(x))
+        posterior = kfac.analysis.Laplace(curvature, model, num_examples=len(x))
         posterior = posterior.with_tuned_prior()
         mean, covariance = jax.vmap(lambda x: posterior.predict(forward, x))(x_test)
         ```

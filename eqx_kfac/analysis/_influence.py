@@ -11,17 +11,18 @@ import lineax as lx
 from jaxtyping import Array, Float
 
 from .._checks import check_instance
-from .._curvature import BlockDiagonalOperator, capture, Captured
 from .._custom_types import Model, PerLayer
 from .._operator import Factor, KroneckerOperator, matmul, right
 from .._solver import AbstractDampedSolver, Eigh
+from ._block_diagonal import BlockDiagonalOperator
+from ._capture import capture, Captured
 
 
 _AT_ONCE = 128  # So many gradients of examples are written out at a time.
 
 
 class Influence(eqx.Module):
-    r"""What [`eqx_kfac.influence`][] returns.
+    r"""What [`eqx_kfac.analysis.influence`][] returns.
 
     **Fields:**
 
@@ -106,8 +107,8 @@ def influence(
 
     **Arguments:**
 
-    - `loss_fn`: as for [`eqx_kfac.capture`][]; the losses are those of its single
-        examples. Penalties are not part of the gradients.
+    - `loss_fn`: as for [`eqx_kfac.analysis.capture`][]; the losses are those of its
+        single examples. Penalties are not part of the gradients.
     - `curvature`: what [`eqx_kfac.curvature`][] returns, for any blocks, or
         `state.curvature` of an optimizer. [`eqx_kfac.L2`][] terms are part of $C$.
     - `damping`: $\lambda$, a number or one for every layer
@@ -125,7 +126,7 @@ def influence(
     !!! Example
 
         ```python
-        influence = kfac.influence(loss_fn, curvature, damping=1e-3)
+        influence = kfac.analysis.influence(loss_fn, curvature, damping=1e-3)
         scores = eqx.filter_jit(influence)(model, (x_test, y_test), (x, y))
         most_helpful = scores.argsort(axis=1)[:, ::-1]
         ```

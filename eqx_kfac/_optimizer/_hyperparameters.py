@@ -12,7 +12,7 @@ from .._custom_types import Numeric
 from ._schedule import at
 
 
-class Numbers(NamedTuple):
+class Hyperparameters(NamedTuple):
     r"""One of each: the choice, its range, or its value at a step (an array without
     axes). `None`: it is not used.
 
@@ -38,7 +38,7 @@ class Numbers(NamedTuple):
     averaging: Any
 
 
-RANGES = Numbers(
+RANGES = Hyperparameters(
     learning_rate="positive",
     momentum="in [0, 1)",
     damping="at least 0",
@@ -60,7 +60,7 @@ class AbstractRule(eqx.Module):
     initial: eqx.AbstractVar[Any]
 
 
-class AbstractNumber(eqx.Module):
+class AbstractHyperparameter(eqx.Module):
     """A number, or a schedule of one, and what goes with it.
 
     **Fields:**
@@ -71,7 +71,7 @@ class AbstractNumber(eqx.Module):
     number: eqx.AbstractVar[Any]
 
 
-class MovingAverage(AbstractNumber):
+class MovingAverage(AbstractHyperparameter):
     r"""The moving average of the curvature,
     $V \leftarrow V + (X - V) / w$ with $w \leftarrow \rho w + 1$, and how it begins. Pass
     it to [`eqx_kfac.KFAC`][] as `ema`.
@@ -100,7 +100,7 @@ class MovingAverage(AbstractNumber):
         self.burn_in = check_count("burn_in", burn_in, 0)
 
 
-class WeightDecay(AbstractNumber):
+class WeightDecay(AbstractHyperparameter):
     r"""Weight decay that is decoupled from the objective: $\theta \leftarrow \theta +
     \delta - \alpha \beta \theta$ for the parameters that tags cover. Pass it to
     [`eqx_kfac.KFAC`][] as `weight_decay`. (To regularise the objective, add
@@ -130,7 +130,12 @@ class WeightDecay(AbstractNumber):
         self.mask = mask
 
 
-def initial(chosen: Numbers, step: Int[Array, ""]) -> Numbers:
+def chosen_by(optimizer: Any) -> Hyperparameters:
+    """What an optimizer was constructed with: each a number, a schedule, or a rule."""
+    return Hyperparameters(*[getattr(optimizer, f) for f in Hyperparameters._fields])
+
+
+def initial(chosen: Hyperparameters, step: Int[Array, ""]) -> Hyperparameters:
     """What the state holds at first."""
 
     def first(choice):
@@ -138,10 +143,12 @@ def initial(chosen: Numbers, step: Int[Array, ""]) -> Numbers:
             choice = choice.initial
         return at(_source(choice), step)
 
-    return Numbers(*map(first, chosen))
+    return Hyperparameters(*map(first, chosen))
 
 
-def current(chosen: Numbers, values: Numbers, step: Int[Array, ""]) -> Numbers:
+def current(
+    chosen: Hyperparameters, values: Hyperparameters, step: Int[Array, ""]
+) -> Hyperparameters:
     """The numbers of a step: those that follow a schedule at their value of this step,
     others as they are in the state."""
 
@@ -150,10 +157,10 @@ def current(chosen: Numbers, values: Numbers, step: Int[Array, ""]) -> Numbers:
         scheduled = callable(source) and not isinstance(choice, AbstractRule)
         return at(source if scheduled else value, step)
 
-    return Numbers(*map(now, chosen, values))
+    return Hyperparameters(*map(now, chosen, values))
 
 
-def in_range(values: Numbers) -> Bool[Array, ""]:
+def in_range(values: Hyperparameters) -> Bool[Array, ""]:
     """Whether numbers lie in their ranges, to whose bounds a schedule may get."""
     given = [(value, r) for value, r in zip(values, RANGES) if value is not None]
     most = [1.0 if r.startswith("in ") else jnp.inf for _, r in given]
@@ -163,4 +170,4 @@ def in_range(values: Numbers) -> Bool[Array, ""]:
 
 def _source(choice: Any) -> float | Array | Callable | None:
     """The number, or the schedule, of a choice."""
-    return choice.number if isinstance(choice, AbstractNumber) else choice
+    return choice.number if isinstance(choice, AbstractHyperparameter) else choice

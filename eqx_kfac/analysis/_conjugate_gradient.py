@@ -10,14 +10,14 @@ from jaxtyping import Array, PyTree
 from .._checks import check_count, check_number
 from .._custom_types import Options
 from .._misc import tree_dot, tree_where
-from ._base import AbstractSymmetricSolver
+from .._solver import AbstractSymmetricSolver
 
 
 class ConjugateGradient(AbstractSymmetricSolver[lx.AbstractLinearOperator]):
     r"""Preconditioned conjugate gradients for $(C + \lambda I) x = b$, with a positive
-    semidefinite operator $C$ on PyTrees, such as [`eqx_kfac.GaussNewton`][]. It is a
-    lineax solver like `lx.CG`, but its stopping criterion makes sense for parameters of
-    different units. It stops when
+    semidefinite operator $C$ on PyTrees, such as
+    [`eqx_kfac.analysis.GaussNewtonOperator`][]. It is a lineax solver like `lx.CG`, but
+    its stopping criterion makes sense for parameters of different units. It stops when
 
     $$\lVert r \rVert_P \le \text{rtol} \, \lVert b \rVert_P, \qquad
     \lVert r \rVert_P^2 = r^\top P r$$
@@ -28,7 +28,7 @@ class ConjugateGradient(AbstractSymmetricSolver[lx.AbstractLinearOperator]):
     Its `options`, all of which may be left out:
 
     - `preconditioner`: $P$, a positive definite operator on the same PyTrees, such as
-        `kfac.BlockDiagonalOperator(...).inverse(damping)`.
+        `kfac.analysis.BlockDiagonalOperator(...).inverse(damping)`.
     - `y0`: where to start, instead of at zero.
     - `damping`: $\lambda \ge 0$.
 
@@ -37,10 +37,10 @@ class ConjugateGradient(AbstractSymmetricSolver[lx.AbstractLinearOperator]):
     !!! Example
 
         ```python
-        operator = kfac.GaussNewton(loss_fn, model, x, y)
-        blocks = kfac.BlockDiagonalOperator(curvature, model)
+        operator = kfac.analysis.GaussNewtonOperator(loss_fn, model, x, y)
+        blocks = kfac.analysis.BlockDiagonalOperator(curvature, model)
         options = dict(preconditioner=blocks.inverse(1e-2), damping=1e-2)
-        solver = kfac.ConjugateGradient(rtol=1e-3, max_steps=50)
+        solver = kfac.analysis.ConjugateGradient(rtol=1e-3, max_steps=50)
         solution = lx.linear_solve(operator, grads, solver, options=options, throw=False)
         solution.value, solution.stats["num_steps"]
         ```
@@ -72,9 +72,10 @@ class ConjugateGradient(AbstractSymmetricSolver[lx.AbstractLinearOperator]):
         if not lx.is_positive_semidefinite(operator):
             name = type(operator).__name__
             raise ValueError(
-                "`kfac.ConjugateGradient` is for operators that are positive "
+                "`kfac.analysis.ConjugateGradient` is for operators that are positive "
                 f"semidefinite, which {name} is not known to be. Use "
-                "`kfac.GaussNewton` or `kfac.Fisher` instead of `kfac.Hessian`, or "
+                "`kfac.analysis.GaussNewtonOperator` or `kfac.analysis.FisherOperator` "
+                "instead of `kfac.analysis.HessianOperator`, or "
                 "`lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag)`."
             )
         return lx.linearise(operator)
