@@ -227,8 +227,9 @@ def over_stack(fn: Callable, axes: int) -> Callable:
 
 
 def decomposed_over_stack(fn: Callable, axes: int) -> Callable:
-    """As `over_stack`, for what JAX cannot split over the devices of an explicit mesh by
-    itself: there, `fn` (which must not close over arrays) only sees a device's own."""
+    """Maps over a stack what JAX cannot split over the devices of an explicit mesh by
+    itself: there, `fn` (which must not close over arrays) sees the part of one device.
+    Elsewhere this is `over_stack`."""
     mapped = over_stack(fn, axes)
 
     def apply(*args):

@@ -1,7 +1,7 @@
-"""The same work for many matrices: equal ones in one go, and every device of a mesh does
-its part.
+"""Work that is done for many matrices: for equal ones in one go, and each device of a
+mesh does its part.
 
-What is decomposed, all devices have alike, so that each would decompose all of it. It is
+All devices hold the same matrices, so that each would decompose all of them. They are
 dealt out instead, and the results are gathered, as by J. G. Pauloski et al., *KAISA: An
 Adaptive Second-Order Optimizer Framework for Deep Neural Networks*, SC 2021."""
 
@@ -131,8 +131,8 @@ def _rows_of(batches: list[_Batch], devices: Devices | None) -> list[PyTree]:
 
 
 def _dealt_out(batches: list[_Batch], devices: Devices) -> list[PyTree]:
-    """Of every batch, the same number to all devices, as long as there are enough; what
-    remains, in turn to whoever has least to do."""
+    """Deals matrices out: all devices get the same number of every batch as long as there
+    are enough, and what remains goes to whoever has least to do."""
     if not batches:
         return []
     each = [batch.number // devices.number for batch in batches]

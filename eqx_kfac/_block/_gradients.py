@@ -86,8 +86,8 @@ class AbstractGradientBlock(AbstractBlock):
         stack: int,
         like: Like,
     ) -> Any:
-        """The same, of examples with one row each: where it can be done without writing
-        their gradients out."""
+        """The moments of the gradients of examples with one row each. A block overrides
+        this if it can do without writing these gradients out."""
         gradients = example_gradients(g, x, stack, self.batch_axes)
         return self.moments(gradients, stack, like)
 

@@ -165,8 +165,8 @@ def include(
     ema: Float[Array, ""],
     take: Bool[Array, ""] | bool = True,
 ) -> tuple[Model, Float[Array, ""], Bool[Array, ""]]:
-    """As `average`, with an estimate from elsewhere, if that is finite and to `take`; and
-    whether it was taken."""
+    """The average with an estimate from elsewhere, which is taken if it is finite and
+    `take` says so; and whether it was taken."""
     _check_curvature(new, model)
     new = _in_bases_of(curvature, model, new, weight == 0)
     take = take & all_finite(new)

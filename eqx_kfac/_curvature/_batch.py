@@ -83,7 +83,8 @@ class Batch(PlainModule):
         return analyse(self.loss_fn, model, args, self.kwargs, uses, trains)
 
     def row_slots(self, model: Model, program: Program) -> RowSlots | None:
-        """Where rows are less work than features, and all there at the same time."""
+        """Slots for the gradient's rows, where these are less work than features and are
+        all there at the same time."""
         if self.micro_batches > 1:
             return None
         return row_slots(self.loss_fn, model, self.args, self.kwargs, program)

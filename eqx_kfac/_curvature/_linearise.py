@@ -316,8 +316,8 @@ def filter_linearize(fn: Callable, model: Model) -> tuple[Sum, Callable, Callabl
     out_rest, aux = eqx.combine(arrays, rest[0])
 
     def pullback(cotangent, part=lambda out: out, wanted=params):
-        """Of `part` of the output, to the `wanted` part of the model: what leads to the
-        rest is not gone through at all."""
+        """Pulls a cotangent of `part` of the output back to the `wanted` part of the
+        model; what leads to the rest is not gone through at all."""
         wanted = eqx.filter(wanted, eqx.is_inexact_array)
         pushed = lambda wanted: part(pushforward(eqx.combine(wanted, params)))
         (transposed,) = jax.linear_transpose(pushed, wanted)(cotangent)

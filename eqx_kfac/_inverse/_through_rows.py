@@ -28,7 +28,8 @@ def precondition_through_rows(
     damping: PerLayer,
     still: Model | None = None,
 ) -> Model:
-    """Does what `precondition` does, but through the rows where these are whole."""
+    """Preconditions the gradient through its rows where these are whole; a layer without
+    rows is preconditioned as it is by `precondition`."""
 
     def layer_solution(tag, layer, rows, factors, state, damping, still):
         if rows is None:

@@ -390,7 +390,7 @@ def check_weights(name: str, weights: Weights, leading: tuple[int, ...]) -> Arra
 
 
 def _any_negative(weights: Shaped[Array, "..."]) -> bool:
-    """Of weights that are known, also while something else is traced."""
+    """Whether a known weight is negative, also while something else is traced."""
     with jax.ensure_compile_time_eval():
         return bool(jnp.any(is_negative(weights)))
 

@@ -83,8 +83,9 @@ def _inverse(factor: Float[Array, "d d"], root: bool = False) -> tuple[Array, An
 
 
 def _inverse_whole(factor: Float[Array, "d d"]) -> Float[Array, "d d"]:
-    """The same without products: for GPUs, whose decompositions are fast enough, and for
-    which every product of another shape takes seconds to compile."""
+    """The inverse of a factor by two triangular solves, without products: for GPUs,
+    whose decompositions are fast enough, and for which every product of another shape
+    takes seconds to compile."""
     lower = _root(factor)
     half = triangular_solve(lower, identity(factor), left_side=True, lower=True)
     whole = triangular_solve(lower, half, left_side=True, lower=True, transpose_a=True)

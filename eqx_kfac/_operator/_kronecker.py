@@ -98,7 +98,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
         return jnp.sqrt(jnp.sum(self.output_factor**2) * jnp.sum(self.input_factor**2))
 
     def spectral(self) -> SpectralOperator:
-        """The same operator by its eigenvectors and eigenvalues (clipped at zero)."""
+        """This operator by its eigenvectors and eigenvalues (clipped at zero)."""
         values_out, q_out = eigh(self.output_factor)
         values_in, q_in = eigh(self.input_factor)
         basis = KroneckerBasis(q_out, q_in)

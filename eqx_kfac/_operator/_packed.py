@@ -39,7 +39,7 @@ class Packed(eqx.Module):
         return rows + columns // 2
 
     def diagonal(self) -> Shaped[Array, "*stack n"]:
-        """Their diagonals."""
+        """The diagonals of the matrices."""
         rows, columns = self.rectangle.shape[-2:]
         flat = self.rectangle.reshape(*self.rectangle.shape[:-2], -1)
         first = flat[..., :: columns + 1]
@@ -111,7 +111,7 @@ class ShardedPacked(eqx.Module):
         return Packed(split_rows(self.rectangle, (), self.mesh)[..., : self.rows, :])
 
     def diagonal(self) -> Shaped[Array, "*stack n"]:
-        """Their diagonals."""
+        """The diagonals of the matrices."""
         return self.packed().diagonal()
 
     def matrix(self) -> Shaped[Array, "*stack n n"]:

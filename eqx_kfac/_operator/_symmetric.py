@@ -92,7 +92,7 @@ class AbstractSymmetricOperator(lx.AbstractLinearOperator):
         return DampedOperator(self, damping)
 
     def linearise(self) -> "AbstractSymmetricOperator":
-        """The same operator, with everything done that all products have in common."""
+        """This operator, with everything done that all products have in common."""
         return self
 
 

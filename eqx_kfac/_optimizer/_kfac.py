@@ -377,7 +377,7 @@ class KFAC(eqx.Module):
         curvature: Model | None,
         value: Float[Array, ""] | None = None,
     ) -> tuple[Model, KFACState]:
-        """The same step with gradients and curvature from anywhere, as in optax.
+        """A step with gradients and curvature from anywhere, as in optax.
 
         **Arguments:**
 

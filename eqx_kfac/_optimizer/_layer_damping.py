@@ -202,8 +202,8 @@ def _of_one_step(operator: Any) -> Any:
 
 
 class _Measures(NamedTuple):
-    r"""Of the curvature of a layer, and of its weights; at least what it would be of the
-    gradient alone, $\nabla \nabla^\top$."""
+    r"""How large the curvature of a layer is, and its weights. It counts as at least that
+    of the gradient alone, $\nabla \nabla^\top$."""
 
     trace: Array
     weights: Array  # Their part of it.

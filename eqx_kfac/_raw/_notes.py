@@ -73,7 +73,7 @@ class RawArray(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Where it is in the model."""
+        """The path of this array in the model."""
         return f"{self.module}.{self.name}"
 
 

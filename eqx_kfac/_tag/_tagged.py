@@ -129,8 +129,9 @@ def flatten_tags(
 
 
 def map_at_once(do: Callable, fn: Callable, model: Model, *rest: Model) -> Model:
-    """As `map_tags`, but what `fn` returns (of some layers `None`) is a list, of which
-    `do` makes another one: a model-shaped tree of that."""
+    """Maps over all tagged layers at once: `fn` returns what is needed of a layer, or
+    `None`, and `do` makes of the list of these a list of results, which becomes a tree
+    shaped like the model."""
     found, treedef = flatten_tags(fn, model, *rest)
     results = iter(do([own for _, own in found if own is not None]))
     return treedef.unflatten([None if own is None else next(results) for _, own in found])

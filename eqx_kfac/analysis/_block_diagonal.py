@@ -221,11 +221,11 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
         return self._map(lambda block: block.shift)
 
     def without_l2(self) -> "BlockDiagonalOperator":
-        """The same operator, without the curvature of `L2` terms and the damping."""
+        """This operator, without the curvature of `L2` terms and the damping."""
         return self._blockwise(lambda block: _without_shift(block, block.operator))
 
     def spectral(self) -> "BlockDiagonalOperator":
-        """The same operator, with the eigendecomposition of every layer cached: all
+        """This operator, with the eigendecomposition of every layer cached: all
         further functions of it are cheap."""
         return self._function(lambda op, shift: spectral(op).map(lambda x: x + shift))
 
@@ -309,7 +309,7 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
         return self._blockwise(lambda block: _without_shift(block, block(fn)))
 
     def _blockwise(self, fn: Callable, *rest: Any) -> "BlockDiagonalOperator":
-        """The same, with blocks `fn(block, *rest)`."""
+        """This operator, with blocks `fn(block, *rest)`."""
         return eqx.tree_at(lambda op: op.blocks, self, self._map(fn, *rest))
 
 

@@ -57,7 +57,7 @@ class Influence(eqx.Module):
     def in_batches(
         self, model: Model, test: tuple, batches: Iterable[tuple]
     ) -> Iterator[Float[Array, "tests batch"]]:
-        """The same, for one batch of training examples after the other: an iterator,
+        """Influences of one batch of training examples after the other: an iterator,
         which can be wrapped in a progress bar. What belongs to the curvature and to the
         test examples is computed once. It compiles itself, one program for every shape of
         a batch."""

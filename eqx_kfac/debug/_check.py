@@ -212,6 +212,6 @@ def worst(numbers: np.ndarray, ideal: float) -> float:
 
 
 def worst_at(numbers: np.ndarray, ideal: float) -> int:
-    """Where that is. (NaN stands for no number.)"""
+    """Where numbers are farthest from their `ideal`. (NaN stands for no number.)"""
     distance = np.abs(np.ravel(numbers) - ideal)
     return int(np.argmax(np.where(np.isnan(distance), -1, distance)))

@@ -29,9 +29,9 @@ WIDE = 1e8  # Operations of a product with a block, above which it is estimated.
 
 
 class Numbers(NamedTuple):
-    r"""Of one layer: arrays `[*stack]`; and what there is for every vector, if there are
-    any: `[*stack, blocks, n]`, `[*stack, blocks, n, n]`. The second of a pair is of the
-    diagonals alone."""
+    r"""What is compared of one layer: arrays `[*stack]`; and, for every vector if there
+    are any, `[*stack, blocks, n]` and `[*stack, blocks, n, n]`. The second of a pair is
+    of the diagonals alone."""
 
     trace: Any  # Of the approximation.
     norms: tuple[Any, ...]  # Squared, of the approximation.
@@ -148,7 +148,8 @@ class Sides(NamedTuple):
 def _of_sides(
     operator: Any, sides: Sides, axes: int
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    r"""As `_of_rows`, without the matrices themselves: with $V = \sum g x^\top$,
+    r"""Products of an operator with the blocks of some rows, whose matrices are never
+    formed: with $V = \sum g x^\top$,
     $\langle V, G V' A \rangle = \sum \langle g_m, G g'_n \rangle x_m^\top A x_n$. (Of
     diagonals, nothing is known: NaN.)"""
 
@@ -217,8 +218,8 @@ def _estimated(
 
 
 class Comparison(NamedTuple):
-    """Of every layer of a stack: the figures and their standard errors, which are 0 if
-    nothing is random."""
+    """How close a block is, for every layer of a stack: figures, or their standard
+    errors, which are 0 if nothing is random."""
 
     error: np.ndarray
     cosine: np.ndarray

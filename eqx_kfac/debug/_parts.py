@@ -19,7 +19,7 @@ from ._rows import Places, Rows
 
 
 class Size(NamedTuple):
-    """Of one layer, or of a stack of them."""
+    """How much there is to compare of a layer, or of a stack of layers."""
 
     bytes: float  # Of its curvature.
     stack: tuple[int, ...]

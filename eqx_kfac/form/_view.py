@@ -92,7 +92,7 @@ class View(AbstractForm):
 
     @property
     def label(self) -> str:
-        """Also what the arrays are used as: `View(Dense)`."""
+        """The name, with that of what the arrays are used as: `View(Dense)`."""
         return f"{type(self).__name__}({self.form.label})"
 
     @property

@@ -49,7 +49,8 @@ def image(axis: "Axes", matrix: np.ndarray, title: str, **style: Any) -> "AxesIm
 
 
 def chosen(found: Sequence[tuple[str, Any]], layers: Sequence[str] | None) -> list:
-    """Those of `(path, of layer)` whose paths are asked for, in this order; `None`: all.
+    """The pairs `(path, of layer)` whose paths are asked for, in the order asked for;
+    `None`: all.
 
     **Raises:** `ValueError` for a path that is none of a layer."""
     if layers is None:

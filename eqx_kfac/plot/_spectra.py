@@ -88,7 +88,7 @@ def _draw_damping(axis: "Axes", dampings: list, layers: list, colours: Any) -> N
 
 
 def _ranks(number: int) -> np.ndarray:
-    """Those to be drawn: of many, as many in every decade."""
+    """The ranks to be drawn: of many, as many in every decade."""
     if number <= _MOST_POINTS:
         return np.arange(1, number + 1)
     return np.unique(np.geomspace(1, number, _MOST_POINTS).round().astype(int))
