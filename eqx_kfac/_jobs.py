@@ -49,6 +49,17 @@ class Job(NamedTuple):
         shapes = tuple((a.shape[self.stack :], a.dtype) for a in leaves)
         return self.key, treedef, shapes
 
+    @property
+    def is_large(self) -> bool:
+        """Whether one of several would keep a device busy."""
+        sizes = [math.prod(a.shape[self.stack :]) for a in jtu.tree_leaves(self.args)]
+        return max(sizes) >= _LARGE
+
+    @property
+    def alone(self) -> Any:
+        """What it returns, done by itself."""
+        return decomposed_over_stack(self.fn, self.stack)(*self.args)
+
 
 def done(jobs: Sequence[Job], devices: Devices | None = None) -> list[Any]:
     """What all `jobs` return; with several `devices`, each does a part of them."""
@@ -60,8 +71,11 @@ def done(jobs: Sequence[Job], devices: Devices | None = None) -> list[Any]:
     for kind, members in groups.items():
         first = jobs[members[0]]
         if kind == members[0] or (devices is None and len(members) == 1):
-            alone = decomposed_over_stack(first.fn, first.stack)
-            results[members[0]] = alone(*first.args)
+            results[members[0]] = first.alone
+        elif devices is None and first.is_large:
+            some = [jobs[i] for i in members]
+            for i, own in zip(members, _large(some), strict=True):
+                results[i] = own
         else:
             joint.append(members)
     batches = [_Batch.of([jobs[i] for i in members]) for members in joint]
@@ -69,6 +83,27 @@ def done(jobs: Sequence[Job], devices: Devices | None = None) -> list[Any]:
         for i, own in zip(members, _apart([jobs[i] for i in members], rows), strict=True):
             results[i] = own
     return results
+
+
+# Of numbers in an array, for a device that is not a CPU.
+_LARGE = 2**18
+
+
+def _large(jobs: list[Job]) -> list[Any]:
+    """The results of large jobs of one kind. A CPU does them in a loop, of which it has
+    little to compile. Elsewhere, each is done where its arguments are: a stack of all of
+    them, and of every intermediate result, would be most of a step's memory."""
+
+    def in_a_row(args):
+        own = [job._replace(args=a) for job, a in zip(jobs, args, strict=True)]
+        batch = _Batch.of(own)
+        return _apart(own, batch(batch.args))
+
+    def each(args):
+        return [job._replace(args=a).alone for job, a in zip(jobs, args, strict=True)]
+
+    args = [job.args for job in jobs]
+    return jax.lax.platform_dependent(args, cpu=in_a_row, default=each)
 
 
 def _apart(jobs: list[Job], rows: PyTree) -> list[Any]:
