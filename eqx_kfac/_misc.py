@@ -151,6 +151,11 @@ def _in_a_row(arrays: Sequence[Array]) -> Array:
     return jax.lax.optimization_barrier(row)
 
 
+def later(tree: PyTree, known: Array) -> PyTree:
+    """`tree`, of which a compiler computes nothing before it has what is `known`."""
+    return jax.lax.optimization_barrier((tree, known))[0]
+
+
 def tree_where(pred: Bool[Array, ""], true: PyTree, false: PyTree) -> PyTree:
     """`jnp.where` over two trees of arrays of one structure."""
 

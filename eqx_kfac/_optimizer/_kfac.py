@@ -20,7 +20,7 @@ from .._devices import (
 )
 from .._fisher import AbstractFisher, Centred, MonteCarlo
 from .._inverse import for_each
-from .._misc import tree_where
+from .._misc import later, tree_where
 from .._operator import split_still
 from .._raw import check_covered
 from .._solver import AbstractDampedSolver
@@ -471,7 +471,10 @@ class KFAC(eqx.Module):
             return self._due(state, "inverse_period", state.refactorise | first)
 
         new = renew(trial, estimate, due, due_inverse)
-        trial = dataclasses.replace(trial, averaged=new.averaged)
+        # What is made of the velocity would otherwise be there while curvature is renewed.
+        velocity = later(state.velocity, new.factorised)
+        state = state._replace(velocity=velocity)
+        trial = dataclasses.replace(trial, averaged=new.averaged, state=state)
         curvature = new.averaged.curvature
         strength = trial.strength(new.damping, new.layer_damping)
         strength = for_each(strength, begun.grads, curvature)
