@@ -74,7 +74,10 @@ def done(jobs: Sequence[Job], devices: Devices | None = None) -> list[Any]:
             results[members[0]] = first.alone
         elif devices is None and first.is_large:
             some = [jobs[i] for i in members]
-            for i, own in zip(members, _large(some), strict=True):
+            # A CPU does them in a loop, of which it has little to compile. Elsewhere, a
+            # stack of all, and of every intermediate result, would be most of the memory.
+            each = _by_platform(some, _in_a_row, _each)
+            for i, own in zip(members, each, strict=True):
                 results[i] = own
         else:
             joint.append(members)
@@ -89,21 +92,44 @@ def done(jobs: Sequence[Job], devices: Devices | None = None) -> list[Any]:
 _LARGE = 2**18
 
 
-def _large(jobs: list[Job]) -> list[Any]:
-    """The results of large jobs of one kind. A CPU does them in a loop, of which it has
-    little to compile. Elsewhere, each is done where its arguments are: a stack of all of
-    them, and of every intermediate result, would be most of a step's memory."""
+def products(jobs: Sequence[Job]) -> list[Any]:
+    """What all `jobs` return, of which each is little more than a few products. A CPU
+    does one after the other. Elsewhere, to launch a small one takes longer than to do
+    it."""
+    groups, results = defaultdict(list), list[Any]([None] * len(jobs))
+    for i, job in enumerate(jobs):
+        alone = job.is_large or is_split(job.args)
+        groups[i if alone else job.kind].append(i)
+    for members in groups.values():
+        some = [jobs[i] for i in members]
+        single = len(some) == 1
+        own = [some[0].alone] if single else _by_platform(some, _each, _in_a_row)
+        for i, result in zip(members, own, strict=True):
+            results[i] = result
+    return results
 
-    def in_a_row(args):
-        own = [job._replace(args=a) for job, a in zip(jobs, args, strict=True)]
-        batch = _Batch.of(own)
-        return _apart(own, batch(batch.args))
 
-    def each(args):
-        return [job._replace(args=a).alone for job, a in zip(jobs, args, strict=True)]
+def _by_platform(jobs: list[Job], cpu: Callable, elsewhere: Callable) -> list[Any]:
+    """The results of jobs of one kind."""
+
+    def of(how):
+        return lambda args: how(
+            [job._replace(args=a) for job, a in zip(jobs, args, strict=True)]
+        )
 
     args = [job.args for job in jobs]
-    return jax.lax.platform_dependent(args, cpu=in_a_row, default=each)
+    return jax.lax.platform_dependent(args, cpu=of(cpu), default=of(elsewhere))
+
+
+def _each(jobs: list[Job]) -> list[Any]:
+    """What jobs return, each done where its arguments are."""
+    return [job.alone for job in jobs]
+
+
+def _in_a_row(jobs: list[Job]) -> list[Any]:
+    """What jobs of one kind return, all done with their arguments in one row."""
+    batch = _Batch.of(jobs)
+    return _apart(jobs, batch(batch.args))
 
 
 def _apart(jobs: list[Job], rows: PyTree) -> list[Any]:
