@@ -147,6 +147,8 @@ def _by_size(arrays: Sequence[Array], most: int) -> tuple[list[Array], list[Arra
 
 def _in_a_row(arrays: Sequence[Array]) -> Array:
     """One vector of all. (The barrier keeps XLA from looking at each by itself.)"""
+    if len(arrays) == 1:
+        return arrays[0].reshape(-1)
     row = jnp.concatenate([x.reshape(-1) for x in arrays])
     return jax.lax.optimization_barrier(row)
 

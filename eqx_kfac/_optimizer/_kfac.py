@@ -464,7 +464,7 @@ class KFAC(eqx.Module):
             start=begun,
             rows=rows,
             linearised=linearised,
-            averaged=Average(state.curvature, state.weight, begun.fine, ~state.known),
+            averaged=Average(state.curvature, state.weight, begun.fine, state.known),
         )
 
         def due_inverse(first):
@@ -491,7 +491,7 @@ class KFAC(eqx.Module):
             inverse=split_still(new.inverse),
             layer_damping=new.layer_damping,
             weight=new.averaged.weight,
-            known=~new.averaged.still,
+            known=new.averaged.known,
         )
         what = model, state, proposal, updates, fallback, info, self._rules
         return updates, after(*what, begun.watched), info

@@ -291,7 +291,9 @@ class Trial(PlainModule):
         # Only what joins both parts of the velocity is new, for F (F^-1 g) = g.
         extent = momentum**2 * before - 2 * momentum * rate * joint + rate**2 * norm
         scale = _at_most(most_of_velocity, extent)
-        return (scale * rate, scale * momentum), scale**2 * extent
+        # As one array, for a GPU would launch something for each.
+        both = jax.lax.optimization_barrier(scale * jnp.stack([rate, momentum]))
+        return (both[0], both[1]), scale**2 * extent
 
     @property
     def _is_bounded_exactly(self) -> bool:
