@@ -471,7 +471,7 @@ class KFAC(eqx.Module):
             return self._due(state, "inverse_period", state.refactorise | first)
 
         new = renew(trial, estimate, due, due_inverse)
-        # What is made of the velocity would otherwise be there while curvature is renewed.
+        # What is made of the velocity would be there while curvature is renewed.
         velocity = later(state.velocity, new.factorised)
         state = state._replace(velocity=velocity)
         trial = dataclasses.replace(trial, averaged=new.averaged, state=state)
