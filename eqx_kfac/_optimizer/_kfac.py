@@ -471,13 +471,12 @@ class KFAC(eqx.Module):
             return self._due(state, "inverse_period", state.refactorise | first)
 
         new = renew(trial, estimate, due, due_inverse)
-        # What is made of the velocity would be there while curvature is renewed.
-        velocity = later(state.velocity, new.factorised)
-        state = state._replace(velocity=velocity)
+        # What is made of it would be there while curvature is renewed.
+        state = state._replace(velocity=later(state.velocity, new.factorised))
         trial = dataclasses.replace(trial, averaged=new.averaged, state=state)
         curvature = new.averaged.curvature
-        strength = trial.strength(new.damping, new.layer_damping)
-        strength = for_each(strength, begun.grads, curvature)
+        damping = trial.strength(new.damping, new.layer_damping)
+        strength = for_each(damping, begun.grads, curvature)
         others, fallback = update_fallback(
             begun.grads, state.fallback, model, self.fallback
         )
