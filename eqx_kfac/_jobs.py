@@ -49,6 +49,17 @@ class Job(NamedTuple):
         shapes = tuple((a.shape[self.stack :], a.dtype) for a in leaves)
         return self.key, treedef, shapes
 
+    @property
+    def is_large(self) -> bool:
+        """Whether one of several would keep a device busy."""
+        sizes = [math.prod(a.shape[self.stack :]) for a in jtu.tree_leaves(self.args)]
+        return max(sizes) >= _LARGE
+
+    @property
+    def alone(self) -> Any:
+        """What it returns, done by itself."""
+        return decomposed_over_stack(self.fn, self.stack)(*self.args)
+
 
 def done(jobs: Sequence[Job], devices: Devices | None = None) -> list[Any]:
     """What all `jobs` return; with several `devices`, each does a part of them."""
@@ -60,8 +71,14 @@ def done(jobs: Sequence[Job], devices: Devices | None = None) -> list[Any]:
     for kind, members in groups.items():
         first = jobs[members[0]]
         if kind == members[0] or (devices is None and len(members) == 1):
-            alone = decomposed_over_stack(first.fn, first.stack)
-            results[members[0]] = alone(*first.args)
+            results[members[0]] = first.alone
+        elif devices is None and first.is_large:
+            some = [jobs[i] for i in members]
+            # A CPU does them in a loop, of which it has little to compile. Elsewhere, a
+            # stack of all, and of every intermediate result, would be most of the memory.
+            each = _by_platform(some, _in_a_row, _each)
+            for i, own in zip(members, each, strict=True):
+                results[i] = own
         else:
             joint.append(members)
     batches = [_Batch.of([jobs[i] for i in members]) for members in joint]
@@ -69,6 +86,50 @@ def done(jobs: Sequence[Job], devices: Devices | None = None) -> list[Any]:
         for i, own in zip(members, _apart([jobs[i] for i in members], rows), strict=True):
             results[i] = own
     return results
+
+
+# Of numbers in an array, for a device that is not a CPU.
+_LARGE = 2**18
+
+
+def products(jobs: Sequence[Job]) -> list[Any]:
+    """What all `jobs` return, of which each is little more than a few products. A CPU
+    does one after the other. Elsewhere, to launch a small one takes longer than to do
+    it."""
+    groups, results = defaultdict(list), list[Any]([None] * len(jobs))
+    for i, job in enumerate(jobs):
+        alone = job.is_large or is_split(job.args)
+        groups[i if alone else job.kind].append(i)
+    for members in groups.values():
+        some = [jobs[i] for i in members]
+        single = len(some) == 1
+        own = [some[0].alone] if single else _by_platform(some, _each, _in_a_row)
+        for i, result in zip(members, own, strict=True):
+            results[i] = result
+    return results
+
+
+def _by_platform(jobs: list[Job], cpu: Callable, elsewhere: Callable) -> list[Any]:
+    """The results of jobs of one kind."""
+
+    def of(how):
+        return lambda args: how(
+            [job._replace(args=a) for job, a in zip(jobs, args, strict=True)]
+        )
+
+    args = [job.args for job in jobs]
+    return jax.lax.platform_dependent(args, cpu=of(cpu), default=of(elsewhere))
+
+
+def _each(jobs: list[Job]) -> list[Any]:
+    """What jobs return, each done where its arguments are."""
+    return [job.alone for job in jobs]
+
+
+def _in_a_row(jobs: list[Job]) -> list[Any]:
+    """What jobs of one kind return, all done with their arguments in one row."""
+    batch = _Batch.of(jobs)
+    return _apart(jobs, batch(batch.args))
 
 
 def _apart(jobs: list[Job], rows: PyTree) -> list[Any]:

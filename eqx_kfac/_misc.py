@@ -147,8 +147,15 @@ def _by_size(arrays: Sequence[Array], most: int) -> tuple[list[Array], list[Arra
 
 def _in_a_row(arrays: Sequence[Array]) -> Array:
     """One vector of all. (The barrier keeps XLA from looking at each by itself.)"""
+    if len(arrays) == 1:
+        return arrays[0].reshape(-1)
     row = jnp.concatenate([x.reshape(-1) for x in arrays])
     return jax.lax.optimization_barrier(row)
+
+
+def later(tree: PyTree, known: Array) -> PyTree:
+    """`tree`, of which a compiler computes nothing before it has what is `known`."""
+    return jax.lax.optimization_barrier((tree, known))[0]
 
 
 def tree_where(pred: Bool[Array, ""], true: PyTree, false: PyTree) -> PyTree:
@@ -206,6 +213,32 @@ def _with_rows(fn: Callable, *trees: PyTree) -> Shaped[Array, ""]:
         return of(_SMALL)(*trees)
     few = dict(cpu=of(_SMALL), default=of(_SMALL_ELSEWHERE))
     return jax.lax.platform_dependent(*trees, **few)
+
+
+def as_parts(tree: PyTree) -> PyTree:
+    """A tree of arrays that, for devices that look at one row of all small ones, are
+    parts of this row: then only the row is kept."""
+    leaves, treedef = jtu.tree_flatten(tree)
+    types = {x.dtype for x in leaves}
+    if len(types) != 1 or types != {accumulator(*types)}:
+        return tree
+
+    def parts(leaves):
+        small, _ = _by_size(leaves, _SMALL_ELSEWHERE)
+        row = iter(_apart(_in_a_row(small), small)) if small else iter(())
+        is_small = {id(x) for x in small}
+        return [next(row) if id(x) in is_small else x for x in leaves]
+
+    same = lambda leaves: leaves
+    leaves = jax.lax.platform_dependent(leaves, cpu=same, default=parts)
+    return treedef.unflatten(leaves)
+
+
+def _apart(row: Array, like: Sequence[Array]) -> list[Array]:
+    """The inverse of `_in_a_row`."""
+    ends = list(itertools.accumulate(x.size for x in like))
+    own = [row[end - x.size : end] for x, end in zip(like, ends, strict=True)]
+    return [part.reshape(x.shape) for part, x in zip(own, like, strict=True)]
 
 
 def _dot(x: Array, y: Array) -> Shaped[Array, ""]:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from .._custom_types import Model, PerLayer
-from .._devices import Devices, over_stack
-from .._jobs import done, Job
+from .._devices import Devices
+from .._jobs import done, Job, products
 from .._operator import has_sharded, unpacked
 from .._solver import AbstractDampedSolver
 from .._tag import blank, map_at_once, Tag, update_layers
@@ -60,7 +60,7 @@ def solutions(
     def do(jobs):
         if has_sharded((curvature, inverse)):
             return done(jobs, Devices.of(curvature, grads))
-        return [over_stack(job.fn, job.stack)(*job.args) for job in jobs]
+        return products(jobs)
 
     still = blank(grads) if still is None else still
     each = curvature, inverse, for_each(damping, grads, curvature), still

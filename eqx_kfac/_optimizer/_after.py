@@ -76,7 +76,7 @@ def after(
         rollback=rollback,
         # Where the parameters go back, curvature was that of where they should not be.
         weight=jnp.where(back, 0, state.weight),
-        refactorise=info.rejected & (rules.damping is not None),
+        refactorise=info.rejected & (state.refactorise | (rules.damping is not None)),
         rejected=state.rejected + info.rejected.astype(jnp.int32),
         faults=count(state.faults, info.faults),
         **tree_where(info.rejected, kept, taken),

@@ -18,13 +18,16 @@ class Average(NamedTuple):
     curvature: Model
     weight: Float[Array, ""]  # Total weight of the estimates; 0 before the first.
     fine: Bool[Array, ""]  # Whether all is finite so far.
-    # Which layers have none, so that nothing says how far they may go: a row, as
-    # `missing` has it.
-    still: Bool[Array, " layers"]
+    known: Bool[Array, " layers"]  # Which layers have any, in a row.
     # Whether an estimate from all of this step's examples is in it,
     fresh: Bool[Array, ""] | bool = False
     # and any layer's first curvature.
     first: Bool[Array, ""] | bool = False
+
+    @property
+    def still(self) -> Bool[Array, " layers"]:
+        """Which layers have none, so that nothing says how far they may go."""
+        return ~self.known
 
     def including(self, model: Model, new: Model | None, ema: Array) -> "Average":
         """With an estimate from elsewhere, of this step's examples; with none, only what
@@ -42,9 +45,9 @@ class Average(NamedTuple):
         fresh: Bool[Array, ""],
     ) -> "Average":
         """The next one, with what is known of its layers."""
-        still = missing(curvature)
-        first = self.first | jnp.any(self.still & ~still)
-        return Average(curvature, weight, fine, still, fresh, first)
+        known = ~missing(curvature)
+        first = self.first | jnp.any(known & ~self.known)
+        return Average(curvature, weight, fine, known, fresh, first)
 
 
 def collect(

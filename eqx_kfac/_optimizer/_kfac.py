@@ -20,7 +20,7 @@ from .._devices import (
 )
 from .._fisher import AbstractFisher, Centred, MonteCarlo
 from .._inverse import for_each
-from .._misc import tree_where
+from .._misc import later, tree_where
 from .._operator import still_sharded
 from .._raw import check_covered
 from .._solver import AbstractDampedSolver
@@ -461,17 +461,19 @@ class KFAC(eqx.Module):
             start=begun,
             rows=rows,
             linearised=linearised,
-            averaged=Average(state.curvature, state.weight, begun.fine, ~state.known),
+            averaged=Average(state.curvature, state.weight, begun.fine, state.known),
         )
 
         def due_inverse(first):
             return self._due(state, "inverse_period", state.refactorise | first)
 
         new = renew(trial, estimate, due, due_inverse)
-        trial = dataclasses.replace(trial, averaged=new.averaged)
+        # What is made of it would be there while curvature is renewed.
+        state = state._replace(velocity=later(state.velocity, new.factorised))
+        trial = dataclasses.replace(trial, averaged=new.averaged, state=state)
         curvature = new.averaged.curvature
-        strength = trial.strength(new.damping, new.layer_damping)
-        strength = for_each(strength, begun.grads, curvature)
+        damping = trial.strength(new.damping, new.layer_damping)
+        strength = for_each(damping, begun.grads, curvature)
         others, fallback = update_fallback(
             begun.grads, state.fallback, model, self.fallback
         )
@@ -485,7 +487,7 @@ class KFAC(eqx.Module):
             inverse=still_sharded(new.inverse),
             layer_damping=new.layer_damping,
             weight=new.averaged.weight,
-            known=~new.averaged.still,
+            known=new.averaged.known,
         )
         what = model, state, proposal, updates, fallback, info, self._rules
         return updates, after(*what, begun.watched), info

@@ -131,8 +131,8 @@ class _ScaleByKFAC:
         check_belongs(state, self.init, updates)
         numbers = initial(self._hyperparameters, state.step)
         fine = in_range(numbers) if any(map(_may_change, self._hyperparameters)) else True
-        still = missing(state.curvature)
-        old = Average(state.curvature, state.weight, jnp.asarray(fine), still)
+        known = ~missing(state.curvature)
+        old = Average(state.curvature, state.weight, jnp.asarray(fine), known)
         if curvature is not None:
             old = old.including(updates, _trained(curvature, updates), numbers.ema)
         averaged, weight = old.curvature, old.weight

@@ -35,14 +35,18 @@ class Renewed(NamedTuple):
         """All fields, in few arrays: each costs a GPU a copy."""
         averaged = self.averaged
         flags = averaged.fine, averaged.fresh, self.without, self.factorised
-        averaged = averaged._replace(fine=None, fresh=None, first=None)
+        known = averaged.known
+        averaged = averaged._replace(fine=None, fresh=None, first=None, known=None)
         new = self._replace(averaged=averaged, without=None, factorised=None)
-        return new, jnp.stack([jnp.asarray(flag) for flag in flags])
+        flags = jnp.stack([jnp.asarray(flag) for flag in flags])
+        return new, jnp.concatenate([flags, known])
 
     @staticmethod
     def of_arrays(arrays: tuple) -> "Renewed":
-        new, (fine, fresh, without, factorised) = arrays
-        averaged = new.averaged._replace(fine=fine, fresh=fresh, first=False)
+        new, flags = arrays
+        fine, fresh, without, factorised = flags[:4]
+        known = dict(fine=fine, fresh=fresh, first=False, known=flags[4:])
+        averaged = new.averaged._replace(**known)
         return new._replace(averaged=averaged, without=without, factorised=factorised)
 
 

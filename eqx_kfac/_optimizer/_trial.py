@@ -16,7 +16,14 @@ from .._curvature import check_pushes_forward, for_layers, GradientRows, Lineari
 from .._custom_types import Model
 from .._inverse import precondition, precondition_through_rows
 from .._loss import Penalty
-from .._misc import accumulator, all_finite, squared_norm_of_sum, tree_dot, tree_norm
+from .._misc import (
+    accumulator,
+    all_finite,
+    as_parts,
+    squared_norm_of_sum,
+    tree_dot,
+    tree_norm,
+)
 from .._module import PlainModule
 from .._solver import AbstractDampedSolver
 from .._tag import partition_tagged
@@ -138,6 +145,7 @@ class Trial(PlainModule):
             natural = precondition(gradient, *factorised)
         else:
             natural = precondition_through_rows(gradient, self.rows, *factorised)
+        natural = as_parts(natural)
         direction = jtu.tree_map(jnp.negative, natural)
         given, extent = self._constrained(natural)
         (scale, momentum), predicted = self._lengths(damping, direction, given)
@@ -148,7 +156,7 @@ class Trial(PlainModule):
             before,
         )
         if all(v.dtype == accumulator(v.dtype) for v in jtu.tree_leaves(velocity)):
-            squares = squared_norm_of_sum(momentum, before, scale, direction)
+            squares = squared_norm_of_sum(momentum, before, -scale, natural)
         else:  # In a lower precision, the sum may have overflowed.
             squares = tree_dot(velocity, velocity)
         if self._is_bounded_exactly:
@@ -283,7 +291,9 @@ class Trial(PlainModule):
         # Only what joins both parts of the velocity is new, for F (F^-1 g) = g.
         extent = momentum**2 * before - 2 * momentum * rate * joint + rate**2 * norm
         scale = _at_most(most_of_velocity, extent)
-        return (scale * rate, scale * momentum), scale**2 * extent
+        # As one array, for a GPU would launch something for each.
+        both = jax.lax.optimization_barrier(scale * jnp.stack([rate, momentum]))
+        return (both[0], both[1]), scale**2 * extent
 
     @property
     def _is_bounded_exactly(self) -> bool:
