@@ -203,16 +203,8 @@ class Method(NamedTuple):
     final: Callable = lambda model, state: model
 
 
-# What was found for either: two electrons are near their minimum at once, so that what
-# matters is noise; four have a long way to go.
-CHOICES = {
-    "helium": dict(learning_rate=0.2, momentum=0.0, damping=1e-4, norm_constraint=1e-2),
-    "beryllium": dict(norm_constraint=kfac.TrustRegion(3e-2)),
-}
-
-
-def with_kfac(atom: str) -> Method:
-    optimizer = kfac.KFAC(fisher=kfac.Centred(), **CHOICES[atom])
+def with_kfac() -> Method:
+    optimizer = kfac.KFAC.vmc()
 
     def step(model, state, r, energies, key, part):
         del part
@@ -284,10 +276,10 @@ def train(
         while len(run[0]) < steps if seconds is None else total < seconds:
             number = len(run[0])
             part = jnp.asarray(number / steps if seconds is None else total / seconds)
-            key, start = jr.fold_in(keys[3], number), time.perf_counter()
+            key, start = jr.fold_in(keys[3], number), time.process_time()
             model, state, walkers, *found = step(model, state, walkers, key, part)
             found = [float(a) for a in found]
-            total += time.perf_counter() - start
+            total += time.process_time() - start
             for numbers, new in zip(run, [*found, total], strict=True):
                 numbers.append(new)
             bar.update()
@@ -411,7 +403,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     options = parse(argv)
     seeds = range(options.seed, options.seed + options.seeds)
-    ours = [train(with_kfac(options.atom), options, seed) for seed in seeds]
+    ours = [train(with_kfac(), options, seed) for seed in seeds]
     times = [options.times * run.seconds[-1] for run in ours]
     adams = []
     for rate in (1e-2,) if options.toy else (1e-3, 3e-3, 1e-2):
