@@ -2,19 +2,17 @@
 # # Atoms: variational Monte Carlo with K-FAC and Adam
 #
 # A small neural network is the wavefunction of an atom; walkers are drawn from its square
-# by Metropolis' algorithm, and the energy, the mean of the walkers' local energies, is
-# lowered. The loss is `kfac.Energy`: gradient and curvature of $\log \lvert \psi \rvert$
-# from one pass. The local energies have second derivatives in the electrons' positions,
-# but nothing is trained through these.
+# by Metropolis' algorithm, and the mean of their local energies is lowered. The loss is
+# `kfac.Energy`: gradient and curvature of $\log \lvert \psi \rvert$ from one pass. K-FAC
+# is `KFAC.vmc()`, Adam has the best of three rates, which fall along a cosine to zero.
 #
-#     python examples/helium.py                    # helium: two or three minutes
-#     python examples/helium.py --atom beryllium --steps 600   # as many again
-#     python examples/helium.py --toy              # does everything run?
+#     python examples/helium.py        # helium; four minutes on one CPU core
+#     python examples/helium.py --atom beryllium --steps 600
+#     python examples/helium.py --toy  # does everything run?
 
 # %%
 import argparse
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,38 +22,37 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import optax
-from jaxtyping import Array, Float, PRNGKeyArray
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import eqx_kfac as kfac
 
 
-# %% [markdown]
-# ## The atoms
-#
-# In Hartree; the energies of fixed nuclei, without relativity.
+def loss_fn(psi, r, energies):
+    return kfac.Energy(jax.vmap(psi)(r), energies)
 
 
-# %%
-class Atom(NamedTuple):
-    charge: int
-    up: int  # How many electrons have either spin.
-    down: int
-    exact: float
-    width: int  # Of the layers, unless another one is given.
+def with_kfac():
+    optimizer = kfac.KFAC.vmc()
 
-    @property
-    def electrons(self) -> int:
-        return self.up + self.down
+    def step(psi, state, r, energies, key, part):
+        psi, state, _ = optimizer.step(loss_fn, psi, state, r, energies, key=key)
+        return psi, state
+
+    return "K-FAC", optimizer.init, step, kfac.averaged
 
 
-ATOMS = {
-    "helium": Atom(2, 1, 1, -2.903724, 64),
-    "beryllium": Atom(4, 2, 2, -14.66736, 32),
-}
+def with_adam(rate):
+    adam = optax.scale_by_adam()
 
-Positions = Float[Array, "electrons 3"]
+    def step(psi, state, r, energies, key, part):  # `part` of the run is over.
+        grads = eqx.filter_grad(lambda psi: loss_fn(psi, r, energies).value)(psi)
+        updates, state = adam.update(grads, state)
+        scale = -rate * (1 + jnp.cos(jnp.pi * part)) / 2
+        return eqx.apply_updates(psi, jax.tree.map(lambda u: scale * u, updates)), state
+
+    init = lambda psi: adam.init(eqx.filter(psi, eqx.is_inexact_array))
+    return f"Adam, {rate:g}", init, step, lambda psi, _: psi
 
 
 # %% [markdown]
@@ -70,6 +67,20 @@ Positions = Float[Array, "electrons 3"]
 
 
 # %%
+class Atom(NamedTuple):
+    charge: int
+    up: int  # How many electrons have this spin, and how many there are.
+    electrons: int
+    exact: float  # The energy in Hartree, of a fixed nucleus, without relativity.
+    width: int  # Of the layers.
+
+
+ATOMS = {
+    "helium": Atom(2, 1, 2, -2.903724, 64),
+    "beryllium": Atom(4, 2, 4, -14.66736, 32),
+}
+
+
 class Wavefunction(eqx.Module):
     layers: list[eqx.nn.Linear]
     orbitals: eqx.nn.Linear
@@ -77,93 +88,77 @@ class Wavefunction(eqx.Module):
     widths: kfac.Parameter  # Of the cusps: parallel spins, others, the nucleus.
     atom: Atom = eqx.field(static=True)
 
-    def __init__(self, atom: Atom, width: int, depth: int, key: PRNGKeyArray):
-        keys = jr.split(key, depth + 1)
-        pairs = 2 * 4  # Means over electrons of either spin: of 3 coordinates, 1 length.
-        sizes = [4, *[width] * depth]
+    def __init__(self, atom, width, key):
+        keys = jr.split(key, 3)
         self.layers = [
-            eqx.nn.Linear(3 * old + pairs, new, key=key)
-            for old, new, key in zip(sizes[:-1], sizes[1:], keys[1:], strict=True)
+            eqx.nn.Linear(3 * old + 8, width, key=key)  # 8: means of vectors, lengths.
+            for old, key in zip((4, width), keys[1:], strict=True)
         ]
-        orbitals = max(atom.up, atom.down)
-        self.orbitals = eqx.nn.Linear(width, orbitals, key=keys[0])
-        self.envelopes = kfac.Parameter(jnp.ones(orbitals))
+        self.orbitals = eqx.nn.Linear(width, atom.up, key=keys[0])
+        self.envelopes = kfac.Parameter(jnp.ones(atom.up))
         self.widths = kfac.Parameter(jnp.ones(3))
         self.atom = atom
 
-    def __call__(self, r: Positions) -> Float[Array, ""]:
-        r"""$\log \lvert \psi \rvert$"""
-        up = self.atom.up
-        away = _length(r)
-        apart = r[:, None] - r[None]
-        distance = _length(apart + jnp.eye(len(r))[..., None]) * (1 - jnp.eye(len(r)))
-        pair = jnp.concatenate([apart, _smooth(distance)[..., None]], axis=-1)
+    def __call__(self, r):
+        r"""$\log \lvert \psi \rvert$ of electrons at `r`, `[electrons, 3]`."""
+        up, one = self.atom.up, jnp.eye(len(r))
+        away, apart = length(r), r[:, None] - r[None]
+        distance = length(apart + one[..., None]) * (1 - one)
+        pair = jnp.concatenate([apart, smooth(distance)[..., None]], axis=-1)
         pairs = [jnp.mean(pair[:, :up], axis=1), jnp.mean(pair[:, up:], axis=1)]
-        h = jnp.concatenate([r, _smooth(away)[:, None]], axis=-1)
+        h = jnp.concatenate([r, smooth(away)[:, None]], axis=-1)
         for layer in self.layers:
-            means = jnp.mean(h[:up], axis=0), jnp.mean(h[up:], axis=0)
-            means = [jnp.broadcast_to(m, h.shape) for m in means]
-            seen = jnp.concatenate([h, *means, *pairs], axis=-1)
-            new = jnp.tanh(jax.vmap(layer)(seen))
+            means = [jnp.broadcast_to(jnp.mean(m, 0), h.shape) for m in (h[:up], h[up:])]
+            new = jnp.tanh(jax.vmap(layer)(jnp.concatenate([h, *means, *pairs], axis=-1)))
             h = new + h if new.shape == h.shape else new
-        decay = jax.nn.softplus(self.envelopes(r))[None, :]
-        envelopes = jnp.exp(-_smooth(away)[:, None] * decay)
-        orbitals = jax.vmap(self.orbitals)(h) * envelopes
-        determinants = [
-            jnp.linalg.slogdet(orbitals[spin][:, : orbitals[spin].shape[0]])[1]
-            for spin in (slice(None, up), slice(up, None))
-        ]
-        return sum(determinants, self._cusps(r, away, distance))
+        decay = jax.nn.softplus(self.envelopes(r))
+        orbitals = jax.vmap(self.orbitals)(h) * jnp.exp(-smooth(away)[:, None] * decay)
+        determinants = jnp.linalg.slogdet(orbitals.reshape(2, up, up))[1]
+        return jnp.sum(determinants) + self.cusps(r, away, distance)
 
-    def _cusps(self, r: Positions, away: Array, distance: Array) -> Float[Array, ""]:
-        spin = jnp.arange(len(r)) < self.atom.up
+    def cusps(self, r, away, distance):
+        spin, widths = jnp.arange(len(r)) < self.atom.up, jax.nn.softplus(self.widths(r))
         parallel = spin[:, None] == spin[None, :]
-        widths = jax.nn.softplus(self.widths(r))
         slope = jnp.where(parallel, 0.25, 0.5)
         width = jnp.where(parallel, widths[0], widths[1])
         pairs = jnp.triu(slope * distance / (1 + width * distance), 1)
-        nucleus = -self.atom.charge * away / (1 + widths[2] * away)
-        return jnp.sum(pairs) + jnp.sum(nucleus)
+        return jnp.sum(pairs) - jnp.sum(self.atom.charge * away / (1 + widths[2] * away))
 
 
-def _smooth(length: Array) -> Array:
-    """As a length far away, without its cusp at zero."""
-    return length**2 / (1 + length)
-
-
-def _length(a: Array) -> Array:
+def length(a):
     return jnp.sqrt(jnp.sum(a**2, axis=-1))
+
+
+def smooth(length):  # Far away the same, and without the cusp at zero.
+    return length**2 / (1 + length)
 
 
 # %% [markdown]
 # ## Local energies and walkers
 #
-# $E_L = -\frac12 \sum_i (\partial_i^2 \log \psi + (\partial_i \log \psi)^2) + V$,
-# forward over forward, direction by direction.
+# $E_L = -\frac12 \sum_i (\partial_i^2 \log \psi + (\partial_i \log \psi)^2) + V$, forward
+# over forward. All electrons move at a time; about half of the moves are accepted.
 
 
 # %%
-def local_energy(psi: Wavefunction, r: Positions) -> Float[Array, ""]:
-    atom, flat = psi.atom, r.reshape(-1)
-
+def local_energy(psi, r):
     def along(v):
-        first = lambda x: jax.jvp(lambda x: psi(x.reshape(-1, 3)), (x,), (v,))[1]
-        slope, curved = jax.jvp(first, (flat,), (v,))
+        first = lambda x: jax.jvp(lambda x: psi(x.reshape(r.shape)), (x,), (v,))[1]
+        slope, curved = jax.jvp(first, (r.reshape(-1),), (v,))
         return curved + slope**2
 
-    kinetic = -0.5 * jnp.sum(jax.vmap(along)(jnp.eye(flat.size)))
-    attraction = -atom.charge * jnp.sum(1 / _length(r))
+    kinetic = -0.5 * jnp.sum(jax.vmap(along)(jnp.eye(r.size)))
     i, j = np.triu_indices(len(r), 1)
-    return kinetic + attraction + jnp.sum(1 / _length(r[i] - r[j]))
+    attraction = -psi.atom.charge * jnp.sum(1 / length(r))
+    return kinetic + attraction + jnp.sum(1 / length(r[i] - r[j]))
 
 
 class Walkers(NamedTuple):
-    positions: Float[Array, "walkers electrons 3"]
-    width: Float[Array, ""]  # Of the moves.
+    positions: Any  # [walkers, electrons, 3]
+    width: Any  # Of the moves.
 
 
-def moved(psi: Callable, walkers: Walkers, key: PRNGKeyArray, moves: int) -> Walkers:
-    """Metropolis moves of all electrons at a time; about half of them are accepted."""
+def moved(psi, walkers, key, moves):
     log_density = lambda r: 2 * jax.vmap(psi)(r)
 
     def move(state, key):
@@ -181,132 +176,71 @@ def moved(psi: Callable, walkers: Walkers, key: PRNGKeyArray, moves: int) -> Wal
     return Walkers(r, width)
 
 
+def walked(psi, walkers, key, moves=10):
+    walkers = moved(psi, walkers, key, moves)
+    return walkers, jax.vmap(lambda r: local_energy(psi, r))(walkers.positions)
+
+
 # %% [markdown]
 # ## Training
 #
-# A step moves the walkers, computes local energies, and then the parameters' step. The
-# loss function itself has no more than $\log \lvert \psi \rvert$.
-#
-# The Fisher of $\psi^2$ is a covariance, for its norm is not known: `kfac.Centred`, of
-# blocks that are made of single walkers' gradients.
+# A step moves the walkers, computes their local energies, and changes the parameters:
+# so many steps, or as many as fit into `seconds`, those of the processor. Compiling is
+# not counted. At the end, the energy is measured on many more walkers.
 
 
 # %%
-def loss_fn(psi: Callable, r: Array, energies: Array) -> kfac.Energy:
-    return kfac.Energy(jax.vmap(psi)(r), energies)
-
-
-class Method(NamedTuple):
-    name: str
-    init: Callable
-    step: Callable  # (model, state, positions, energies, key, part) -> (model, state)
-    final: Callable = lambda model, state: model
-
-
-# What was found for either: two electrons are near their minimum at once, so that what
-# matters is noise; four have a long way to go.
-CHOICES = {
-    "helium": dict(learning_rate=0.2, momentum=0.0, damping=1e-4, norm_constraint=1e-2),
-    "beryllium": dict(norm_constraint=kfac.TrustRegion(3e-2)),
-}
-
-
-def with_kfac(atom: str) -> Method:
-    optimizer = kfac.KFAC(fisher=kfac.Centred(), **CHOICES[atom])
-
-    def step(model, state, r, energies, key, part):
-        del part
-        model, state, _ = optimizer.step(loss_fn, model, state, r, energies, key=key)
-        return model, state
-
-    return Method("K-FAC", optimizer.init, step, kfac.averaged)
-
-
-def with_adam(rate: float) -> Method:
-    """Its rate falls to zero as a cosine; `part` is that of the run that is over."""
-    adam = optax.scale_by_adam()
-
-    def init(model):
-        return adam.init(eqx.filter(model, eqx.is_inexact_array))
-
-    def step(model, state, r, energies, key, part):
-        del key
-        grads = eqx.filter_grad(lambda m: loss_fn(m, r, energies).value)(model)
-        updates, state = adam.update(grads, state)
-        scale = -rate * 0.5 * (1 + jnp.cos(jnp.pi * part))
-        updates = jax.tree.map(lambda u: scale * u, updates)
-        return eqx.apply_updates(model, updates), state
-
-    return Method(f"Adam, {rate:g}", init, step)
-
-
 class Run(NamedTuple):
     method: str
     seed: int
-    energies: list[float]  # Of the walkers, step by step.
-    deviations: list[float]  # Of their local energies.
-    seconds: list[float]
-    energy: float  # At the end, from many more walkers,
-    error: float  # and its standard error.
+    steps: Any  # Of each: seconds so far, mean and spread of the local energies.
+    energy: float
+    error: float  # Walkers are independent; a walker at several times is not.
     spread: float
 
 
-def train(
-    method: Method, options: argparse.Namespace, seed: int, seconds: float | None = None
-) -> Run:
-    """So many steps, or as many as fit into `seconds`. Compiling is not counted."""
-    atom = ATOMS[options.atom]
-    keys = jr.split(jr.key(seed), 4)
-    width = options.width or atom.width
-    network = Wavefunction(atom, width, options.depth, keys[0])
-    model = kfac.convert(network, kfac.TNT())
-    shape = options.batch, atom.electrons, 3
-    walkers = Walkers(jr.normal(keys[1], shape), jnp.asarray(0.3))
-    warm_up = eqx.filter_jit(lambda m, w, k: moved(kfac.revert(m), w, k, 200))
-    walkers = warm_up(model, walkers, keys[2])
+def train(method, options, seed, seconds=None):
+    name, init, change, final = method
+    atom, keys = ATOMS[options.atom], jr.split(jr.key(seed), 4)
+    wave = Wavefunction(atom, options.width or atom.width, keys[0])
+    model = kfac.convert(wave, kfac.TNT())
+    start = jr.normal(keys[1], (options.batch, atom.electrons, 3))
+    walk = eqx.filter_jit(lambda model, *args: walked(kfac.revert(model), *args))
+    walkers, _ = walk(model, Walkers(start, jnp.asarray(0.3)), keys[2], 200)
 
     @eqx.filter_jit
     def step(model, state, walkers, key, part):
         moving, sampling = jr.split(key)
-        psi = kfac.revert(model)
-        walkers = moved(psi, walkers, moving, options.moves)
-        energies = jax.vmap(lambda r: local_energy(psi, r))(walkers.positions)
+        walkers, energies = walked(kfac.revert(model), walkers, moving)
         given = walkers.positions, energies, sampling, part
-        model, state = method.step(model, state, *given)
+        model, state = change(model, state, *given)
         return model, state, walkers, jnp.mean(energies), jnp.std(energies)
 
-    state = method.init(model)
+    state, steps, total = init(model), [], 0.0
     jax.block_until_ready(step(model, state, walkers, keys[3], jnp.asarray(0.0)))
-    run: tuple[list[float], ...] = [], [], []
-    steps, total = options.steps, 0.0
-    name, bound = f"{method.name}, seed {seed}", steps if seconds is None else None
-    with tqdm(total=bound, desc=name, unit=" steps", disable=None) as bar:
-        while len(run[0]) < steps if seconds is None else total < seconds:
-            number = len(run[0])
-            part = jnp.asarray(number / steps if seconds is None else total / seconds)
-            key, start = jr.fold_in(keys[3], number), time.perf_counter()
-            model, state, walkers, *found = step(model, state, walkers, key, part)
+    with tqdm(desc=f"{name}, seed {seed}", unit=" steps", disable=None) as bar:
+        while (part := total / seconds if seconds else len(steps) / options.steps) < 1:
+            key, begun = jr.fold_in(keys[3], len(steps)), time.process_time()
+            model, state, walkers, *found = step(
+                model, state, walkers, key, jnp.asarray(part)
+            )
             found = [float(a) for a in found]
-            total += time.perf_counter() - start
-            for numbers, new in zip(run, [*found, total], strict=True):
-                numbers.append(new)
+            total += time.process_time() - begun
+            steps.append((total, *found))
             bar.update()
-            bar.set_postfix(energy=f"{found[0]:.4f}")
 
-    @eqx.filter_jit
-    def look(psi, walkers, key):
-        walkers = moved(psi, walkers, key, 3 * options.moves)
-        return walkers, jax.vmap(lambda r: local_energy(psi, r))(walkers.positions)
-
-    psi, many = kfac.revert(method.final(model, state)), []
+    psi, many = final(model, state), []
     for i in range(4 if options.toy else 400):
-        walkers, energies = look(psi, walkers, jr.fold_in(keys[2], i))
+        walkers, energies = walk(psi, walkers, jr.fold_in(keys[2], i), 30)
         many.append(np.asarray(energies, np.float64))
     each = np.stack(many)
-    # Walkers are independent; a walker at several times is not.
-    error = each.mean(axis=0).std() / np.sqrt(each.shape[1])
+    error = float(each.mean(axis=0).std() / np.sqrt(each.shape[1]))
     energy, spread = float(each.mean()), float(each.std())
-    return Run(method.name, seed, *run, energy, float(error), spread)
+    return Run(name, seed, np.asarray(steps), energy, error, spread)
+
+
+def median(runs):
+    return sorted(runs, key=lambda run: run.energy)[len(runs) // 2]
 
 
 # %% [markdown]
@@ -314,7 +248,7 @@ def train(
 
 
 # %%
-def table(atom: Atom, runs: list[Run]) -> str:
+def table(atom, runs):
     lines = [
         f"{'method':<12} {'seed':>4} {'energy':>11} {'above exact, mHa':>20} "
         f"{'spread of E_L':>14} {'steps':>6} {'seconds':>8}"
@@ -323,104 +257,86 @@ def table(atom: Atom, runs: list[Run]) -> str:
         above = f"{1e3 * (run.energy - atom.exact):.2f} +- {1e3 * run.error:.2f}"
         lines.append(
             f"{run.method:<12} {run.seed:>4} {run.energy:>11.5f} {above:>20} "
-            f"{run.spread:>14.4f} {len(run.energies):>6} {run.seconds[-1]:>8.1f}"
+            f"{run.spread:>14.4f} {len(run.steps):>6} {run.steps[-1, 0]:>8.1f}"
         )
     return "\n".join(lines)
 
 
-def median(runs: list[Run]) -> Run:
-    return sorted(runs, key=lambda run: run.energy)[len(runs) // 2]
-
-
-def verdict(ours: list[Run], adams: list[Run]) -> str:
-    lower, higher = sorted([ours, adams], key=lambda runs: median(runs).energy)
-    low, high, number = median(lower), median(higher), len(ours)
+def verdict(methods):
+    lower, higher = sorted(methods, key=lambda runs: median(runs).energy)
+    low, high, number = median(lower), median(higher), len(lower)
     wins = sum(a.energy < b.energy for a, b in zip(lower, higher, strict=True))
-    several = f"medians of {number} seeds, lower with {wins} of them"
-    by, error = high.energy - low.energy, np.hypot(low.error, high.error)
+    by, error = 1e3 * (high.energy - low.energy), 1e3 * np.hypot(low.error, high.error)
+    seeds = f"medians of {number} seeds, lower with {wins} of them"
     return (
-        f"{low.method} has the lower energy, by {1e3 * by:.2f} +- {1e3 * error:.2f} mHa, "
-        f"and a spread of "
-        f"{low.spread:.3f} Ha against {high.spread:.3f} of {high.method} "
-        f"({'one seed' if number == 1 else several})."
+        f"{low.method} has the lower energy, by {by:.2f} +- {error:.2f} mHa "
+        f"({'one seed' if number == 1 else seeds})."
     )
 
 
-COLOURS = ["#d1495b", "#30638e"]
-
-
-def plot(name: str, methods: list[list[Run]], path: Path) -> None:
+def plot(name, methods, path):
     """The median run of either method is thick, those of its other seeds are thin."""
     figure = Figure(figsize=(10, 4.4), layout="constrained")
-    axes: Any = figure.subplots(1, 2)
-
-    def draw(run, **style):
-        above = np.abs(np.asarray(run.energies) - ATOMS[name].exact)
-        width = max(1, len(above) // 30)
-        smooth = np.convolve(above, np.ones(width) / width, mode="valid")
-        axes[0].plot(run.seconds[width - 1 :], smooth, **style)
-        axes[1].plot(run.seconds, run.deviations, **style)
-
-    for runs, colour in zip(methods, COLOURS, strict=True):
-        thick = median(runs)
+    both = figure.subplots(1, 2)
+    for runs, colour in zip(methods, ["#d1495b", "#30638e"], strict=True):
         for run in runs:
-            if run is not thick:
-                draw(run, color=colour, linewidth=0.8, alpha=0.6)
-        draw(thick, color=colour, linewidth=1.8, label=thick.method)
-    labels = "distance from the exact energy, Ha", "spread of the local energies, Ha"
-    for axis, label in zip(axes, labels, strict=True):
-        axis.set_yscale("log")
-        axis.set_xlim(left=0)
-        axis.set_ylabel(label)
-        axis.set_xlabel("seconds (without compiling)")
-        axis.grid(True, color="0.92")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_title(name, loc="left", fontweight="bold")
-    handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=2, frameon=False)
+            seconds, energies, spreads = run.steps.T
+            width = max(1, len(seconds) // 30)
+            mean = np.convolve(energies, np.ones(width) / width, mode="valid")
+            thick = run is median(runs)
+            style = dict(color=colour, linewidth=1.8 if thick else 0.6)
+            style |= dict(label=run.method) if thick else {}
+            both[0].plot(seconds[width - 1 :], abs(mean - ATOMS[name].exact), **style)
+            both[1].plot(seconds, spreads, **style)
+    what = f"{name}: distance from the exact energy, Ha", "spread of local energies, Ha"
+    for axes, title in zip(both, what, strict=True):
+        axes.set(yscale="log", xlabel="seconds, without compiling", title=title)
+        axes.grid(True, color="0.92")
+        axes.spines[["top", "right"]].set_visible(False)
+    both[1].legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 
 
 # %%
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse(argv=None):
     parser = argparse.ArgumentParser(
         description="Variational Monte Carlo of an atom.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("--atom", choices=ATOMS, default="helium", help="which")
-    add("--steps", type=int, default=300, help="steps of K-FAC")
+    add("--steps", type=int, default=300, help="steps of K-FAC; Adam has its seconds")
     add("--batch", type=int, default=512, help="walkers")
     add("--width", type=int, help="of the layers; none: what suits the atom")
-    add("--depth", type=int, default=2, help="how many layers")
-    add("--moves", type=int, default=10, help="of the walkers, between two steps")
+    add("--rates", type=float, nargs="*", default=[1e-3, 3e-3, 1e-2], help="of Adam")
     add("--seed", type=int, default=0, help="of everything, the first")
     add("--seeds", type=int, default=1, help="how many")
-    add("--times", type=float, default=1.0, help="Adam's seconds, in K-FAC's")
     add("--out", type=Path, default=Path("runs/helium.png"), help="picture")
     add("--toy", action="store_true", help="small and quick, unless options say else")
     if parser.parse_known_args(argv)[0].toy:
-        parser.set_defaults(steps=4, batch=16, width=8)
+        parser.set_defaults(steps=4, batch=16, width=8, rates=[1e-2])
     options = parser.parse_args(argv)
     if min(options.steps, options.batch, options.seeds) < 1:
         parser.error("--steps, --batch and --seeds must be at least 1")
     return options
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv=None):
     options = parse(argv)
     seeds = range(options.seed, options.seed + options.seeds)
-    ours = [train(with_kfac(options.atom), options, seed) for seed in seeds]
-    times = [options.times * run.seconds[-1] for run in ours]
-    adams = []
-    for rate in (1e-2,) if options.toy else (1e-3, 3e-3, 1e-2):
-        each = zip(seeds, times)
-        adams.append([train(with_adam(rate), options, *pair) for pair in each])
-    adam = min(adams, key=lambda runs: median(runs).energy)
-    print(table(ATOMS[options.atom], ours + adam))
-    print(verdict(ours, adam))
-    plot(options.atom, [ours, adam], options.out)
+    ours = [train(with_kfac(), options, seed) for seed in seeds]
+    adams = [
+        [
+            train(with_adam(rate), options, s, run.steps[-1, 0])
+            for s, run in zip(seeds, ours)
+        ]
+        for rate in options.rates
+    ]
+    methods = [ours, min(adams, key=lambda runs: median(runs).energy)]
+    print(table(ATOMS[options.atom], sum(methods, [])))
+    print(verdict(methods))
+    plot(options.atom, methods, options.out)
     print(f"Picture: {options.out}")
 
 
