@@ -792,7 +792,7 @@ def with_cliff(model, x, y, beyond):
 
 def allowing(most):
     """It rejects steps by another threshold."""
-    return eqx.tree_at(lambda o: o.guard.most, guarded, jnp.array(most, float))
+    return eqx.tree_at(lambda o: o.guard.tolerance, guarded, jnp.array(most, float))
 
 
 def after_two_steps(**numbers):

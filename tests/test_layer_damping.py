@@ -138,7 +138,7 @@ RULES = [  # What is the least: the part of all curvature, the change, or the mo
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda b: type(b).__name__)
-@pytest.mark.parametrize("rule", RULES, ids=["share", "change", "most"])
+@pytest.mark.parametrize("rule", RULES, ids=["fraction", "stiffness", "most"])
 def test_the_formula(block, rule):
     model, curvature = of_block(block)
     got = jtu.tree_leaves(applied(as_arrays(rule), MOST, curvature, model))
@@ -151,7 +151,7 @@ def test_the_formula(block, rule):
     assert np.all(flat == MOST) == (rule is RULES[2])
 
 
-@pytest.mark.parametrize("rule", RULES[:2], ids=["share", "change"])
+@pytest.mark.parametrize("rule", RULES[:2], ids=["fraction", "stiffness"])
 def test_curvature_is_no_less_than_the_square_of_the_gradient(rule):
     """Where a gradient is larger than curvature explains, it counts, layer by layer."""
     model, curvature = of_block(kfac.Kronecker())
@@ -200,7 +200,7 @@ def gradient(model, l2):
 
 
 @pytest.mark.parametrize("block", [kfac.Kronecker(), kfac.EKFAC(), kfac.Full()])
-@pytest.mark.parametrize("rule", RULES[:2], ids=["share", "change"])
+@pytest.mark.parametrize("rule", RULES[:2], ids=["fraction", "stiffness"])
 @pytest.mark.parametrize("l2", [0.0, 0.1])
 def test_a_step(block, rule, l2):
     """Of a damped inverse that is exact: a dense one, layer by layer."""
