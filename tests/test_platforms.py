@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import eqx_kfac as kfac
+from eqx_kfac import _jobs, _misc
 
 from .helpers import normal
 
@@ -56,16 +57,26 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps(name, monkeypatch):
-    want = steps(OPTIMIZERS[name]())
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Takes the way of all devices but CPUs; returns who was asked."""
     asked = []
 
-    def elsewhere(*args, default, **platforms):
+    def otherwise(*args, default, **platforms):
         asked.append(platforms)
         return default(*args)
 
-    monkeypatch.setattr(jax.lax, "platform_dependent", elsewhere)
+    def take():
+        monkeypatch.setattr(jax.lax, "platform_dependent", otherwise)
+        return asked
+
+    return take
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps(name, elsewhere):
+    want = steps(OPTIMIZERS[name]())
+    asked = elsewhere()
     got = steps(OPTIMIZERS[name]())
     assert len(asked) > 3
     np.testing.assert_allclose(got, want, rtol=1e-9)
@@ -73,3 +84,35 @@ def test_steps(name, monkeypatch):
     # Steps that differ do so by more.
     other = steps(OPTIMIZERS[name](weight_decay=1e-6), 3)
     assert not np.allclose(other, want[:3], rtol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("large", [2, 100, 2**30])
+@pytest.mark.parametrize("name", ["default", "periods"])
+def test_large_matrices(name, large, elsewhere, monkeypatch):
+    """Matrices from some size on are decomposed and multiplied one by one."""
+    want = steps(OPTIMIZERS[name](), 4)
+    monkeypatch.setattr(_jobs, "_LARGE", large)
+    elsewhere()
+    np.testing.assert_allclose(steps(OPTIMIZERS[name](), 4), want, rtol=1e-9)
+
+
+def test_parts_of_a_row(elsewhere):
+    """A tree whose small leaves are parts of one row is the same tree."""
+    tree = {"a": normal(3, 4, seed=1), "b": [normal(5, seed=2), normal(2, 1, seed=3)]}
+    elsewhere()
+    got = jax.jit(_misc.as_parts)(tree)
+    assert jax.tree.structure(got) == jax.tree.structure(tree)
+    jax.tree.map(np.testing.assert_array_equal, got, tree)
+
+
+def test_jobs_of_one_kind(elsewhere):
+    """Equal products are done together, others by themselves; order does not matter."""
+    sizes = [3, 2, 3, 3, 2]
+    matrices = [normal(n, n, seed=i) for i, n in enumerate(sizes)]
+    vectors = [normal(n, seed=10 + i) for i, n in enumerate(sizes)]
+    job = lambda a, x: _jobs.Job("product", lambda a, x: a @ x, (a, x), 0)
+    elsewhere()
+    got = _jobs.products([job(a, x) for a, x in zip(matrices, vectors, strict=True)])
+    for product, a, x in zip(got, matrices, vectors, strict=True):
+        np.testing.assert_allclose(product, a @ x, rtol=1e-12)
+    assert not np.allclose(got[0], got[2])
