@@ -5,16 +5,25 @@ is changed here. (`_program/_interpreter.py` reads programs by the names of prim
 too: `tests/test_primitives.py` asks whether JAX still has these.)"""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
 from jax.core import eval_jaxpr as eval_jaxpr, Tracer as Tracer
-from jax.extend.core import JaxprEqn, Primitive as Primitive
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive as Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
+from jaxtyping import Array, PyTree
 
 
 Equation = JaxprEqn
+# An array, or a symbolic zero.
+Tangent: TypeAlias = Any
+# An array, or what a transposition is to find the cotangent of.
+Operand: TypeAlias = Any
+# The shape, type and sharding of an array, as JAX has them while it traces.
+Aval: TypeAlias = Any
+# An axis that `vmap` maps: it has a size, and may be one of an explicit mesh.
+MappedAxis: TypeAlias = Any
 
 
 #
@@ -86,28 +95,28 @@ def set_taylor(primitive: Primitive, rule: Callable) -> None:
 #
 
 
-def is_zero(tangent: Any) -> bool:
+def is_zero(tangent: Tangent) -> bool:
     """Whether a tangent or cotangent is a symbolic zero, of which there is no array."""
     return type(tangent) is ad.Zero
 
 
-def instantiated(tangent: Any) -> Any:
+def instantiated(tangent: Tangent) -> Array:
     """An array, also of a symbolic zero."""
     return ad.instantiate_zeros(tangent)
 
 
-def is_linear_operand(operand: Any) -> bool:
+def is_linear_operand(operand: Operand) -> bool:
     """Whether an operand of a transposition is one that it transposes in, and not a
     known array."""
     return ad.is_undefined_primal(operand)
 
 
-def aval_of(operand: Any) -> Any:
+def aval_of(operand: Operand) -> Aval:
     """The abstract value of an operand of a transposition."""
     return operand.aval if ad.is_undefined_primal(operand) else jax.typeof(operand)
 
 
-def broadcast_along(x: Any, mapped: Any, axis: int) -> Any:
+def broadcast_along(x: Array, mapped: MappedAxis, axis: int) -> Array:
     """An array that is the same along a mapped axis, with that axis; on an explicit mesh,
     split as the others are."""
     return batching.broadcast(x, mapped.size, axis, mapped.explicit_mesh_axis)
@@ -118,13 +127,13 @@ def broadcast_along(x: Any, mapped: Any, axis: int) -> Any:
 #
 
 
-def part_of(jaxpr: Any, wanted: Sequence[bool]) -> tuple[Any, list[bool], list[bool]]:
+def part_of(jaxpr: Jaxpr, wanted: Sequence[bool]) -> tuple[Jaxpr, list[bool], list[bool]]:
     """The part of a jaxpr that some of its outputs need; and which constants and inputs
     it has."""
     return partial_eval.dce_jaxpr_consts(jaxpr, wanted)
 
 
-def varying(aval: Any) -> frozenset:
+def varying(aval: Aval) -> frozenset:
     """The axes of a `shard_map` over which an array differs."""
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset() if kind is None else kind.varying
@@ -139,13 +148,13 @@ def varying(aval: Any) -> frozenset:
 SharedNode = type(eqx.nn.Shared((0, 0), lambda p: p[1], lambda p: p[0]).pytree[1])
 
 
-def transposed_padding(layer: Any) -> Any:
+def transposed_padding(layer: eqx.nn.ConvTranspose) -> str | tuple[tuple[int, int], ...]:
     """The padding of an Equinox layer that is a transposed convolution, for the
     convolution with a dilated input that it is."""
     return layer._padding_transpose()
 
 
-def is_placeholder(params: Any) -> bool:
+def is_placeholder(params: PyTree) -> bool:
     """Whether `optax.tree.map_params` asks where the state has trees like the parameters.
     (It is not told what these are.)"""
     return type(params).__name__ == "_ParamsPlaceholder"

@@ -57,7 +57,7 @@ class Job(NamedTuple):
 
     @property
     def alone(self) -> Any:
-        """What it returns, done by itself."""
+        """What the job returns, done by itself."""
         return decomposed_over_stack(self.fn, self.stack)(*self.args)
 
 
@@ -76,19 +76,16 @@ def done(jobs: Sequence[Job], devices: Devices | None = None) -> list[Any]:
             some = [jobs[i] for i in members]
             # A CPU does them in a loop, of which it has little to compile. Elsewhere, a
             # stack of all, and of every intermediate result, would be most of the memory.
-            each = _by_platform(some, _in_a_row, _each)
-            for i, own in zip(members, each, strict=True):
-                results[i] = own
+            _fill(results, members, _by_platform(some, _in_a_row, _each))
         else:
             joint.append(members)
     batches = [_Batch.of([jobs[i] for i in members]) for members in joint]
     for members, rows in zip(joint, _rows_of(batches, devices), strict=True):
-        for i, own in zip(members, _apart([jobs[i] for i in members], rows), strict=True):
-            results[i] = own
+        _fill(results, members, _apart([jobs[i] for i in members], rows))
     return results
 
 
-# Of numbers in an array, for a device that is not a CPU.
+# An array with so many numbers keeps a device that is not a CPU busy by itself.
 _LARGE = 2**18
 
 
@@ -104,9 +101,14 @@ def products(jobs: Sequence[Job]) -> list[Any]:
         some = [jobs[i] for i in members]
         single = len(some) == 1
         own = [some[0].alone] if single else _by_platform(some, _each, _in_a_row)
-        for i, result in zip(members, own, strict=True):
-            results[i] = result
+        _fill(results, members, own)
     return results
+
+
+def _fill(results: list[Any], members: Sequence[int], own: Sequence[Any]) -> None:
+    """Puts the results of some jobs in their places."""
+    for i, result in zip(members, own, strict=True):
+        results[i] = result
 
 
 def _by_platform(jobs: list[Job], cpu: Callable, elsewhere: Callable) -> list[Any]:

@@ -140,9 +140,13 @@ def _by_size(arrays: Sequence[Array], most: int) -> tuple[list[Array], list[Arra
     """Splits arrays into those smaller than `most`, and the others."""
     small, large = [], []
     for x in arrays:
-        is_small = x.size < most and explicit_sharding(jax.typeof(x)) is None
-        (small if is_small else large).append(x)
+        (small if _is_small(x, most) else large).append(x)
     return small, large
+
+
+def _is_small(x: Array, most: int) -> bool:
+    """Whether an array may become a part of a row: one that is split may not."""
+    return x.size < most and explicit_sharding(jax.typeof(x)) is None
 
 
 def _in_a_row(arrays: Sequence[Array]) -> Array:
@@ -225,9 +229,8 @@ def as_parts(tree: PyTree) -> PyTree:
 
     def parts(leaves):
         small, _ = _by_size(leaves, _SMALL_ELSEWHERE)
-        row = iter(_apart(_in_a_row(small), small)) if small else iter(())
-        is_small = {id(x) for x in small}
-        return [next(row) if id(x) in is_small else x for x in leaves]
+        row = iter(_apart(_in_a_row(small), small) if small else ())
+        return [next(row) if _is_small(x, _SMALL_ELSEWHERE) else x for x in leaves]
 
     same = lambda leaves: leaves
     leaves = jax.lax.platform_dependent(leaves, cpu=same, default=parts)

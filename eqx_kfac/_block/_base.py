@@ -2,10 +2,11 @@
 
 import abc
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import equinox as eqx
 import jax.numpy as jnp
+import lineax as lx
 from jaxtyping import Array, Bool, Float, PyTree
 
 from .._custom_types import Layer
@@ -13,6 +14,12 @@ from .._devices import zeros_beside
 from .._misc import accumulator
 from ..form import AbstractForm, Sizes
 from ._collector import AbstractCollector, Statistics
+
+
+# The factors that a block makes, of a type of its own.
+OwnFactors: TypeAlias = Any
+# Those arrays of a block's factors in whose basis its statistics are taken.
+Basis: TypeAlias = PyTree
 
 
 def sizes_and_zeros(form: AbstractForm, layer: Layer) -> tuple[Sizes, Callable] | None:
@@ -100,7 +107,7 @@ class AbstractBlock(AbstractCollector):
         $\cdot I$."""
 
     @abc.abstractmethod
-    def operator(self, factors: Any) -> Any:
+    def operator(self, factors: OwnFactors) -> lx.AbstractLinearOperator:
         """The lineax operator that the factors of one layer (no stack axes) denote,
         without its `l2`."""
 
@@ -133,23 +140,23 @@ class AbstractBlock(AbstractCollector):
     # With `has_basis`:
     #
 
-    def empty_basis(self) -> Any:
+    def empty_basis(self) -> Basis:
         """A basis whose leaves are all `None`."""
         return None
 
-    def basis(self, factors: Any) -> Any:
+    def basis(self, factors: OwnFactors) -> Basis:
         """The arrays of the factors that `statistics` wants as `rows.basis`."""
         return None
 
-    def in_basis(self, factors: Any, basis: Any) -> Any:
+    def in_basis(self, factors: OwnFactors, basis: Basis) -> OwnFactors:
         """The factors of statistics that were taken in `basis`."""
         return factors
 
-    def change_basis(self, factors: Any, basis: Any) -> Any:
+    def change_basis(self, factors: OwnFactors, basis: Basis) -> OwnFactors:
         """The factors of one layer, as well as they can be expressed in another basis."""
         return factors
 
-    def rebased(self, factors: Any, eigenbasis: Callable) -> Any:
+    def rebased(self, factors: OwnFactors, eigenbasis: Callable) -> OwnFactors:
         """The factors of one layer in a new basis. `eigenbasis(factor, vectors)` gives
         eigenvalues and eigenvectors, close to `vectors` if it can make use of them."""
         return factors

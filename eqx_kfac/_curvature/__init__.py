@@ -7,7 +7,7 @@ from ._average import (
     include as include,
     init_curvature as init_curvature,
     is_finite as is_finite,
-    missing as missing,
+    known_layers as known_layers,
     try_in_new_bases as try_in_new_bases,
     unseen as unseen,
 )

@@ -77,21 +77,21 @@ def is_finite(curvature: Model) -> Bool[Array, ""]:
     return all_finite(bounds)
 
 
-def missing(curvature: Model) -> Bool[Array, " layers"]:
-    """Whether each layer (each of a stack) has no curvature at all, all in one row."""
+def known_layers(curvature: Model) -> Bool[Array, " layers"]:
+    """Whether each layer (each of a stack) has any curvature, all in one row."""
 
-    def is_zero(factors):
+    def is_known(factors):
         axes = factors.l2.ndim
-        return over_stack(type(factors).is_zero, axes)(factors) & (factors.l2 == 0)
+        return ~(over_stack(type(factors).is_zero, axes)(factors) & (factors.l2 == 0))
 
     layers = jtu.tree_leaves(curvature, is_leaf=_is_factors)
-    flags = [is_zero(f).reshape(-1) for f in layers if _is_factors(f)]
+    flags = [is_known(f).reshape(-1) for f in layers if _is_factors(f)]
     return jnp.concatenate(flags) if flags else jnp.zeros((0,), bool)
 
 
 def for_layers(row: Bool[Array, " layers"], curvature: Model) -> Model:
-    """What `missing` has of each layer (of each of a stack), in a tree shaped like the
-    model."""
+    """What a row like that of `known_layers` has of each layer (of each of a stack), in
+    a tree shaped like the model."""
     layers, treedef = jtu.tree_flatten(curvature, is_leaf=_is_factors)
     ends = itertools.accumulate(f.l2.size for f in layers)
     own = [

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from .._curvature import average, include, is_finite, LinearisedBatch, missing
+from .._curvature import average, include, is_finite, known_layers, LinearisedBatch
 from .._custom_types import Key, Model
 from .._fisher import AbstractFisher
 from ._schedule import Due
@@ -45,7 +45,7 @@ class Average(NamedTuple):
         fresh: Bool[Array, ""],
     ) -> "Average":
         """The next one, with what is known of its layers."""
-        known = ~missing(curvature)
+        known = known_layers(curvature)
         first = self.first | jnp.any(known & ~self.known)
         return Average(curvature, weight, fine, known, fresh, first)
 

@@ -2,7 +2,6 @@
 whenever it is due, and with symmetric matrices in half of the memory."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -11,8 +10,8 @@ from jax.sharding import AbstractMesh
 from jaxtyping import Array, Bool, PyTree
 
 from .._block import AbstractFactors
-from .._curvature import has_bases, init_curvature, missing, try_in_new_bases
-from .._custom_types import Model
+from .._curvature import has_bases, init_curvature, known_layers, try_in_new_bases
+from .._custom_types import Model, PerLayer
 from .._devices import meshes_of, zeros_as_from
 from .._inverse import factorise, refactorise
 from .._misc import difference
@@ -36,7 +35,7 @@ def _factors(
 ) -> tuple[Model, Model, Bool[Array, " layers"]]:
     curvature = init_curvature(model)
     inverse = factorise(curvature, model, solver, jnp.zeros(()))
-    return curvature, inverse, missing(curvature)
+    return curvature, inverse, known_layers(curvature)
 
 
 class Factorising:
@@ -61,23 +60,23 @@ class Factorising:
         return self._when_due(rebase, curvature)[0]
 
     def anew(
-        self, inverse: Model, curvature: Model, strength: Any
+        self, inverse: Model, curvature: Model, strength: PerLayer
     ) -> tuple[Model, Bool[Array, ""]]:
         """The factorisation, due or not, and whether it is finite; if it is not, the
         `inverse` that was there."""
         return refactorise(inverse, curvature, self.model, self.solver, strength)
 
     def __call__(
-        self, inverse: Model, curvature: Model, strength: Any
+        self, inverse: Model, curvature: Model, strength: PerLayer
     ) -> tuple[Model, Bool[Array, ""]]:
         """The factorisation as `anew` has it, of the layers that are due."""
         return self._when_due(self.anew, inverse, curvature, strength)
 
-    def _when_due(self, compute: Callable, *trees: Model) -> Any:
+    def _when_due(self, compute: Callable, *trees: Model) -> tuple:
         return when_in_turn(self.turns, self.due, self.finite, compute, *trees)
 
 
-def packed(state: Any, over: str | Sequence[str] = ()) -> Any:
+def packed(state: PyTree, over: str | Sequence[str] = ()) -> PyTree:
     """The state of an optimizer in about half of the memory: one triangle of every
     symmetric matrix (factors, explicit inverses). The optimizer continues with it as it
     is, takes the same steps, and keeps it packed.
@@ -122,7 +121,7 @@ def packed(state: Any, over: str | Sequence[str] = ()) -> Any:
     return jtu.tree_map(split, state, is_leaf=is_packed)
 
 
-def _mesh_with(axes: tuple[str, ...], state: Any) -> AbstractMesh:
+def _mesh_with(axes: tuple[str, ...], state: PyTree) -> AbstractMesh:
     """The mesh on which a state is."""
     mesh = next(iter(meshes_of(state)), None)
     names = () if mesh is None else mesh.axis_names
@@ -136,7 +135,7 @@ def _mesh_with(axes: tuple[str, ...], state: Any) -> AbstractMesh:
     return mesh.abstract_mesh
 
 
-def check_belongs(state: Any, init: Callable, model: Model) -> None:
+def check_belongs(state: PyTree, init: Callable, model: Model) -> None:
     """Raises unless it is a state as `init(model)` makes them, packed or not."""
     is_any = any(map(is_packed, jtu.tree_leaves(state, is_leaf=is_packed)))
     whole = eqx.filter_eval_shape(unpacked, state) if is_any else state
@@ -144,7 +143,7 @@ def check_belongs(state: Any, init: Callable, model: Model) -> None:
     _check_state(whole, expected)
 
 
-def _check_state(state: Any, expected: Any) -> None:
+def _check_state(state: PyTree, expected: PyTree) -> None:
     """Raises unless a state has the structure and the shapes of the `expected` one, and
     what it keeps of the layers its types."""
     _check_same_shapes(state, expected)
@@ -159,7 +158,7 @@ def _check_state(state: Any, expected: Any) -> None:
         _check_same_types(name, getattr(state, name, None), getattr(expected, name, None))
 
 
-def _check_same_shapes(state: Any, expected: Any) -> None:
+def _check_same_shapes(state: PyTree, expected: PyTree) -> None:
     """Raises unless an optimizer's state has the structure and the shapes that belong to
     its model."""
     wrong = difference(state, expected)
@@ -173,7 +172,7 @@ def _check_same_shapes(state: Any, expected: Any) -> None:
         )
 
 
-def _check_same_types(name: str, part: Any, expected: Any) -> None:
+def _check_same_types(name: str, part: PyTree, expected: PyTree) -> None:
     leaves, _ = jtu.tree_flatten_with_path(part)
     for (path, have), want in zip(leaves, jtu.tree_leaves(expected), strict=True):
         if jnp.result_type(have) != want.dtype:
@@ -185,7 +184,7 @@ def _check_same_types(name: str, part: Any, expected: Any) -> None:
             )
 
 
-def _packed(node: PyTree) -> Any:
+def _packed(node: PyTree) -> PyTree:
     if not _is_state(node):
         return node
     curvature, inverse = _packed_trees(node.curvature, node.inverse)
@@ -205,7 +204,7 @@ def _packed_trees(curvature: Model, inverse: Model) -> tuple[Model, Model]:
     )
 
 
-def _packed_fields(node: PyTree, stack: int) -> Any:
+def _packed_fields(node: PyTree, stack: int) -> PyTree:
     """A layer's factors, or their factorisation, with those fields packed that are
     symmetric matrices (not diagonals of such): their types say which."""
 

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import PyTree
 
 from .._complex import steepest
-from .._curvature import for_layers, missing
+from .._curvature import for_layers, known_layers
 from .._custom_types import Model, Numeric
 from .._devices import beside, putting
 from .._inverse import precondition
@@ -131,7 +131,7 @@ class _ScaleByKFAC:
         check_belongs(state, self.init, updates)
         numbers = initial(self._hyperparameters, state.step)
         fine = in_range(numbers) if any(map(_may_change, self._hyperparameters)) else True
-        known = ~missing(state.curvature)
+        known = known_layers(state.curvature)
         old = Average(state.curvature, state.weight, jnp.asarray(fine), known)
         if curvature is not None:
             old = old.including(updates, _trained(curvature, updates), numbers.ema)

@@ -28,8 +28,8 @@ class Block(eqx.Module):
     def __init__(self, width: int, heads: int, key: Any):
         first, second = jax.random.split(key)
         self.norms = eqx.nn.LayerNorm(width), eqx.nn.LayerNorm(width)
-        biases = dict.fromkeys(("query", "key", "value", "output"), True)
-        biases = {f"use_{name}_bias": given for name, given in biases.items()}
+        projections = "query", "key", "value", "output"
+        biases = {f"use_{name}_bias": True for name in projections}
         self.attention = eqx.nn.MultiheadAttention(heads, width, **biases, key=first)
         self.mlp = eqx.nn.MLP(width, width, 4 * width, 1, jax.nn.gelu, key=second)
 
