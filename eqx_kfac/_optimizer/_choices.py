@@ -19,6 +19,7 @@ from ._hyperparameters import (
 )
 from ._layer_damping import AbstractLayerDamping, LayerDamping
 from ._quadratic import AbstractStepRule
+from ._said import on_one_line
 from ._schedule import Staggered
 from ._trust import AbstractTrustRegion, TrustRegion, Window
 
@@ -127,7 +128,9 @@ def check_without_loss(
     if isinstance(ema, MovingAverage) and ema.burn_in > 0:
         needing["ema"] = ema
     if needing:
-        listed = ", ".join(f"`{name}={value}`" for name, value in needing.items())
+        listed = ", ".join(
+            f"`{name}={on_one_line(value)}`" for name, value in needing.items()
+        )
         raise ValueError(
             f"{listed} needs the loss function and the model, which "
             f"`{where}` does not have. Use `KFAC.step`, or a number instead."
@@ -147,8 +150,9 @@ def check_given(choices: Mapping[str, Any], model: Model, value: Any) -> None:
         if chosen is not None and given is None:
             instead = "0.03" if name == "damping" else "None"
             raise ValueError(
-                f"`{name}={chosen}` needs the `{argument}`, which `update` did not get. "
-                f"Pass it, or construct the optimizer with `{name}={instead}`."
+                f"`{name}={on_one_line(chosen)}` needs the `{argument}`, which "
+                f"`update` did not get. Pass it, or "
+                f"construct the optimizer with `{name}={instead}`."
             )
 
 

@@ -20,6 +20,11 @@ def shown(value: Any) -> str:
     return eqx.tree_pformat(value, struct_as_array=True)
 
 
+def on_one_line(value: Any) -> str:
+    """How a choice would be written in a call, however long that is."""
+    return eqx.tree_pformat(value, width=10**4)
+
+
 def optimizer_said(choices: Mapping[str, Any], early: frozenset[str]) -> str:
     """All that was chosen, with what stands in the place of `"auto"`. `early`: the
     periods that begin shorter."""
@@ -75,7 +80,7 @@ def _choice(value: Any) -> str | None:
         return None
     if callable(value) and not isinstance(value, eqx.Module):
         return f"by a schedule, `{getattr(value, '__name__', type(value).__name__)}`"
-    return shown(value) if eqx.is_array(value) else eqx.tree_pformat(value, width=10**4)
+    return shown(value) if eqx.is_array(value) else on_one_line(value)
 
 
 def _period(period: int | Staggered, early: bool) -> str:
