@@ -178,7 +178,7 @@ def tree_dot(a: PyTree, b: PyTree) -> Shaped[Array, ""]:
     complex number is a pair of real ones: of those, the real part of $a^* b$."""
 
     def dot(few_rows, a, b):
-        return sum(map(_dot, few_rows(a), few_rows(b)))
+        return sum(map(inner, few_rows(a), few_rows(b)))
 
     return _with_rows(dot, a, b)
 
@@ -193,7 +193,7 @@ def squared_norm_of_sum(
     def squares(few_rows, a, b):
         add = lambda x, y: scale_a.astype(x.dtype) * x + scale_b.astype(y.dtype) * y
         rows = map(add, few_rows(a), few_rows(b))
-        return sum(_dot(x, x) for x in rows)
+        return sum(inner(x, x) for x in rows)
 
     return _with_rows(squares, a, b)
 
@@ -244,7 +244,9 @@ def _apart(row: Array, like: Sequence[Array]) -> list[Array]:
     return [part.reshape(x.shape) for part, x in zip(own, like, strict=True)]
 
 
-def _dot(x: Array, y: Array) -> Shaped[Array, ""]:
+def inner(x: Array, y: Array) -> Shaped[Array, ""]:
+    """The inner product of two real arrays. (As one contraction, for which a CPU has a
+    routine: a product and its sum are two or three loops to compile.)"""
     if explicit_sharding(jax.typeof(x)) is not None:
         return jnp.sum(x * y)
     axes = tuple(range(x.ndim))

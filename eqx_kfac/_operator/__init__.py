@@ -8,6 +8,7 @@ from ._factor import (
     matmul as matmul,
     power as power,
     right as right,
+    trace_of_factor as trace_of_factor,
 )
 from ._kronecker import KroneckerOperator as KroneckerOperator
 from ._packed import (

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.lax.linalg import cholesky, triangular_solve
 from jaxtyping import Array, Float
 
+from .._misc import inner
 from . import _decompositions as decompositions
 from ._decompositions import one_by_one
 
@@ -44,6 +45,17 @@ def dense(factor: Factor) -> Float[Array, "d d"]:
 def diagonal(factor: Factor) -> Float[Array, " d"]:
     # Every (d + 1)-th of a matrix' entries in a row: XLA copies nothing else.
     return factor if factor.ndim == 1 else factor.reshape(-1)[:: len(factor) + 1]
+
+
+def trace_of_factor(factor: Factor) -> Float[Array, ""]:
+    """The sum of the diagonal."""
+    entries = diagonal(factor)
+    return inner(entries, jnp.ones_like(entries))
+
+
+def squared_norm_of_factor(factor: Factor) -> Float[Array, ""]:
+    """The sum of the squares of all entries."""
+    return inner(factor, factor)
 
 
 def identity(factor: Factor) -> Factor:

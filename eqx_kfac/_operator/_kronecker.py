@@ -4,7 +4,18 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Float
 
 from . import _decompositions as decompositions
-from ._factor import dense, diagonal, eigh, Factor, left, outer, power, right
+from ._factor import (
+    dense,
+    diagonal,
+    eigh,
+    Factor,
+    left,
+    outer,
+    power,
+    right,
+    squared_norm_of_factor,
+    trace_of_factor,
+)
 from ._spectral import (
     eigenvalues,
     KroneckerBasis,
@@ -84,9 +95,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
 
     def trace(self) -> Float[Array, ""]:
         r"""$\operatorname{tr}(G)\operatorname{tr}(A)$."""
-        return jnp.sum(diagonal(self.output_factor)) * jnp.sum(
-            diagonal(self.input_factor)
-        )
+        return trace_of_factor(self.output_factor) * trace_of_factor(self.input_factor)
 
     def logdet(self, damping: ArrayLike = 0.0) -> Float[Array, ""]:
         r"""$\log\det(G \otimes A + \lambda I)$, with `damping` $\lambda$."""
@@ -95,7 +104,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
     def frobenius_norm(self) -> Float[Array, ""]:
         r"""$\lVert G \rVert \lVert A \rVert$, the root of the sum of the squares of all
         entries."""
-        return jnp.sqrt(jnp.sum(self.output_factor**2) * jnp.sum(self.input_factor**2))
+        return jnp.sqrt(_squared_norm(self))
 
     def spectral(self) -> SpectralOperator:
         """This operator by its eigenvectors and eigenvalues (clipped at zero)."""
@@ -132,7 +141,12 @@ class KroneckerOperator(AbstractSymmetricOperator):
 spectral.register(KroneckerOperator, KroneckerOperator.spectral)
 eigenvalues.register(KroneckerOperator, KroneckerOperator.eigenvalues)
 trace.register(KroneckerOperator, KroneckerOperator.trace)
-squared_norm.register(KroneckerOperator, lambda op: op.frobenius_norm() ** 2)
+
+
+@squared_norm.register
+def _squared_norm(operator: KroneckerOperator) -> Float[Array, ""]:
+    of_outputs = squared_norm_of_factor(operator.output_factor)
+    return of_outputs * squared_norm_of_factor(operator.input_factor)
 
 
 @lx.is_diagonal.register(KroneckerOperator)

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 from jaxtyping import Array, Bool, PyTree, Shaped
 
 from .._devices import split_rows
-from ._factor import diagonal, Factor
+from ._factor import Factor, trace_of_factor
 
 
 class Packed(eqx.Module):
@@ -132,8 +132,7 @@ def has_sharded(tree: PyTree) -> bool:
 def vanishes(factor: Factor | Packed | ShardedPacked) -> Bool[Array, ""]:
     """Whether a positive semidefinite matrix (or diagonal, or `Packed`) is zero."""
     is_packed = isinstance(factor, Packed | ShardedPacked)
-    entries = factor.diagonal() if is_packed else diagonal(factor)
-    return jnp.all(entries == 0)
+    return trace_of_factor(factor.diagonal() if is_packed else factor) == 0
 
 
 def unpacked(tree: PyTree) -> PyTree:

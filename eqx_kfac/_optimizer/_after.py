@@ -1,6 +1,5 @@
 """What a step leaves behind: the parameters decayed, the state after it."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import equinox as eqx
@@ -21,15 +20,18 @@ from ._trial import Proposal
 def decayed(
     proposal: Proposal,
     model: Model,
+    rejected: Bool[Array, ""],
     numbers: Hyperparameters,
     choice: Numeric | WeightDecay | None,
 ) -> Model:
-    """The updates, with decoupled weight decay of the tagged parameters."""
+    """The updates, with decoupled weight decay of the tagged parameters; none if the step
+    is `rejected`."""
+    proposal = proposal.unless(rejected)
     if numbers.weight_decay is None:
         return proposal.updates
     params, _ = partition_tagged(model)
     params = masked(params, choice.mask if isinstance(choice, WeightDecay) else None)
-    scale = proposal.learning_rate * numbers.weight_decay
+    scale = jnp.where(rejected, 0, proposal.learning_rate * numbers.weight_decay)
 
     def decay(update, p):
         return update if p is None else update - scale.astype(p.dtype) * p
@@ -55,23 +57,31 @@ def after(
         back = rollback.back
     iterates, numbers = state.averaged_parameters, state.hyperparameters
     if iterates is not None and numbers.averaging is not None:
-        iterates = iterates.add(eqx.apply_updates(model, updates), numbers.averaging)
-    taken = dict(
-        velocity=proposal.velocity,
-        extent=proposal.extent,
-        fallback=fallback,
-        averaged_parameters=iterates,
+        new = eqx.apply_updates(model, updates)
+        iterates = iterates.add(new, numbers.averaging, ~info.rejected)
+        iterates = tree_where(back, iterates.at(rollback.params), iterates)
+    # A velocity that led uphill starts again from zero: it would lead there for ever.
+    uphill = info.faults.update | info.faults.increase | back
+    extent, *others = (
+        state.extent,
+        state.fallback,
+        numbers.learning_rate,
+        numbers.momentum,
     )
-    kept = _kept(state, taken, info, back, rollback.params)
-    rate, momentum = tree_where(
+    extent = jtu.tree_map(lambda e: jnp.where(uphill, 0, e), extent)
+    extent, fallback, rate, momentum = tree_where(
         info.rejected,
-        (numbers.learning_rate, numbers.momentum),
-        (proposal.learning_rate, proposal.momentum),
+        (extent, *others),
+        (proposal.extent, fallback, proposal.learning_rate, proposal.momentum),
     )
     damping = _next_damping(state, info, rules)
     chosen = dict(learning_rate=rate, momentum=momentum, damping=damping)
     return state._replace(
         step=state.step + 1,
+        velocity=proposal.unless(info.rejected, kept=~uphill).velocity,
+        extent=extent,
+        fallback=fallback,
+        averaged_parameters=iterates,
         hyperparameters=numbers._replace(**chosen),
         rollback=rollback,
         # Where the parameters go back, curvature was that of where they should not be.
@@ -79,29 +89,7 @@ def after(
         refactorise=info.rejected & (state.refactorise | (rules.damping is not None)),
         rejected=state.rejected + info.rejected.astype(jnp.int32),
         faults=count(state.faults, info.faults),
-        **tree_where(info.rejected, kept, taken),
     )
-
-
-def _kept(
-    state: KFACState,
-    names: Iterable[str],
-    info: Info,
-    back: Bool[Array, ""],
-    good: dict[str, Array],
-) -> dict[str, Any]:
-    """What stays of the state if the step is rejected, or if the parameters go `back` to
-    `good` ones."""
-    kept = {name: getattr(state, name) for name in names}
-    # A velocity that led uphill starts again from zero: it would lead there for ever.
-    uphill = info.faults.update | info.faults.increase | back
-    moving = state.velocity, state.extent
-    stopped = jtu.tree_map(jnp.zeros_like, moving)
-    kept["velocity"], kept["extent"] = tree_where(uphill, stopped, moving)
-    if state.averaged_parameters is not None:
-        again = state.averaged_parameters.at(good)
-        kept["averaged_parameters"] = tree_where(back, again, state.averaged_parameters)
-    return kept
 
 
 def _next_damping(state: KFACState, info: Info, rules: Rules) -> Any:

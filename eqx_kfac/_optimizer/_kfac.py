@@ -20,7 +20,7 @@ from .._devices import (
 )
 from .._fisher import AbstractFisher, Centred, MonteCarlo
 from .._inverse import for_each
-from .._misc import later, tree_where
+from .._misc import later
 from .._operator import still_sharded
 from .._raw import check_covered
 from .._solver import AbstractDampedSolver
@@ -479,9 +479,8 @@ class KFAC(eqx.Module):
         )
         proposal = trial.propose(new.damping, new.inverse, strength, others)
         info = trial.judge(proposal, new.factorised, new.without)
-        updates = decayed(proposal, model, state.hyperparameters, self.weight_decay)
-        nothing = jtu.tree_map(jnp.zeros_like, updates)
-        updates = tree_where(info.rejected, nothing, updates)
+        numbers, decay = state.hyperparameters, self.weight_decay
+        updates = decayed(proposal, model, info.rejected, numbers, decay)
         state = state._replace(
             curvature=still_sharded(curvature),
             inverse=still_sharded(new.inverse),

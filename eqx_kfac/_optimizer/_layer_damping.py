@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from .._checks import check_number
 from .._custom_types import Layer, Model, Scalar
 from .._devices import over_stack, zeros_as_from
+from .._misc import inner
 from .._operator import KroneckerOperator, SeriesOperator, squared_norm, trace, unpacked
 from .._tag import flatten_tags, is_trainable, map_tags, Tag
 from ..form import has_bias
@@ -178,14 +179,16 @@ def _measured(tag: Tag, layer: Layer, factors: Any, gradient: Array) -> Any:
 
     def of_one(factors, matrix, gradient):
         operator = _of_one_step(tag.block.operator(unpacked(factors)))
-        weights = lx.diagonal(operator).reshape(matrix.shape)[:, :number]
-        norm = jnp.linalg.norm(matrix[:, :number])
-        whole, part = jnp.sum(gradient**2), jnp.sum(gradient[:, :number] ** 2)
+        diagonal = lx.diagonal(operator).reshape(matrix.shape)
+        weights, matrix, weight_gradient = (
+            a[:, :number] for a in (diagonal, matrix, gradient)
+        )
+        whole, part = (inner(a, a) for a in (gradient, weight_gradient))
         return _Measures(
             trace=jnp.maximum(trace(operator), whole),
-            weights=jnp.maximum(jnp.sum(weights), part),
+            weights=jnp.maximum(inner(weights, jnp.ones_like(weights)), part),
             squares=jnp.maximum(squared_norm(operator), whole**2),
-            norm=norm,
+            norm=jnp.sqrt(inner(matrix, matrix)),
         )
 
     dtype = factors.l2.dtype

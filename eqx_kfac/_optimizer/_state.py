@@ -124,13 +124,20 @@ class AveragedParameters(eqx.Module):
     mean: dict[str, Array]
     weight: Float[Array, ""]
 
-    def add(self, model: Model, decay: Float[Array, ""]) -> "AveragedParameters":
+    def add(
+        self, model: Model, decay: Float[Array, ""], taken: Bool[Array, ""]
+    ) -> "AveragedParameters":
         r"""$w \leftarrow \xi w + 1$, $\bar\theta \leftarrow \bar\theta + (\theta -
-        \bar\theta) / w$: never biased towards the start; $\xi = 1$ is Polyak's mean."""
+        \bar\theta) / w$: never biased towards the start; $\xi = 1$ is Polyak's mean.
+        Nothing changes if the step that led to the model was not `taken`."""
         weight = decay.astype(self.weight.dtype) * self.weight + 1
+        share = jnp.where(taken, 1 / weight, 0)
+        weight = jnp.where(taken, weight, self.weight)
 
         def blend(mean, p):
-            return mean + (p.astype(mean.dtype) - mean) / weight.astype(mean.dtype)
+            p = p.astype(mean.dtype)
+            # Constants of a model may be infinite, as those of a mask are.
+            return mean + share.astype(mean.dtype) * jnp.where(p == mean, 0, p - mean)
 
         return AveragedParameters(jtu.tree_map(blend, self.mean, by_path(model)), weight)
 

@@ -23,6 +23,7 @@ from .._misc import (
     squared_norm_of_sum,
     tree_dot,
     tree_norm,
+    tree_where,
 )
 from .._module import PlainModule
 from .._solver import AbstractDampedSolver
@@ -63,16 +64,40 @@ class Proposal(NamedTuple):
     damping: Float[Array, ""]
     learning_rate: Float[Array, ""]  # Without the norm constraint.
     momentum: Float[Array, ""]
-    velocity: Model  # The update of the parameters that tags cover,
-    others: Model  # and of those that the fallback looks after.
-    squares: Float[Array, ""]  # The squared Euclidean norm of the former.
-    extent: Float[Array, ""] | None  # The squared length of the former, if it is bounded.
-    # For the former, by the quadratic model; `None` if it was not needed so far.
+    lengths: Float[Array, "2"]  # Both as they are taken: of what follows.
+    natural: Model  # The natural gradient of the parameters that tags cover,
+    before: Model  # and their update before this one;
+    others: Model  # the update of those that the fallback looks after.
+    squares: Float[Array, ""]  # The squared Euclidean norm of the velocity.
+    extent: Float[Array, ""] | None  # Its squared length, if it is bounded.
+    # By the quadratic model, for the velocity; `None` if it was not needed so far.
     predicted: Float[Array, ""] | None
+
+    @property
+    def velocity(self) -> Model:
+        """The update of the parameters that tags cover."""
+        return velocity(self.lengths, self.natural, self.before)
 
     @property
     def updates(self) -> Model:
         return eqx.combine(self.velocity, self.others)
+
+    def unless(
+        self, rejected: Bool[Array, ""], kept: Bool[Array, ""] | bool = False
+    ) -> "Proposal":
+        """The same step; if it is `rejected`, one that leads nowhere, or, if that is
+        `kept`, where the one before has led. (Its lengths say so, and the numbers that
+        they multiply are finite. For a flag that chooses one of two arrays, the compiler
+        of a CPU writes a loop for each of its values: for three flags, eight of them.)"""
+        finite = lambda a: jnp.where(jnp.isfinite(a), a, 0)
+        old = jnp.stack([jnp.zeros_like(rejected), kept & rejected])
+        nothing = jtu.tree_map(jnp.zeros_like, self.others)
+        return self._replace(
+            lengths=jnp.where(rejected, old.astype(self.lengths.dtype), self.lengths),
+            natural=jtu.tree_map(finite, self.natural),
+            before=jtu.tree_map(finite, self.before),
+            others=tree_where(rejected, nothing, self.others),
+        )
 
     @property
     def norm(self) -> Float[Array, ""]:
@@ -146,29 +171,27 @@ class Trial(PlainModule):
         else:
             natural = precondition_through_rows(gradient, self.rows, *factorised)
         natural = as_parts(natural)
-        direction = jtu.tree_map(jnp.negative, natural)
         given, extent = self._constrained(natural)
-        (scale, momentum), predicted = self._lengths(damping, direction, given)
+        (scale, momentum), predicted = self._lengths(damping, natural, given)
         before = state.velocity
-        velocity = jtu.tree_map(
-            lambda d, v: momentum.astype(v.dtype) * v + scale.astype(d.dtype) * d,
-            direction,
-            before,
-        )
-        if all(v.dtype == accumulator(v.dtype) for v in jtu.tree_leaves(velocity)):
-            squares = squared_norm_of_sum(momentum, before, -scale, natural)
+        # As one array, for a GPU would launch something for each.
+        lengths = jax.lax.optimization_barrier(jnp.stack([scale, momentum]))
+        if all(v.dtype == accumulator(v.dtype) for v in jtu.tree_leaves(before)):
+            squares = squared_norm_of_sum(lengths[1], before, -lengths[0], natural)
         else:  # In a lower precision, the sum may have overflowed.
-            squares = tree_dot(velocity, velocity)
+            squares = tree_norm(velocity(lengths, natural, before)) ** 2
         if self._is_bounded_exactly:
-            part = self._part(velocity)
+            part = self._part(velocity(lengths, natural, before))
             squares *= part.astype(squares.dtype) ** 2
-            velocity = jtu.tree_map(lambda v: part.astype(v.dtype) * v, velocity)
+            lengths = part.astype(lengths.dtype) * lengths
             extent = None if extent is None else part**2 * extent
         # What was chosen, not what the norm constraint has made of it.
         learning_rate = state.learning_rate if self.rules.learning_rate is None else scale
         momentum = state.momentum if self.rules.momentum is None else momentum
         chosen = damping, learning_rate, momentum
-        return Proposal(*chosen, velocity, others, squares, extent, predicted)
+        return Proposal(
+            *chosen, lengths, natural, before, others, squares, extent, predicted
+        )
 
     def _ratio_of_tagged(
         self, damping: Float[Array, ""], inverse: Model, strength: Any
@@ -291,9 +314,7 @@ class Trial(PlainModule):
         # Only what joins both parts of the velocity is new, for F (F^-1 g) = g.
         extent = momentum**2 * before - 2 * momentum * rate * joint + rate**2 * norm
         scale = _at_most(most_of_velocity, extent)
-        # As one array, for a GPU would launch something for each.
-        both = jax.lax.optimization_barrier(scale * jnp.stack([rate, momentum]))
-        return (both[0], both[1]), scale**2 * extent
+        return (scale * rate, scale * momentum), scale**2 * extent
 
     @property
     def _is_bounded_exactly(self) -> bool:
@@ -322,7 +343,7 @@ class Trial(PlainModule):
         return jnp.minimum(*parts)
 
     def _lengths(
-        self, damping: Float[Array, ""], direction: Model, given: tuple
+        self, damping: Float[Array, ""], natural: Model, given: tuple
     ) -> tuple[list, Float[Array, ""] | None]:
         r"""$\alpha$ and $\mu$: as given, unless a rule is to choose them, and what the
         quadratic model that did predicts."""
@@ -330,6 +351,7 @@ class Trial(PlainModule):
         if rule is None:
             return [*given], None
         ruled = [self.rules.learning_rate is not None, self.rules.momentum is not None]
+        direction = jtu.tree_map(jnp.negative, natural)
         model = self._quadratic(damping, direction, self.state.velocity)
         rate, momentum = (None if r else g for r, g in zip(ruled, given))
         best = rule(model, (rate, momentum), self.start.size)
@@ -407,6 +429,17 @@ class Trial(PlainModule):
         change = jnp.where(due, new_loss - self.value, 1)
         ratio = change / jnp.where(no_descent, -1, jnp.where(due, predicted, 1))
         return jnp.where(due, jnp.where(no_descent, -jnp.inf, ratio), jnp.inf)
+
+
+def velocity(lengths: Float[Array, "2"], natural: Model, before: Model) -> Model:
+    r"""$\mu \delta_\text{prev} - \alpha \hat F^{-1} \nabla h$, given $\alpha$ and
+    $\mu$."""
+    scale, momentum = lengths
+
+    def combined(n, v):
+        return momentum.astype(v.dtype) * v - scale.astype(n.dtype) * n
+
+    return jtu.tree_map(combined, natural, before)
 
 
 def _at_most(most: Float[Array, ""], norm: Float[Array, ""]) -> Float[Array, ""]:

@@ -2,7 +2,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._misc import tree_where
-from .._operator import diagonal, Factor, identity
+from .._operator import diagonal, Factor, identity, trace_of_factor
 
 
 # What is left of a mean without a coordinate that is nearly all of it. (Without it
@@ -20,15 +20,14 @@ def damped_factors(
     product is what [`eqx_kfac.Cholesky`][] inverts; $\pi$ may be `without_last`
     coordinate of $A$, where that is nearly all of it."""
     eye_out, eye_in = identity(output_factor), identity(input_factor)
-    entries = diagonal(input_factor)
-    mean_out, mean_in = jnp.mean(diagonal(output_factor)), jnp.mean(entries)
+    mean_out, mean_in = map(_mean_of_diagonal, (output_factor, input_factor))
     if without_last:
-        others = jnp.mean(entries[:-1])
+        others = _mean_of_diagonal(diagonal(input_factor)[:-1])
         little = (others > 0) & (others < _LITTLE * mean_in)
         mean_in = tree_where(little, others, mean_in)
     alive = (mean_out > 0) & (mean_in > 0)
     # A dead layer: 1 ⊗ λ. (`where` on the way in too, so that nothing divides by zero.)
-    one = (~alive).astype(entries.dtype)  # Where it is chosen; split over a mesh alike.
+    one = (~alive).astype(mean_in.dtype)  # Where it is chosen; split over a mesh alike.
     safe_out, safe_in = tree_where(alive, (mean_out, mean_in), (one, one))
     if output_factor.size == 1:  # b ⊗ A + λ = b ⊗ (A + (λ/b) I)
         damped_out = safe_out * eye_out
@@ -41,3 +40,7 @@ def damped_factors(
         damped_out = output_factor + (jnp.sqrt(damping) / pi) * eye_out
         damped_in = input_factor + (jnp.sqrt(damping) * pi) * eye_in
     return tree_where(alive, (damped_out, damped_in), (eye_out, damping * eye_in))
+
+
+def _mean_of_diagonal(factor: Factor) -> Float[Array, ""]:
+    return trace_of_factor(factor) / factor.shape[0]
