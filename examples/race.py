@@ -156,7 +156,7 @@ def main(argv=None):
     }
     runs, end = {}, None
     for name, method in methods.items():
-        runs[name], end = race(name, *method, options, end)
+        runs[name], end = race(name, *method, options=options, end=end)
     print(f"{'method':<12} {'compiling s':>12} {'seconds':>8}  relative errors")
     for name, (curves, _) in runs.items():
         last = "  ".join(f"{errors[-1]:.2e}" for _, errors in curves)

@@ -1051,6 +1051,30 @@ def test_average_before_the_first_step():
     assert_same(kfac.averaged(same, state), model)
 
 
+class Masked(eqx.Module):
+    """A network beside a constant that is infinite, as those of masks are."""
+
+    network: eqx.Module
+    mask: jax.Array
+
+    def __call__(self, x):
+        return self.network(x) + jnp.max(jax.lax.stop_gradient(self.mask))
+
+
+def test_average_of_an_infinite_constant():
+    model = Masked(make_model(), jnp.array([0.0, -jnp.inf]))
+    numbers = dict(averaging=0.9, fallback=optax.sgd(0.1))
+    optimizer = kfac.KFAC(0.05, 0.9, 1e-2, fisher=kfac.Exact(), **numbers)
+    state = optimizer.init(model)
+    for index in range(3):
+        model, state, info = stepped(optimizer, squared, model, state, *make_data(index))
+        assert not bool(info.rejected)
+    averaged = kfac.averaged(model, state)
+    np.testing.assert_array_equal(averaged.mask, [0, -np.inf])
+    assert np.all(np.isfinite(parameters(averaged.network)))
+    assert np.any(parameters(averaged.network) != parameters(model.network))
+
+
 def test_average_is_of_the_parameters_after_decay():
     model, state = after_two_steps(weight_decay=0.0)
     batch = *make_data(2), jnp.array(0.0)

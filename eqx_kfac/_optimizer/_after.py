@@ -13,8 +13,8 @@ from .._misc import is_none, masked, tree_where
 from .._tag import partition_tagged
 from ._choices import Rules
 from ._hyperparameters import Hyperparameters, WeightDecay
+from ._proposal import Proposal
 from ._state import count, Info, KFACState
-from ._trial import Proposal
 
 
 def decayed(

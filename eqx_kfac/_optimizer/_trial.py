@@ -23,7 +23,6 @@ from .._misc import (
     squared_norm_of_sum,
     tree_dot,
     tree_norm,
-    tree_where,
 )
 from .._module import PlainModule
 from .._solver import AbstractDampedSolver
@@ -33,6 +32,7 @@ from ._collect import Average
 from ._damping import calibrated
 from ._guard import AbstractGuard
 from ._hyperparameters import in_range
+from ._proposal import Proposal, velocity
 from ._quadratic import Quadratic, quadratic
 from ._schedule import Due
 from ._state import Faults, Info, KFACState
@@ -56,56 +56,6 @@ class Start(NamedTuple):
         """Whether curvature of this batch is to be trusted."""
         finite = all_finite(self.value) & ~jnp.isnan(self.gradient_norm)
         return self.in_range & finite & ~self.diverged & ~self.negative
-
-
-class Proposal(NamedTuple):
-    """A step that may be taken, or not."""
-
-    damping: Float[Array, ""]
-    learning_rate: Float[Array, ""]  # Without the norm constraint.
-    momentum: Float[Array, ""]
-    lengths: Float[Array, "2"]  # Both as they are taken: of what follows.
-    natural: Model  # The natural gradient of the parameters that tags cover,
-    before: Model  # and their update before this one;
-    others: Model  # the update of those that the fallback looks after.
-    squares: Float[Array, ""]  # The squared Euclidean norm of the velocity.
-    extent: Float[Array, ""] | None  # Its squared length, if it is bounded.
-    # By the quadratic model, for the velocity; `None` if it was not needed so far.
-    predicted: Float[Array, ""] | None
-
-    @property
-    def velocity(self) -> Model:
-        """The update of the parameters that tags cover."""
-        return velocity(self.lengths, self.natural, self.before)
-
-    @property
-    def updates(self) -> Model:
-        return eqx.combine(self.velocity, self.others)
-
-    def unless(
-        self, rejected: Bool[Array, ""], kept: Bool[Array, ""] | bool = False
-    ) -> "Proposal":
-        """The same step; if it is `rejected`, one that leads nowhere, or, if that is
-        `kept`, where the one before has led. (Its lengths say so, and the numbers that
-        they multiply are finite. For a flag that chooses one of two arrays, the compiler
-        of a CPU writes a loop for each of its values: for three flags, eight of them.)"""
-        finite = lambda a: jnp.where(jnp.isfinite(a), a, 0)
-        old = jnp.stack([jnp.zeros_like(rejected), kept & rejected])
-        nothing = jtu.tree_map(jnp.zeros_like, self.others)
-        return self._replace(
-            lengths=jnp.where(rejected, old.astype(self.lengths.dtype), self.lengths),
-            natural=jtu.tree_map(finite, self.natural),
-            before=jtu.tree_map(finite, self.before),
-            others=tree_where(rejected, nothing, self.others),
-        )
-
-    @property
-    def norm(self) -> Float[Array, ""]:
-        """The Euclidean norm of the updates."""
-        if not jtu.tree_leaves(self.others):
-            return jnp.sqrt(self.squares)
-        others = tree_dot(self.others, self.others)
-        return jnp.sqrt(self.squares.astype(others.dtype) + others)
 
 
 class Trial(PlainModule):
@@ -179,7 +129,8 @@ class Trial(PlainModule):
         if all(v.dtype == accumulator(v.dtype) for v in jtu.tree_leaves(before)):
             squares = squared_norm_of_sum(lengths[1], before, -lengths[0], natural)
         else:  # In a lower precision, the sum may have overflowed.
-            squares = tree_norm(velocity(lengths, natural, before)) ** 2
+            taken = velocity(lengths, natural, before)
+            squares = tree_dot(taken, taken)
         if self._is_bounded_exactly:
             part = self._part(velocity(lengths, natural, before))
             squares *= part.astype(squares.dtype) ** 2
@@ -429,17 +380,6 @@ class Trial(PlainModule):
         change = jnp.where(due, new_loss - self.value, 1)
         ratio = change / jnp.where(no_descent, -1, jnp.where(due, predicted, 1))
         return jnp.where(due, jnp.where(no_descent, -jnp.inf, ratio), jnp.inf)
-
-
-def velocity(lengths: Float[Array, "2"], natural: Model, before: Model) -> Model:
-    r"""$\mu \delta_\text{prev} - \alpha \hat F^{-1} \nabla h$, given $\alpha$ and
-    $\mu$."""
-    scale, momentum = lengths
-
-    def combined(n, v):
-        return momentum.astype(v.dtype) * v - scale.astype(n.dtype) * n
-
-    return jtu.tree_map(combined, natural, before)
 
 
 def _at_most(most: Float[Array, ""], norm: Float[Array, ""]) -> Float[Array, ""]:
