@@ -158,8 +158,11 @@ def _in_a_row(arrays: Sequence[Array]) -> Array:
 
 
 def later(tree: PyTree, known: Array) -> PyTree:
-    """`tree`, of which a compiler computes nothing before it has what is `known`."""
-    return jax.lax.optimization_barrier((tree, known))[0]
+    """`tree`, of which a compiler computes nothing before it has what is `known`: all
+    numbers are multiplied by a one that it believes to depend on that. (If the numbers
+    themselves did, a GPU would copy them.)"""
+    one, _ = jax.lax.optimization_barrier((jnp.ones(()), known))
+    return jtu.tree_map(lambda x: x * one.astype(x.dtype), tree)
 
 
 def tree_where(pred: Bool[Array, ""], true: PyTree, false: PyTree) -> PyTree:

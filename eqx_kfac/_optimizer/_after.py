@@ -1,4 +1,4 @@
-"""What a step leaves behind: the parameters decayed, the state after it."""
+"""What a step leaves behind: the updates, and the state after it."""
 
 from typing import Any
 
@@ -12,73 +12,48 @@ from .._custom_types import Model, Numeric
 from .._misc import is_none, masked, tree_where
 from .._tag import partition_tagged
 from ._choices import Rules
-from ._hyperparameters import Hyperparameters, WeightDecay
+from ._hyperparameters import WeightDecay
 from ._proposal import Proposal
 from ._state import count, Info, KFACState
-
-
-def decayed(
-    proposal: Proposal,
-    model: Model,
-    rejected: Bool[Array, ""],
-    numbers: Hyperparameters,
-    choice: Numeric | WeightDecay | None,
-) -> Model:
-    """The updates, with decoupled weight decay of the tagged parameters; none if the step
-    is `rejected`."""
-    proposal = proposal.unless(rejected)
-    if numbers.weight_decay is None:
-        return proposal.updates
-    params, _ = partition_tagged(model)
-    params = masked(params, choice.mask if isinstance(choice, WeightDecay) else None)
-    scale = jnp.where(rejected, 0, proposal.learning_rate * numbers.weight_decay)
-
-    def decay(update, p):
-        return update if p is None else update - scale.astype(p.dtype) * p
-
-    return jtu.tree_map(decay, proposal.updates, params, is_leaf=is_none)
 
 
 def after(
     model: Model,
     state: KFACState,
     proposal: Proposal,
-    updates: Model,
     fallback: optax.OptState | None,
     info: Info,
     rules: Rules,
+    weight_decay: Numeric | WeightDecay | None,
     watched: bool,
-) -> KFACState:
-    """The state after a step; if that is rejected, it remembers why."""
+) -> tuple[Model, KFACState]:
+    """The updates, and the state after a step; if that is rejected, nothing moves, and
+    the state remembers why."""
     rollback, back = state.rollback, jnp.zeros_like(info.rejected)
     if watched:
         bad = info.faults.loss | info.faults.gradient | info.faults.divergence
         rollback = rollback.after(model, info.loss, bad, info.rejected)
         back = rollback.back
+    # A velocity that led uphill starts again from zero: it would lead there for ever.
+    uphill = info.faults.update | info.faults.increase | back
+    velocity = proposal.velocity_after(info.rejected, uphill)
+    updates = _updates(velocity, proposal, model, state, info.rejected, weight_decay)
     iterates, numbers = state.averaged_parameters, state.hyperparameters
     if iterates is not None and numbers.averaging is not None:
         new = eqx.apply_updates(model, updates)
         iterates = iterates.add(new, numbers.averaging, ~info.rejected)
         iterates = tree_where(back, iterates.at(rollback.params), iterates)
-    # A velocity that led uphill starts again from zero: it would lead there for ever.
-    uphill = info.faults.update | info.faults.increase | back
-    extent, *others = (
-        state.extent,
-        state.fallback,
-        numbers.learning_rate,
-        numbers.momentum,
-    )
-    extent = jtu.tree_map(lambda e: jnp.where(uphill, 0, e), extent)
+    extent = jtu.tree_map(lambda e: jnp.where(uphill, 0, e), state.extent)
     extent, fallback, rate, momentum = tree_where(
         info.rejected,
-        (extent, *others),
+        (extent, state.fallback, numbers.learning_rate, numbers.momentum),
         (proposal.extent, fallback, proposal.learning_rate, proposal.momentum),
     )
     damping = _next_damping(state, info, rules)
     chosen = dict(learning_rate=rate, momentum=momentum, damping=damping)
-    return state._replace(
+    state = state._replace(
         step=state.step + 1,
-        velocity=proposal.unless(info.rejected, kept=~uphill).velocity,
+        velocity=velocity,
         extent=extent,
         fallback=fallback,
         averaged_parameters=iterates,
@@ -90,6 +65,34 @@ def after(
         rejected=state.rejected + info.rejected.astype(jnp.int32),
         faults=count(state.faults, info.faults),
     )
+    return updates, state
+
+
+def _updates(
+    velocity: Model,
+    proposal: Proposal,
+    model: Model,
+    state: KFACState,
+    rejected: Bool[Array, ""],
+    choice: Numeric | WeightDecay | None,
+) -> Model:
+    """The updates, with decoupled weight decay of the tagged parameters; zeros if the
+    step is `rejected`."""
+    taken = 1 - rejected.astype(proposal.lengths.dtype)
+    updates = jtu.tree_map(lambda v: taken.astype(v.dtype) * v, velocity)
+    nothing = jtu.tree_map(jnp.zeros_like, proposal.others)
+    updates = eqx.combine(updates, tree_where(rejected, nothing, proposal.others))
+    weight_decay = state.hyperparameters.weight_decay
+    if weight_decay is None:
+        return updates
+    params, _ = partition_tagged(model)
+    params = masked(params, choice.mask if isinstance(choice, WeightDecay) else None)
+    scale = jnp.where(rejected, 0, proposal.learning_rate * weight_decay)
+
+    def decay(update, p):
+        return update if p is None else update - scale.astype(p.dtype) * p
+
+    return jtu.tree_map(decay, updates, params, is_leaf=is_none)
 
 
 def _next_damping(state: KFACState, info: Info, rules: Rules) -> Any:

@@ -25,7 +25,7 @@ from .._operator import still_sharded
 from .._raw import check_covered
 from .._solver import AbstractDampedSolver
 from .._tag import partition_tagged
-from ._after import after, decayed
+from ._after import after
 from ._arguments import check_init, check_step, check_update
 from ._choices import (
     check_choices,
@@ -479,8 +479,6 @@ class KFAC(eqx.Module):
         )
         proposal = trial.propose(new.damping, new.inverse, strength, others)
         info = trial.judge(proposal, new.factorised, new.without)
-        numbers, decay = state.hyperparameters, self.weight_decay
-        updates = decayed(proposal, model, info.rejected, numbers, decay)
         state = state._replace(
             curvature=still_sharded(curvature),
             inverse=still_sharded(new.inverse),
@@ -488,8 +486,8 @@ class KFAC(eqx.Module):
             weight=new.averaged.weight,
             known=new.averaged.known,
         )
-        what = model, state, proposal, updates, fallback, info, self._rules
-        return updates, after(*what, begun.watched), info
+        choices = self._rules, self.weight_decay, begun.watched
+        return *after(model, state, proposal, fallback, info, *choices), info
 
 
 def _vmc_rate(step: Array) -> Array:

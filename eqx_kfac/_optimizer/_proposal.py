@@ -8,7 +8,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float
 
 from .._custom_types import Model
-from .._misc import tree_dot, tree_where
+from .._misc import tree_dot
 
 
 class Proposal(NamedTuple):
@@ -35,23 +35,6 @@ class Proposal(NamedTuple):
     def updates(self) -> Model:
         return eqx.combine(self.velocity, self.others)
 
-    def unless(
-        self, rejected: Bool[Array, ""], kept: Bool[Array, ""] | bool = False
-    ) -> "Proposal":
-        """The same step; if it is `rejected`, one that leads nowhere, or, if that is
-        `kept`, where the one before has led. (Its lengths say so, and the numbers that
-        they multiply are finite. For a flag that chooses one of two arrays, the compiler
-        of a CPU writes a loop for each of its values: for three flags, eight of them.)"""
-        finite = lambda a: jnp.where(jnp.isfinite(a), a, 0)
-        old = jnp.stack([jnp.zeros_like(rejected), kept & rejected])
-        nothing = jtu.tree_map(jnp.zeros_like, self.others)
-        return self._replace(
-            lengths=jnp.where(rejected, old.astype(self.lengths.dtype), self.lengths),
-            natural=jtu.tree_map(finite, self.natural),
-            before=jtu.tree_map(finite, self.before),
-            others=tree_where(rejected, nothing, self.others),
-        )
-
     @property
     def norm(self) -> Float[Array, ""]:
         """The Euclidean norm of the updates."""
@@ -59,6 +42,19 @@ class Proposal(NamedTuple):
             return jnp.sqrt(self.squares)
         others = tree_dot(self.others, self.others)
         return jnp.sqrt(self.squares.astype(others.dtype) + others)
+
+    def velocity_after(
+        self, rejected: Bool[Array, ""], stopped: Bool[Array, ""]
+    ) -> Model:
+        """The velocity after the step: if that is `rejected`, what it was, or, if it is
+        to be `stopped`, zero. (The lengths say so, and the numbers that these multiply
+        are finite. For a flag that chooses one of two arrays, the compiler of a CPU
+        writes a loop for each of its values: for three flags, eight of them.)"""
+        finite = lambda a: jnp.where(jnp.isfinite(a), a, 0)
+        old = jnp.stack([jnp.zeros_like(stopped), ~stopped]).astype(self.lengths.dtype)
+        lengths = jnp.where(rejected, old, self.lengths)
+        natural, before = jtu.tree_map(finite, (self.natural, self.before))
+        return velocity(lengths, natural, before)
 
 
 def velocity(lengths: Float[Array, "2"], natural: Model, before: Model) -> Model:
