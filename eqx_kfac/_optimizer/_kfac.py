@@ -345,7 +345,7 @@ class KFAC(eqx.Module):
         `info.rejected` is true, and model and state stay as they are (except for
         counters, a damping that adapts, curvature that was itself finite, and the
         momentum of a step that led uphill, which starts again from zero). What else the
-        loss function returned is from a bad batch: see `info.choose`.
+        loss function returned is from a bad batch: see `info.select`.
         """
         check_step(loss_fn, model, state, key)
         micro_batches = check_count("micro_batches", micro_batches, 1)
