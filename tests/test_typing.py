@@ -123,7 +123,7 @@ def test_print_of_a_state(getkey):
     lines = said(state)
     assert lines["step"] == "5, 3 rejected"
     assert lines["faults"] == "loss=1, divergence=2"
-    assert lines["loss"] == f"{losses[1]:.4g}, far above in the last 3"
+    assert lines["loss"] == f"{losses[1]:.4g}, not finite or far above in the last 3"
     each = jax.tree.leaves(state.layer_damping)
     extent = f"{min(each):.4g} to {max(each):.4g}"
     extent = extent if min(each) < max(each) else f"{each[0]:.4g}"

@@ -607,6 +607,15 @@ class Deep(eqx.Module):
         self.blocks, self.head = made, eqx.nn.Linear(4, 40, key=KEY)
 
 
+def test_a_path_that_is_not_there():
+    model = kfac.convert(eqx.nn.MLP(2, 1, 3, 2, key=jr.key(0)))
+    lines = kfac.summary(model)
+    assert lines[".layers[1]"] == lines[".layers.1"] != lines[".layers[0]"]
+    for wrong in (".layers[3]", ".layers", "layers.1"):
+        with pytest.raises(KeyError, match=r"There are: `.layers\[0\]`, `.layers\[1\]`"):
+            lines[wrong]
+
+
 def test_summary_folds_equal_layers():
     """Their numbers are those of all; one that differs has rows of its own."""
     model = eqx.filter_jit(lambda: kfac.convert(Deep(5)))()

@@ -95,7 +95,7 @@ def _loss(state: Any) -> str:
     rollback = state.rollback
     loss, bad, caution = map(shown, (rollback.loss, rollback.bad, rollback.caution))
     said = loss if shown(rollback.level) != "0" else "not known yet"
-    said += f", far above in the last {bad}" * (bad != "0")
+    said += f", not finite or far above in the last {bad}" * (bad != "0")
     return said + f", damping times {caution} since it exploded" * (caution != "1")
 
 

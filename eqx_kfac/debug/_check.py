@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ._table import html_table, Measured, table
+from ._table import html_table, Measured, row_of, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Verification:
 
     def __getitem__(self, path: str) -> LayerCheck:
         """The check of the layer at `path`."""
-        return next(c for c in self.layers if c.path == path)
+        return row_of(self.layers, path)
 
     @property
     def exact(self) -> bool:

@@ -17,7 +17,7 @@ from .._tag import flatten_tags, partition_tagged, Tag
 from ..analysis import BlockDiagonalOperator
 from ._fold import Fold, fold
 from ._spectra import spectra, Spectrum
-from ._table import block_shown, Extent, html_table, Share, sizes_shown, table
+from ._table import block_shown, Extent, html_table, row_of, Share, sizes_shown, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Summary:
 
     def __getitem__(self, path: str) -> LayerSummary:
         """The line of the layer at `path`."""
-        return next(s for s in self.layers if s.path == path)
+        return row_of(self.layers, path)
 
     def __repr__(self) -> str:
         shown = [f"  {path}  {list(s)}" for path, s in self.untagged.items()]

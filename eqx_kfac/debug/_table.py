@@ -1,8 +1,10 @@
 import html
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .._block import Kronecker
+from .._misc import names
 
 
 class Measured(NamedTuple):
@@ -24,6 +26,19 @@ class Share(NamedTuple):
 
     part: float
     greatest: bool
+
+
+def row_of(rows: Sequence[Any], path: str) -> Any:
+    """The row at `path`, in which brackets may be written as dots: `.att.qkv` for
+    `.att['qkv']`.
+
+    **Raises:** `KeyError` that names the paths there are."""
+    plain = lambda p: re.sub(r"\['?([^\]']*)'?\]", r".\1", p)
+    by_path = {plain(row.path): row for row in rows}
+    if plain(path) not in by_path:
+        there = names([row.path for row in rows])
+        raise KeyError(f"No layer has the path `{path}`. There are: {there}.")
+    return by_path[plain(path)]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -127,6 +127,7 @@ class Choice:
         _check_blocks(blocks)
         self.blocks = blocks
         self.unused = set(blocks) if isinstance(blocks, Mapping) else set()
+        self.paths: list[str] = []
 
     def __call__(
         self,
@@ -138,6 +139,7 @@ class Choice:
         """The block of the layer at `path`, or of one of its arrays, which has other
         paths, too, as one of the tags of a module."""
         blocks = self.blocks
+        self.paths.append(path)
         if blocks is None:
             return default
         if isinstance(blocks, AbstractBlock):
@@ -159,10 +161,10 @@ class Choice:
         if self.unused:
             raise ValueError(
                 f"No layer that can be tagged has {names(list(map(str, self.unused)))}, "
-                "given in `blocks`. Paths are as in `kfac.convert(model)`'s state, such "
-                "as `.layers[0]`; types are those of `equinox.nn`. Layers that are "
-                "tagged already stay as they are: convert `kfac.revert(model)`; a tag "
-                "that a class was written with stays there, too."
+                f"given in `blocks`. There are: {names(self.paths)}; and types of "
+                "`equinox.nn`. Layers that are tagged already stay as they are: convert "
+                "`kfac.revert(model)`; a tag that a class was written with stays there, "
+                "too."
             )
 
 
