@@ -892,6 +892,22 @@ def test_rows_that_cancel(cancels):
     assert ("where the exact block is zero" in check.verdict) == cancels
 
 
+def test_a_stack_of_which_one_exact_block_is_zero():
+    """The table has the numbers of the others, and says of how many they are not."""
+    model = kfac.convert(eqx.nn.Linear(D, K, key=KEY))
+    (check,) = kfac.verify(squared, model, X).layers
+    numbers = dict(error=[0.25, np.inf], ratio=[0.5, np.inf], cosine=[0.75, 0.0])
+    numbers = {name: np.array(values) for name, values in numbers.items()}
+    flags = np.zeros(2, bool)
+    mixed = dataclasses.replace(check, **numbers, zero=flags, single=False)
+    assert mixed.verdict == "approximate where the exact block is zero: 1 of 2"
+    shown = repr(kfac.debug.Verification((mixed,)))
+    assert "0.25" in shown and "0.75" in shown and "inf" not in shown
+    both = {name: a[[1, 1]] for name, a in numbers.items()}
+    shown = repr(kfac.debug.Verification((dataclasses.replace(mixed, **both),)))
+    assert "inf" in shown and "2 of 2" in shown
+
+
 def test_curvature_where_there_is_none():
     """Of one row, curvature without an exact block is a mistake; and so is infinity."""
     model = kfac.convert(eqx.nn.Linear(D, K, key=KEY))

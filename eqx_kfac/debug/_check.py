@@ -106,7 +106,9 @@ class LayerCheck:
             return "WRONG: not finite"
         if np.any(self._where_exact_is_zero):
             # The rows of one gradient may cancel, which no product of factors knows.
-            where = "where the exact block is zero"
+            where, count = "where the exact block is zero", self.ratio.size
+            if count > 1:
+                where += f": {np.sum(self._where_exact_is_zero)} of {count}"
             return f"WRONG: not zero {where}" if self.single else f"approximate {where}"
         return "exact" if self.exact else self._approximate()
 
@@ -188,7 +190,9 @@ class Verification:
 
         def shown(check: LayerCheck, name: str, ideal: float) -> Any:
             numbers, noise = getattr(check, name), getattr(check, f"{name}_noise")
-            at = worst_at(numbers, ideal)
+            # Of a stack, those tell whose exact block is not zero.
+            odd = check._where_exact_is_zero
+            at = worst_at(np.where(odd & ~np.all(odd), np.nan, numbers), ideal)
             value = float(np.ravel(numbers)[at])
             return (
                 Measured(value, float(np.ravel(noise)[at])) if check.estimated else value
