@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +48,9 @@ def check_number(name: str, value: Any, range_: str, schedule: bool = True) -> A
     scheduled = schedule and callable(value) and not isinstance(value, type)
     if not (is_number(value) or is_scalar(value) or scheduled):
         kinds = "a number or a schedule (of scalars)" if schedule else "a number"
-        raise TypeError(f"`{name}` must be {kinds}, but is {value!r}.")
+        is_rule = isinstance(value, type) and issubclass(value, eqx.Module)
+        end = f": did you mean `{value.__name__}()`?" if is_rule else "."
+        raise TypeError(f"`{name}` must be {kinds}, but is {value!r}{end}")
     return value
 
 

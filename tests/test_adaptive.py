@@ -1011,6 +1011,33 @@ def averaged_run(decay):
     return model, state, np.array(iterates), rejected
 
 
+class AfterRejections(kfac.AbstractDamping):
+    """Never looks at a ratio."""
+
+    initial: float = 0.1
+    calibration: int = 0
+
+    def due(self, step):
+        return False
+
+    def __call__(self, damping, ratio):
+        return jnp.where(ratio == -jnp.inf, 2 * damping, -1)
+
+
+def test_a_rule_that_is_never_due_hears_of_rejections():
+    optimizer = plain_kfac(0.05, 0.9, AfterRejections(), fisher=kfac.Exact())
+    model = make_model()
+    state = optimizer.init(model)
+    dampings = []
+    for index in range(4):
+        x, y = make_data(index)
+        x = x * (jnp.nan if index == 2 else 1)
+        model, state, info = stepped(optimizer, squared, model, state, x, y)
+        assert bool(info.rejected) == (index == 2)
+        dampings.append(float(state.damping))
+    assert dampings == [0.1, 0.1, 0.2, 0.2]
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.9, 1.0])
 def test_average_of_the_iterates(decay):
     model, state, theta, rejected = averaged_run(decay)

@@ -642,6 +642,19 @@ def test_wrong_types_of_targets():
         kfac.SoftmaxCrossEntropy(jnp.ones((4, K)), jnp.ones((4, K), bool))
 
 
+class NotSummed(kfac.SquaredError):
+    """A mistake in a loss of one's own: one number for each output, not for each term."""
+
+    def losses(self, outputs, targets):
+        return 0.5 * (outputs - targets) ** 2
+
+
+@pytest.mark.parametrize("weights", [None, np.ones(K)])
+def test_losses_that_are_not_summed(weights):
+    with pytest.raises(ValueError, match=r"NotSummed.losses.*\(3,\).*\(3, 3\).*Sum"):
+        NotSummed(jnp.ones((K, K)), jnp.zeros((K, K)), weights=weights).value
+
+
 @NATURAL
 @pytest.mark.parametrize("shape", [(), (5,), (2,), (4, K), (4, 2, 1)])
 def test_wrong_weights(case, shape):

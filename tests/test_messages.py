@@ -284,6 +284,11 @@ def test_counts_of_numpy(count):
 no_numbers = [True, False, np.bool_(True), jnp.array(True), 1j, jnp.array(1j), np.ones(2)]
 
 
+def test_a_rule_that_was_not_called():
+    with raises(TypeError, "did you mean `LevenbergMarquardt()`?"):
+        kfac.KFAC(0.1, 0.9, kfac.LevenbergMarquardt)
+
+
 @pytest.mark.parametrize("value", [*no_numbers, None, "0.1", optax.adam, float])
 def test_no_numbers(value):
     def init(**choices):

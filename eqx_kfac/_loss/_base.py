@@ -243,6 +243,13 @@ class AbstractLoss(AbstractObjective):
                 "the curvature: `surrogate + loss`."
             )
         losses = self.losses(self.outputs, self.present(self.targets))
+        if losses.shape != self.leading:
+            name = type(self).__name__
+            raise ValueError(
+                f"`{name}.losses` must return one number for every term, of shape "
+                f"{self.leading}, but returned an array of shape {losses.shape}. Sum "
+                "over the axes of what belongs to one term."
+            )
         weights = self.term_weights.astype(losses.dtype)
         if self.weights is not None:
             losses = jnp.where((weights == 0) & ~jnp.isfinite(losses), 0, losses)

@@ -37,7 +37,9 @@ def after(
     # A velocity that led uphill starts again from zero: it would lead there for ever.
     uphill = info.faults.update | info.faults.increase | back
     velocity = proposal.velocity_after(info.rejected, uphill)
-    updates = _updates(velocity, proposal, model, state, info.rejected, weight_decay)
+    updates = _decayed_updates(
+        velocity, proposal, model, state, info.rejected, weight_decay
+    )
     iterates, numbers = state.averaged_parameters, state.hyperparameters
     if iterates is not None and numbers.averaging is not None:
         new = eqx.apply_updates(model, updates)
@@ -68,7 +70,7 @@ def after(
     return updates, state
 
 
-def _updates(
+def _decayed_updates(
     velocity: Model,
     proposal: Proposal,
     model: Model,
@@ -97,8 +99,9 @@ def _updates(
 
 def _next_damping(state: KFACState, info: Info, rules: Rules) -> Any:
     rule, ratio = rules.damping, info.reduction_ratio
-    if rule is None or ratio is None:
+    if rule is None:
         return info.damping
+    ratio = jnp.zeros_like(info.loss) if ratio is None else ratio  # Never due.
     ratio = jnp.where(info.rejected, -jnp.inf, ratio)
     due = rule.due(state.step) | info.rejected
     return jnp.where(due, rule(info.damping, ratio), info.damping)

@@ -95,7 +95,7 @@ class Faults(eqx.Module):
 
     @property
     def rejecting(self) -> Array:
-        """Whether the step was not taken."""
+        """Whether the step was not taken. (The last two faults let it be.)"""
         return jnp.any(self.each[..., :-2], axis=-1)
 
     def as_dict(self) -> dict[str, Array]:

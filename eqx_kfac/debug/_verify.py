@@ -57,8 +57,10 @@ def verify(
 
     Take a few examples. With *one* example, in which a layer is used once,
     [`eqx_kfac.Kronecker`][] is exact, whatever the model: then any verdict but `exact` is
-    a mistake. With more examples, an approximation is only approximate; `ratio`, the
-    trace of the approximation divided by the exact one, should be of the order of 1.
+    a mistake (unless `fisher` is [`eqx_kfac.ExactGGN`][], and the outputs are no natural
+    parameters: it is compared with the Fisher). With more examples, an approximation is
+    only approximate; `ratio`, the trace of the approximation divided by the exact one,
+    should be of the order of 1.
 
     What is small is compared as a dense matrix, which is exact. What is large is compared
     along gradients $g$, $F = \sum g g^\top$: those of all columns of a root of the Fisher
