@@ -84,7 +84,7 @@ def race(name, init, step, options, end=None):
         jax.block_until_ready(step(model, state, jnp.asarray(0.0)))
         compiling = compiling or time.process_time() - began
         curve = [(compiling, float(errors_of(model)[1]))]
-        end = end or max(options.seconds or 1.5 * compiling, compiling + 0.1)
+        end = end or max(min(options.seconds, 1.5 * compiling), compiling + 0.1)
         while curve[-1][0] < end:
             part = jnp.asarray((curve[-1][0] - compiling) / (end - compiling))
             began = time.process_time()
@@ -132,7 +132,7 @@ def parse(argv=None):
     what = "K-FAC, Adam and Muon solve an equation, against the clock."
     parser = argparse.ArgumentParser(description=what, formatter_class=style)
     add = parser.add_argument
-    add("--seconds", type=float, help="of each run, instead of 1.5 times compiling")
+    add("--seconds", type=float, default=np.inf, help="of each run, at most")
     add("--rates", type=float, nargs=2, default=[3e-2, 3e-2], help="of Adam, of Muon")
     add("--seed", type=int, default=0, help="of the network, the first")
     add("--seeds", type=int, default=2, help="how many")
@@ -141,7 +141,7 @@ def parse(argv=None):
     if parser.parse_known_args(argv)[0].toy:
         parser.set_defaults(seconds=0.1, seeds=1)
     options = parser.parse_args(argv)
-    if (options.seconds or 1) <= 0 or options.seeds < 1:
+    if options.seconds <= 0 or options.seeds < 1:
         parser.error("--seconds and --seeds must be positive")
     return options
 

@@ -326,7 +326,7 @@ def test_report():
         "path form block shape unseen error cosine ratio verdict".split()
     )
     assert "Kronecker(Reduce)" in lines[2] and "[4, 3+1]" in lines[2]
-    with pytest.raises(StopIteration):
+    with pytest.raises(KeyError, match="nowhere.*There are"):
         report["nowhere"]
 
 
