@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import equinox as eqx
 import jax
 from jax.core import eval_jaxpr as eval_jaxpr, Tracer as Tracer
-from jax.extend.core import Jaxpr, JaxprEqn, Primitive as Primitive
+from jax.extend.core import Jaxpr as Jaxpr, JaxprEqn, Primitive as Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jaxtyping import Array, PyTree
 

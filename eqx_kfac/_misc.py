@@ -257,6 +257,11 @@ def inner(x: Array, y: Array) -> Shaped[Array, ""]:
     return jax.lax.dot_general(x, y, dims, precision=highest)
 
 
+def total(x: Array) -> Shaped[Array, ""]:
+    """The sum of all numbers in a real array, as a contraction."""
+    return inner(x, jnp.ones_like(x))
+
+
 # Arrays of fewer numbers are better looked at together: for a CPU, every single one is
 # something to compile; elsewhere, something to launch, which takes longer than a copy.
 _SMALL, _SMALL_ELSEWHERE = 2**14, 2**22

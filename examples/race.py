@@ -8,7 +8,7 @@
 # processor, for which other work on the machine matters little; all cores count. Everyone
 # has one and a half times as long as K-FAC takes to compile, on machines of any speed.
 #
-#     python examples/race.py        # 90 seconds on two CPU cores
+#     python examples/race.py        # one to three minutes on two CPU cores
 #     python examples/race.py --toy  # does everything run?
 
 # %%

@@ -248,7 +248,7 @@ MUTANTS = [
     M("_optimizer/_rollback.py", "jnp.where(bad | ~finite, self.loss, value.astype(self.loss.dtype))", "value.astype(self.loss.dtype)", "typing"),
     M("_optimizer/_rollback.py", "d * self.caution.astype(d.dtype)", "d", "divergence"),
     M("_optimizer/_layer_damping.py", "trace=jnp.maximum(trace(operator), whole)", "trace=trace(operator)", "layer_damping"),
-    M("_optimizer/_layer_damping.py", "weights=jnp.maximum(inner(weights, jnp.ones_like(weights)), part)", "weights=inner(weights, jnp.ones_like(weights))", "layer_damping divergence"),
+    M("_optimizer/_layer_damping.py", "weights=jnp.maximum(total(weights), part)", "weights=total(weights)", "layer_damping divergence"),
     M("_optimizer/_collect.py", "index_key = None if key is None else jax.random.fold_in(key, index)", "index_key = key", "optimizer"),
     M("_optimizer/_after.py", "params = masked(params, choice.mask if isinstance(choice, WeightDecay) else None)", "pass", "adaptive"),
     M("_optimizer/_after.py", "proposal.learning_rate * weight_decay", "weight_decay", "adaptive"),

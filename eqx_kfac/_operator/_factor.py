@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.lax.linalg import cholesky, triangular_solve
 from jaxtyping import Array, Float
 
-from .._misc import inner
+from .._misc import total
 from . import _decompositions as decompositions
 from ._decompositions import one_by_one
 
@@ -49,13 +49,7 @@ def diagonal(factor: Factor) -> Float[Array, " d"]:
 
 def trace_of_factor(factor: Factor) -> Float[Array, ""]:
     """The sum of the diagonal."""
-    entries = diagonal(factor)
-    return inner(entries, jnp.ones_like(entries))
-
-
-def squared_norm_of_factor(factor: Factor) -> Float[Array, ""]:
-    """The sum of the squares of all entries."""
-    return inner(factor, factor)
+    return total(diagonal(factor))
 
 
 def identity(factor: Factor) -> Factor:

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float
 
+from .._misc import inner
 from . import _decompositions as decompositions
 from ._factor import (
     dense,
@@ -13,7 +14,6 @@ from ._factor import (
     outer,
     power,
     right,
-    squared_norm_of_factor,
     trace_of_factor,
 )
 from ._spectral import (
@@ -145,8 +145,8 @@ trace.register(KroneckerOperator, KroneckerOperator.trace)
 
 @squared_norm.register
 def _squared_norm(operator: KroneckerOperator) -> Float[Array, ""]:
-    of_outputs = squared_norm_of_factor(operator.output_factor)
-    return of_outputs * squared_norm_of_factor(operator.input_factor)
+    G, A = operator.output_factor, operator.input_factor
+    return inner(G, G) * inner(A, A)
 
 
 @lx.is_diagonal.register(KroneckerOperator)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from .._checks import check_number
 from .._custom_types import Layer, Model, Scalar
 from .._devices import over_stack, zeros_as_from
-from .._misc import inner
+from .._misc import inner, total
 from .._operator import KroneckerOperator, SeriesOperator, squared_norm, trace, unpacked
 from .._tag import flatten_tags, is_trainable, map_tags, Tag
 from ..form import has_bias
@@ -186,7 +186,7 @@ def _measured(tag: Tag, layer: Layer, factors: Any, gradient: Array) -> Any:
         whole, part = (inner(a, a) for a in (gradient, weight_gradient))
         return _Measures(
             trace=jnp.maximum(trace(operator), whole),
-            weights=jnp.maximum(inner(weights, jnp.ones_like(weights)), part),
+            weights=jnp.maximum(total(weights), part),
             squares=jnp.maximum(squared_norm(operator), whole**2),
             norm=jnp.sqrt(inner(matrix, matrix)),
         )

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from .._jax import eval_jaxpr, part_of, Tracer
+from .._jax import Equation, eval_jaxpr, Jaxpr, part_of, Tracer
 from .._tag import row_shapes_p
 
 
@@ -59,7 +59,9 @@ def depends(fn: Callable, *args: Any) -> bool:
     return any(part_of(closed.jaxpr, everything)[2])
 
 
-def _needed(jaxpr: Any, consts: Sequence[Any], wanted: list[bool]) -> Any:
+def _needed(
+    jaxpr: Jaxpr, consts: Sequence[Any], wanted: list[bool]
+) -> tuple[Jaxpr, list[Any], bool]:
     """The part of a jaxpr that some of its outputs need, and whether it needs no data."""
     jaxpr, used_consts, used_inputs = part_of(jaxpr, wanted)
     consts = [c for c, used in zip(consts, used_consts, strict=True) if used]
@@ -84,11 +86,11 @@ def _silent(value):
     return value.replace(eqns=eqns, effects=set())
 
 
-def contains(jaxpr: Any, name: str) -> bool:
+def contains(jaxpr: Jaxpr, name: str) -> bool:
     return any(eqn.primitive.name == name for eqn in equations(jaxpr))
 
 
-def equations(value: Any) -> Iterator[Any]:
+def equations(value: Any) -> Iterator[Equation]:
     """The equations of a jaxpr, and of all jaxprs inside them."""
     if isinstance(value, (tuple, list)):
         for item in value:

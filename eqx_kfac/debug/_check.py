@@ -190,7 +190,7 @@ class Verification:
 
         def shown(check: LayerCheck, name: str, ideal: float) -> Any:
             numbers, noise = getattr(check, name), getattr(check, f"{name}_noise")
-            # Of a stack, those tell whose exact block is not zero.
+            # One infinite ratio would hide what the others in a stack are like.
             odd = check._where_exact_is_zero
             at = worst_at(np.where(odd & ~np.all(odd), np.nan, numbers), ideal)
             value = float(np.ravel(numbers)[at])
