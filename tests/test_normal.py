@@ -14,7 +14,7 @@ import eqx_kfac as kfac
 from . import reference
 from .helpers import normal as random_normal
 from .plain import plain_kfac
-from .test_readme import blocks
+from .scripts import blocks
 
 
 TOLERANCE = 1e-10

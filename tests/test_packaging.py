@@ -6,7 +6,8 @@ import tomllib
 import pytest
 
 import eqx_kfac
-from tests.test_readme import root
+
+from .scripts import root
 
 
 def read(path):

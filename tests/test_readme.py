@@ -2,7 +2,6 @@
 Python runs, and the API pages have everything that is public."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,8 +12,9 @@ import pytest
 import eqx_kfac as kfac
 from docs.hooks import notebook
 
+from .scripts import blocks, plain_environment, root
 
-root = Path(__file__).parent.parent
+
 readme = root / "README.md"
 pages = sorted((root / "docs").rglob("*.md"))
 # Those of a row share an interpreter, but nothing else.
@@ -38,21 +38,6 @@ for page, blocks in json.load(sys.stdin):
     for line, source in blocks:
         exec(compile("\\n" * line + source, page, "exec"), namespace)
 """
-
-
-def blocks(page: Path, language: str) -> list[tuple[int, str]]:
-    """`(line of the fence, source)` of every fenced block of a language."""
-    text = page.read_text()
-    fenced = rf"^```{language}\n(.*?)^```$"
-    found = re.finditer(fenced, text, re.MULTILINE | re.DOTALL)
-    return [(text[: m.start()].count("\n") + 1, m.group(1)) for m in found]
-
-
-def plain_environment() -> dict[str, str]:
-    """As in a user's shell, float32 and one device; but compiled as the tests are."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
-    flags = [f for f in env["XLA_FLAGS"].split() if "device_count" not in f]
-    return {**env, "XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
 
 
 def run_python(*pages: Path) -> str:

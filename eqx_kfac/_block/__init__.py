@@ -1,6 +1,9 @@
 from ._base import (
+    AbstractBasisBlock as AbstractBasisBlock,
     AbstractBlock as AbstractBlock,
+    AbstractCentredBlock as AbstractCentredBlock,
     AbstractFactors as AbstractFactors,
+    AbstractPerExampleBlock as AbstractPerExampleBlock,
     no_l2 as no_l2,
 )
 from ._check import check_block as check_block

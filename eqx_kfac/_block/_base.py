@@ -84,22 +84,13 @@ class AbstractBlock(AbstractCollector):
         of an example.
     - `two_sided`: whether the operator is a Kronecker product on canonical matrices, or
         is diagonal in a basis that is one.
-    - `squares_examples`: whether it consists of squares of single examples' gradients.
-        If these use the layer more than once, its slots hold the gradients themselves:
-        see `per_example_slots`.
-    - `centres`: whether the mean of the examples' gradients may be subtracted: see
-        `minus_example`.
     - `derivatives`: whether it supports rows of derivatives, which have no bias
         (`rows.derivative`).
-    - `has_basis`: whether the statistics are taken in a basis that the factors have.
     """
 
     weighted: eqx.AbstractVar[bool]
     mixes_positions: eqx.AbstractVar[bool]
     two_sided: ClassVar[bool] = False
-    squares_examples: ClassVar[bool] = False
-    centres: ClassVar[bool] = False
-    has_basis: ClassVar[bool] = False
 
     @abc.abstractmethod
     def factors(self, statistics: Statistics, count: Array, l2: Array) -> AbstractFactors:
@@ -111,52 +102,60 @@ class AbstractBlock(AbstractCollector):
         """The lineax operator that the factors of one layer (no stack axes) denote,
         without its `l2`."""
 
-    #
-    # With `squares_examples`, and a number of `batch_axes`:
-    #
 
+#
+# What some blocks can do besides
+#
+
+
+class AbstractPerExampleBlock(AbstractBlock):
+    """A block that consists of squares of single examples' gradients. If an example uses
+    the layer more than once, or along several `batch_axes`, its slots hold the gradients
+    themselves, which add up before they are squared."""
+
+    @abc.abstractmethod
     def per_example_slots(
         self, form: AbstractForm, layer: Layer, examples: int
     ) -> Statistics:
         """Slots for the gradients of so many examples, which add up over the uses of the
         layer before `from_per_example` squares them."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def from_per_example(self, statistics: Statistics) -> Statistics:
         """The statistics, given what arrived in either kind of slots."""
-        return statistics
 
-    #
-    # With `centres`:
-    #
 
+class AbstractCentredBlock(AbstractBlock):
+    """A block from which the mean of the examples' gradients may be subtracted, for
+    [`eqx_kfac.Centred`][]."""
+
+    @abc.abstractmethod
     def minus_example(
         self, statistics: Statistics, gradient: Float[Array, "*stack d_out d_in"]
     ) -> Statistics:
         """The statistics without an example that has this gradient."""
-        raise NotImplementedError
 
-    #
-    # With `has_basis`:
-    #
 
+class AbstractBasisBlock(AbstractBlock):
+    """A block whose statistics are taken in a basis that its factors have."""
+
+    @abc.abstractmethod
     def empty_basis(self) -> Basis:
         """A basis whose leaves are all `None`."""
-        return None
 
+    @abc.abstractmethod
     def basis(self, factors: OwnFactors) -> Basis:
         """The arrays of the factors that `statistics` wants as `rows.basis`."""
-        return None
 
+    @abc.abstractmethod
     def in_basis(self, factors: OwnFactors, basis: Basis) -> OwnFactors:
         """The factors of statistics that were taken in `basis`."""
-        return factors
 
+    @abc.abstractmethod
     def change_basis(self, factors: OwnFactors, basis: Basis) -> OwnFactors:
         """The factors of one layer, as well as they can be expressed in another basis."""
-        return factors
 
+    @abc.abstractmethod
     def rebased(self, factors: OwnFactors, eigenbasis: Callable) -> OwnFactors:
         """The factors of one layer in a new basis. `eigenbasis(factor, vectors)` gives
         eigenvalues and eigenvectors, close to `vectors` if it can make use of them."""
-        return factors

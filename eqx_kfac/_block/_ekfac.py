@@ -12,7 +12,7 @@ from .._custom_types import Layer
 from .._devices import zeros_of
 from .._operator import KroneckerBasis, matmul, SpectralOperator, vanishes
 from ..form import AbstractForm, Rows
-from ._base import AbstractBlock, AbstractFactors
+from ._base import AbstractBasisBlock, AbstractFactors, AbstractPerExampleBlock
 from ._collector import Statistics
 from ._gradients import Columns, columns_of, Squares, squares
 from ._kronecker import Kronecker
@@ -47,7 +47,7 @@ class EKFACFactors(AbstractFactors):
         return vanishes(self.output_factor)
 
 
-class EKFAC(AbstractBlock):
+class EKFAC(AbstractPerExampleBlock, AbstractBasisBlock):
     r"""The eigenvalue-corrected Kronecker block: the eigenbasis of $G \otimes A$ (see
     [`eqx_kfac.Kronecker`][], which also says of which sides it is trivial), with the
     eigenvalues that are best in it,
@@ -78,9 +78,7 @@ class EKFAC(AbstractBlock):
     batch_axes: int = eqx.field(static=True)
     mixes_positions = True
     two_sided = True
-    squares_examples = True
     derivatives = True
-    has_basis = True
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from .._custom_types import Layer, Like
 from .._devices import gathered, zeros_of
 from .._misc import accumulator, moment
 from ..form import AbstractForm, Rows
-from ._base import AbstractBlock, sizes_and_zeros
+from ._base import AbstractCentredBlock, AbstractPerExampleBlock, sizes_and_zeros
 from ._collector import Statistics
 
 
@@ -51,7 +51,7 @@ def columns_of(
     return columns, (d_out, d_in + bias), zeros
 
 
-class AbstractGradientBlock(AbstractBlock):
+class AbstractGradientBlock(AbstractPerExampleBlock, AbstractCentredBlock):
     r"""A block that is made of second moments of single examples' gradients
     $\nabla_n = \sum_s g_{ns} \bar x_{ns}^\top$."""
 
@@ -59,8 +59,6 @@ class AbstractGradientBlock(AbstractBlock):
     # The cotangents are, and nothing else enters.
     weighted: bool = eqx.field(static=True, default=False, init=False, repr=False)
     mixes_positions: bool = eqx.field(static=True, default=True, init=False, repr=False)
-    squares_examples = True
-    centres = True
     derivatives = True
 
     def __init__(self, batch_axes: int = 1):

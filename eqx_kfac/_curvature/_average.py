@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float
 
-from .._block import AbstractFactors, no_l2
+from .._block import AbstractBasisBlock, AbstractFactors, no_l2
 from .._custom_types import Model
 from .._devices import Devices, over_stack, placed_like
 from .._jobs import done, Job
@@ -44,7 +44,9 @@ def factors(
         if not is_trainable(tag, layer):
             return None
         new = tag.block.factors(statistics, count, l2)
-        return new if old is None else tag.block.in_basis(new, tag.block.basis(old))
+        if old is None or not isinstance(tag.block, AbstractBasisBlock):
+            return new
+        return tag.block.in_basis(new, tag.block.basis(old))
 
     if curvature is None:
         curvature = blank(model)
@@ -119,7 +121,8 @@ def _is_factors(node: object) -> bool:
 
 def has_bases(model: Model) -> bool:
     """Whether the statistics of any block are taken in a basis of its factors."""
-    return any(tag.block.has_basis for _, tag, _ in tagged_layers(model))
+    blocks = [tag.block for _, tag, _ in tagged_layers(model)]
+    return any(isinstance(block, AbstractBasisBlock) for block in blocks)
 
 
 def in_new_bases(
@@ -129,7 +132,7 @@ def in_new_bases(
     is."""
 
     def job(tag, _, factors):
-        if factors is None or not tag.block.has_basis:
+        if factors is None or not isinstance(tag.block, AbstractBasisBlock):
             return None
 
         def rebased(factors):
@@ -192,7 +195,7 @@ def _in_bases_of(
     """`new`, in the bases of `curvature` unless it is the `first` one."""
 
     def layer_factors(tag, _, old, new):
-        if old is None or not tag.block.has_basis:
+        if old is None or not isinstance(tag.block, AbstractBasisBlock):
             return new
 
         def changed(old, new):

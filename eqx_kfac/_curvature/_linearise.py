@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, Int, PyTree
 
-from .._block import is_statistics, no_l2, Statistics
+from .._block import AbstractCentredBlock, is_statistics, no_l2, Statistics
 from .._custom_types import Args, Key, Kwargs, Layer, Model
 from .._devices import cast_varying, placed_like, sum_over, varying_axes
 from .._fisher import AbstractFisher
@@ -110,6 +110,7 @@ class Linearisation(PlainModule):
                 return statistics
             total = tag.to_matrix(layer)
             mean = total / jnp.sqrt(self.share.count).astype(total.dtype)
+            assert isinstance(tag.block, AbstractCentredBlock)  # Checked by `Centred`.
             return tag.block.minus_example(statistics, mean)
 
         return map_tags(layer_statistics, pulled, statistics)

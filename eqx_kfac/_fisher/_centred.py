@@ -1,3 +1,4 @@
+from .._block import AbstractCentredBlock
 from .._custom_types import Model
 from .._misc import names
 from .._tag import tagged_layers
@@ -27,7 +28,8 @@ class Centred(Exact):
 
     def check(self, model: Model) -> None:
         super().check(model)
-        others = [p for p, tag, _ in tagged_layers(model) if not tag.block.centres]
+        blocks = [(path, tag.block) for path, tag, _ in tagged_layers(model)]
+        others = [p for p, block in blocks if not isinstance(block, AbstractCentredBlock)]
         if others:
             raise ValueError(
                 "`kfac.Centred` takes the mean of examples' gradients away, which the "

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.tree_util as jtu
 
+from .._block import AbstractPerExampleBlock
 from .._custom_types import Args, Kwargs, Model
 from .._devices import check_tracked
 from .._misc import names
@@ -382,7 +383,7 @@ def _used_repeatedly(trace: Trace) -> Iterator[tuple[int, int]]:
     for number, (path, tag, _) in enumerate(trace.layers):
         uses = trace.uses_of(number)
         several = len(uses) > 1 or any(map(trace.repeats, uses))
-        if not several or not tag.block.squares_examples:
+        if not several or not isinstance(tag.block, AbstractPerExampleBlock):
             continue
         if any(map(trace.is_looped_over, uses)):
             if len(uses) == 1:  # Once in the loop over the examples.

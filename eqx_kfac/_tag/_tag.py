@@ -10,7 +10,15 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, Shaped
 from wadler_lindig import AbstractDoc, TextDoc
 
-from .._block import AbstractBlock, AbstractCollector, check_block, Series, Statistics
+from .._block import (
+    AbstractBasisBlock,
+    AbstractBlock,
+    AbstractCollector,
+    AbstractPerExampleBlock,
+    check_block,
+    Series,
+    Statistics,
+)
 from .._checks import check_instance
 from .._custom_types import Layer, Weights
 from .._devices import (
@@ -114,7 +122,10 @@ class Tag(PlainModule):
     @property
     def statistics(self) -> Statistics:
         """What arrived there."""
-        return self.block.from_per_example(self.contents.slots)
+        slots = self.contents.slots
+        if isinstance(self.block, AbstractPerExampleBlock):
+            return self.block.from_per_example(slots)
+        return slots
 
     def __call__(
         self, y: Inexact[Array, "*y"], x: Shaped[Array, "*x"]
@@ -258,7 +269,7 @@ class Tag(PlainModule):
         if weights is not None:
             weights = jnp.broadcast_to(weights, self.stack(layer) + weights.shape)
         contents = self.contents._replace(slots=slots, weights=weights)
-        if factors is not None:
+        if factors is not None and isinstance(self.block, AbstractBasisBlock):
             contents = contents._replace(basis=self.block.basis(factors))
         return self._with_contents(
             contents._replace(trained_mask=self._trained_mask(layer))
@@ -275,6 +286,7 @@ class Tag(PlainModule):
     def per_example(self, layer: Layer, examples: int, axes: frozenset) -> "Tag":
         """This tag, ready to collect, with slots in which the gradients of examples add
         up over all uses of the layer. Devices, along `axes`, have their own examples."""
+        assert isinstance(self.block, AbstractPerExampleBlock)
         slots = self.block.per_example_slots(self.form, layer, examples)
         slots = slots._replace(outputs=cast_varying(slots.outputs, axes))
         return self._with_contents(self.contents._replace(slots=slots))
@@ -369,7 +381,8 @@ def _structure(form: AbstractForm, block: AbstractBlock) -> Any:
     """The structure of the contents."""
     mask = (None,) * len(form.names) if isinstance(form, Parameters) else None
     rows, gradient = RowCollector().empty(), GradientCollector().empty()
-    contents = Contents(block.empty(), None, block.empty_basis(), mask, rows, gradient)
+    basis = block.empty_basis() if isinstance(block, AbstractBasisBlock) else None
+    contents = Contents(block.empty(), None, basis, mask, rows, gradient)
     return jtu.tree_structure(contents, is_leaf=is_none)
 
 

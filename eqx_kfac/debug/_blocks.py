@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import lineax as lx
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -24,7 +25,8 @@ from ._plan import compiled, Costs, costs, MEMORY, scale, Vectors, vectors
 
 
 class Nothing(AbstractBlock):
-    """Collects nothing: of a layer that is not looked at."""
+    """Collects nothing: of a layer that is not looked at. It has no factors, and its
+    operator is that of no numbers."""
 
     weighted = False
     mixes_positions = False
@@ -42,11 +44,11 @@ class Nothing(AbstractBlock):
     def statistics(self, rows: Any, slots: Statistics) -> Statistics:
         return slots
 
-    def factors(self, statistics: Statistics, count: Array, l2: Array) -> Any:
+    def factors(self, statistics: Statistics, count: Array, l2: Array) -> None:
         return None
 
-    def operator(self, factors: Any) -> Any:
-        raise NotImplementedError
+    def operator(self, factors: None) -> lx.IdentityLinearOperator:
+        return lx.IdentityLinearOperator(jax.ShapeDtypeStruct((0,), float))
 
 
 def only(model: Model, kept: frozenset[int]) -> Model:

@@ -23,7 +23,9 @@ import jax
 
 
 root = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("ae", root / "examples/autoencoder.py")
+spec = importlib.util.spec_from_file_location(
+    "ae", root / "tests/benchmarks/studies/autoencoder.py"
+)
 ae = importlib.util.module_from_spec(spec)
 sys.modules["ae"] = ae
 spec.loader.exec_module(ae)

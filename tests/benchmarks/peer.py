@@ -89,7 +89,7 @@ def optimizer_for(tanh: tuple[bool, ...], initial_damping: float) -> Any:
 
 
 def adaptive(ae: Any, batch: int, initial_damping: float = 1.0) -> Any:
-    """A trainer for `examples/autoencoder.py` (`ae`). Its step takes the example's model
+    """A trainer for `studies/autoencoder.py` (`ae`). Its step takes the study's model
     at first, and returns a `Peer`, which it takes from then on."""
     optimizers: dict[tuple[bool, ...], Any] = {}
 

@@ -58,9 +58,11 @@ class Problem(NamedTuple):
     l2: float = 0.0
 
 
-def example(name: str) -> Any:
-    """One of the scripts in `examples/`, as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"examples/{name}.py")
+def study(name: str) -> Any:
+    """One of the scripts in `studies/`, as a module."""
+    spec = importlib.util.spec_from_file_location(
+        name, ROOT / f"tests/benchmarks/studies/{name}.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -109,7 +111,7 @@ def _softmax_loss(logits, y, kfac_jax):
 
 
 def autoencoder(batch: int, toy: bool = False, l2: float = 1e-5) -> Problem:
-    ae = example("autoencoder")
+    ae = study("autoencoder")
     widths = (16, 4) if toy else (1000, 500, 250, 30)
     model = ae.network(widths, jax.random.key(0))
     sizes = [784, *widths, *widths[-2::-1], 784]
@@ -371,7 +373,7 @@ def _plain_transformer(net: Any, heads: int) -> Plain:
 def transformer(
     batch: int = 32, toy: bool = False, width: int = 64, depth: int = 4, length: int = 40
 ) -> Problem:
-    module, heads = example("transformer"), 4
+    module, heads = study("transformer"), 4
     if toy:
         width, depth, length = 8, 1, 10
     net = module.Transformer(length, width, depth, jax.random.key(0))

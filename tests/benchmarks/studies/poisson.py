@@ -14,9 +14,9 @@
 # measured on other points. Adam has a cosine to zero, the best of three learning rates,
 # and several times the seconds.
 #
-#     python examples/poisson.py                        # some two minutes
-#     python examples/poisson.py --equations heat poisson5 --seeds 3
-#     python examples/poisson.py --toy                  # does everything run?
+#     python tests/benchmarks/studies/poisson.py  # some two minutes
+#     python tests/benchmarks/studies/poisson.py --equations heat poisson5 --seeds 3
+#     python tests/benchmarks/studies/poisson.py --toy  # does everything run?
 
 # %%
 import argparse
