@@ -75,17 +75,14 @@ def train(widths, steps, seed):
 
 def draw(model, losses, images, path):
     figure = Figure(figsize=(10, 3.2), layout="constrained")
-    left, right = np.ravel(figure.subfigures(1, 2, width_ratios=[1, 1.6]))
-    axis = left.subplots()
+    axis, *small = figure.subplot_mosaic("aaaabcdefgh;aaaaijklmno").values()
     axis.semilogy(losses, color="#d1495b")
     axis.set(title="loss of a batch, nats per image", xlabel="steps")
-    again = jax.nn.sigmoid(jax.vmap(model)(images[:8]))
-    rows = right.subplots(2, 8)
-    for row, pictures in zip(rows, (images[:8], again)):
-        for axis, picture in zip(row, pictures):
-            axis.imshow(picture.reshape(28, 28), cmap="gray_r")
-            axis.set_axis_off()
-    right.suptitle("images, and what is left of them after 30 numbers")
+    again = jax.nn.sigmoid(jax.vmap(model)(images[:7]))
+    for axis, picture in zip(small, [*images[:7], *again]):
+        axis.imshow(picture.reshape(28, 28), cmap="gray_r")
+        axis.set_axis_off()
+    small[3].set_title("images, and what is left of them after 30 numbers")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 

@@ -79,12 +79,11 @@ def train(steps, seed):
 
 def draw(losses, images, digits, guesses, path):
     figure = Figure(figsize=(10, 3.4), layout="constrained")
-    left, right = np.ravel(figure.subfigures(1, 2))
-    axis = left.subplots()
+    axis, *small = figure.subplot_mosaic("aaaabcdef;aaaaghijk").values()
     axis.semilogy(losses, color="#d1495b")
     axis.set(xlabel="steps", title="training loss of each batch")
     wrong = np.argsort(guesses == digits, stable=True)[:10]
-    for i, axis in zip(wrong, right.subplots(2, 5).flat):
+    for i, axis in zip(wrong, small):
         axis.imshow(images[i, 0], cmap="gray_r")
         axis.set_axis_off()
         axis.set_title(f"{digits[i]}, read as {guesses[i]}", fontsize=8)

@@ -61,17 +61,17 @@ def trained(x, y, steps, seed):
 
 def draw(train, truth, test, scores, own, path):
     """Test images, and the training images that helped most; the strangest ones."""
-    figure = Figure(figsize=(11, 3.8), layout="constrained")
-    left, right = np.ravel(figure.subfigures(1, 2, width_ratios=[1, 1.1]))
-    for i, row in enumerate(left.subplots(3, 5)):
-        helpful = np.argsort(-scores[i])[:4]
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    rows = figure.subplots(3, 11, width_ratios=[1] * 5 + [0.5] + [1] * 5)
+    for i, row in enumerate(rows):
         show(row[0], test[0][i], f"test: {test[1][i]}", "#30638e")
-        for axis, j in zip(row[1:], helpful):
+        for axis, j in zip(row[1:5], np.argsort(-scores[i])):
             show(axis, train[0][j], train[1][j], colour(j, train, truth))
-    left.suptitle("what helped to read three test images")
-    for axis, j in zip(right.subplots(3, 6).flat, np.argsort(-own)):
+        row[5].set_axis_off()
+    for axis, j in zip(rows[:, 6:].flat, np.argsort(-own)):
         show(axis, train[0][j], train[1][j], colour(j, train, truth))
-    right.suptitle("most influence on themselves (red: the label is wrong)")
+    titles = "what helped to read three test images", "most influence on themselves"
+    figure.suptitle(f"{titles[0]}; {titles[1]} (red: the label is wrong)")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 

@@ -28,7 +28,10 @@ def test_they_are_short(name):
     they say how to run them."""
     lines = (folder / f"{name}.py").read_text().splitlines()
     assert len(lines) <= (150 if name in ("race", "helium") else 120)
-    assert any("optimizer.step" in line for line in lines[:50])
+    # (These two are about what one does after training.)
+    assert name in ("laplace", "influence") or any(
+        "optimizer.step" in x for x in lines[:45]
+    )
     assert sum(f"python examples/{name}.py" in line for line in lines[:20]) >= 2
     options = "--steps" if name != "race" else "--seconds", "--seed", "--out", "--toy"
     assert all(f'    add("{option}"' in "\n".join(lines) for option in options)

@@ -726,6 +726,17 @@ def test_wide_factors_are_not_decomposed(monkeypatch):
     assert len(str(after).splitlines()) == len(str(before).splitlines())
 
 
+def test_wide_diagonal_factors_need_no_decomposition(monkeypatch):
+    """An embedding's input factor is a diagonal, however many tokens there are."""
+    model = kfac.convert(eqx.nn.Embedding(20, 2, key=jax.random.key(0)))
+    loss_fn = lambda m, x: kfac.SquaredError(jax.vmap(m)(x), jnp.zeros((len(x), 2)))
+    curvature = kfac.curvature(loss_fn, kfac.Exact())(model, jnp.arange(20) % 7)
+    (before,) = kfac.summary(model, curvature).layers
+    monkeypatch.setattr(_spectra, "WIDEST", 3)
+    (after,) = kfac.summary(model, curvature).layers
+    assert after.condition is not None and after == before
+
+
 def test_health_with_damping():
     """One number, or one for every layer; with an `L2` term, as the optimizer has it."""
     model = mlp()

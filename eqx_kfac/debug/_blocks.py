@@ -44,7 +44,7 @@ class Nothing(AbstractBlock):
     def statistics(self, rows: Any, slots: Statistics) -> Statistics:
         return slots
 
-    def factors(self, statistics: Statistics, count: Array, l2: Array) -> None:
+    def factors(self, statistics: Statistics, count: Array, l2: Array) -> Any:
         return None
 
     def operator(self, factors: None) -> lx.IdentityLinearOperator:
