@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+import pytest
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, NamedSharding
 
@@ -47,6 +48,16 @@ def stack(trees):
 def member(tree, index):
     """One of several models (or results) that are stacked along a leading axis."""
     return jtu.tree_map(lambda x: x[index] if eqx.is_array(x) else x, tree)
+
+
+def noise(seed, tree):
+    """A tree like that, of standard normal numbers."""
+    rng = np.random.default_rng(seed)
+    return jtu.tree_map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype), tree)
+
+
+def set_number(state, name, value):
+    return eqx.tree_at(lambda s: getattr(s, name), state, jnp.asarray(value))
 
 
 #
@@ -237,3 +248,41 @@ def put(tree, mesh, spec):
     sharding = NamedSharding(mesh, spec)
     move = lambda a: jax.device_put(a, sharding) if eqx.is_array(a) else a
     return jtu.tree_map(move, tree)
+
+
+#
+# Programs, and errors
+#
+
+
+def subjaxprs(value):
+    if isinstance(value, (tuple, list)):
+        return [j for item in value for j in subjaxprs(item)]
+    value = getattr(value, "jaxpr", value)
+    return [value] if hasattr(value, "eqns") else []
+
+
+def equations(jaxpr):
+    """Of a jaxpr and of all inside it."""
+    for jaxpr in subjaxprs(jaxpr):
+        for eqn in jaxpr.eqns:
+            yield eqn
+            yield from equations(list(eqn.params.values()))
+
+
+def equations_of(fn, *args):
+    params, static = eqx.partition(args, eqx.is_array)
+    run = lambda params: only_arrays(fn(*eqx.combine(params, static)))
+    return list(equations(jax.make_jaxpr(run)(params)))
+
+
+def raises(error, *phrases):
+    """Matches all phrases, in any order, in the message and its notes."""
+
+    def check(exception):
+        text = "\n".join([str(exception), *getattr(exception, "__notes__", [])])
+        missing = [phrase for phrase in phrases if phrase not in text]
+        assert not missing, f"{missing} not in: {text}"
+        return True
+
+    return pytest.RaisesExc(error, check=check)

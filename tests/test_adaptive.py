@@ -21,12 +21,13 @@ from .helpers import (
     assert_same,
     leaves,
     make_mesh,
+    set_number,
     squared,
     stepped,
     unwatched,
 )
+from .models import make_targets, regressor
 from .plain import plain_kfac
-from .test_optimizer import make_data, make_model, set_number
 
 
 QUADRATIC = kfac.QuadraticModel()
@@ -47,7 +48,7 @@ def with_l2(loss_fn, eta, mask=None):
 @ft.cache
 def many_batches(number, scale=1.0):
     """The batches of a run, stacked, with targets that are `scale` times as large."""
-    batches = [make_data(100 + index) for index in range(number)]
+    batches = [make_targets(100 + index) for index in range(number)]
     x, y = map(np.stack, zip(*batches))
     return jax.device_put((x, scale * y))
 
@@ -301,7 +302,7 @@ def kfac_trajectory(name, steps=30):
         inverse_period=o["inverse_period"],
         ema=o["ema"],
     )
-    model = make_model()
+    model = regressor()
     state = optimizer.init(model)
     batches = many_batches(steps, SCALE)
     _, _, all_params, infos = scan_steps(optimizer, loss_fn, model, state, batches)
@@ -312,7 +313,7 @@ def kfac_trajectory(name, steps=30):
 @ft.cache
 def expected_trajectory(name, **changes):
     choices = trajectories[name] | changes
-    theta, batches = parameters(make_model()), many_batches(30, SCALE)
+    theta, batches = parameters(regressor()), many_batches(30, SCALE)
     with np.errstate(all="ignore"):
         return dense_trajectory(theta, batches, **choices)
 
@@ -403,7 +404,7 @@ def ratios(model, damping):
     """Of three steps; and what they were but for the damping in the model."""
     state, found, expected = start(explicit, model, damping=damping), [], []
     for index in range(3):
-        batch = make_data(index)
+        batch = make_targets(index)
         model, state, info = stepped(explicit, squared, model, state, *batch)
         found.append(float(info.reduction_ratio))
         change = float(info.new_loss - info.loss)
@@ -420,7 +421,7 @@ def test_the_model_of_a_quadratic_objective_is_right(damping):
         np.testing.assert_allclose(found, 1, rtol=1e-11)
     else:
         assert np.all(found > 1.05)
-    found, expected = ratios(make_model(), damping)
+    found, expected = ratios(regressor(), damping)
     assert np.max(np.abs(found - expected)) > 0.1
 
 
@@ -437,11 +438,11 @@ def third_step(choose_learning_rate, choose_momentum):
         ),
         is_leaf=lambda x: isinstance(x, kfac.QuadraticModel),
     )
-    model = make_model()
+    model = regressor()
     state = optimizer.init(model)
     for index in range(3):
         before, previous = parameters(model), parameters(state.velocity)
-        batch = make_data(index)
+        batch = make_targets(index)
         model, state, info = stepped(optimizer, squared, model, state, *batch)
         if index == 0 and choose_momentum:
             assert float(info.momentum) == 0
@@ -456,7 +457,7 @@ def test_gradient_of_the_model_is_orthogonal_to_what_is_chosen(
 ):
     chosen = choose_learning_rate, choose_momentum
     before, after, previous, info = third_step(*chosen)
-    x, y = map(np.asarray, make_data(2))
+    x, y = map(np.asarray, make_targets(2))
     gradient, ggn, _ = derivatives(squared_terms, before, x, y, 0.0)
     matrix = ggn + 0.1 * np.eye(26)
     update = after - before
@@ -487,13 +488,13 @@ def test_momentum_is_chosen_given_the_norm_constraint():
         ema=0.0,
         norm_constraint=1e-3,
     )
-    model = make_model()
+    model = regressor()
     state = optimizer.init(model)
     for index in range(2):
         before, previous = parameters(model), parameters(state.velocity)
-        batch = make_data(index)
+        batch = make_targets(index)
         model, state, info = stepped(optimizer, squared, model, state, *batch)
-    x, y = map(np.asarray, make_data(1))
+    x, y = map(np.asarray, make_targets(1))
     gradient, ggn, factors = derivatives(squared_terms, before, x, y, 0.0)
     direction = natural_direction(factors, gradient, [0.1] * 2, factored=True)
     # Active: the norm of the part that is new is the limit.
@@ -518,7 +519,7 @@ def test_the_four_choices_differ():
 
 
 def test_least_squares_in_one_step():
-    x, y = make_data(number=12)
+    x, y = make_targets(number=12)
 
     def distance(damping):
         model = make_linear()
@@ -542,8 +543,8 @@ def changed(function, tree):
 
 def test_parallel_directions():
     """A previous update that adds nothing is not taken again; any other is."""
-    x, y = make_data()
-    model = make_model()
+    x, y = make_targets()
+    model = regressor()
     state = explicit.init(model)
     alone, after, info = stepped(explicit, squared, model, state, x, y)
 
@@ -566,7 +567,7 @@ def test_parallel_directions():
 def test_steps_are_invariant_to_affine_inputs():
     """... also where learning rate and momentum choose themselves: the function after
     three steps at damping 0 does not depend on the coordinates of its inputs."""
-    model = make_model()
+    model = regressor()
     rng = np.random.default_rng(0)
     matrix, shift = np.eye(3) + 0.5 * rng.normal(size=(3, 3)), rng.normal(size=3)
     first = model.layers[0]
@@ -580,13 +581,13 @@ def test_steps_are_invariant_to_affine_inputs():
     def run(damping, net, coordinates):
         state, numbers = start(explicit, net, damping=damping), []
         for index in range(3):
-            x, y = make_data(index)
+            x, y = make_targets(index)
             batch = jnp.asarray(coordinates(np.asarray(x))), y
             state = unwatched(state)  # The loss of the third batch is very large.
             net, state, info = stepped(explicit, squared, net, state, *batch)
             assert not bool(info.rejected)
             numbers.append((float(info.learning_rate), float(info.momentum)))
-        x, _ = make_data(10)
+        x, _ = make_targets(10)
         outputs = eqx.filter_jit(eqx.filter_vmap(net))(coordinates(np.asarray(x)))
         return np.asarray(outputs), np.array(numbers)
 
@@ -671,7 +672,7 @@ def test_due_in_the_last_step_of_every_interval(interval):
 
 def first_ratio(damping, x, y):
     """The reduction ratio of a first step, by dense matrices."""
-    theta = parameters(make_model())
+    theta = parameters(regressor())
     x, y = np.asarray(x), np.asarray(y)
     gradient, ggn, factors = derivatives(softmax_terms, theta, x, y, 0.0)
     direction = natural_direction(factors, gradient, [damping] * 2, factored=True)
@@ -722,9 +723,9 @@ calibrations = [
 
 @pytest.mark.parametrize("number,choices,damping,end", calibrations)
 def test_calibration_equals_an_explicit_loop(number, choices, damping, end):
-    x, y = make_data(5)
+    x, y = make_targets(5)
     optimizer, rule = calibrating(number, **choices)
-    model = make_model()
+    model = regressor()
     state = start(optimizer, model, damping=damping)
     new, state, info = stepped(optimizer, softmax, model, state, x, y)
     expected, repeated, why = calibrate(damping, rule, x, y)
@@ -746,9 +747,9 @@ def test_calibration_makes_up_for_a_bad_start():
     found = {}
     for damping in (1e6, 1e-6):
         optimizer, _ = calibrating(40)
-        model = make_model()
+        model = regressor()
         state = start(optimizer, model, damping=damping)
-        _, _, info = stepped(optimizer, softmax, model, state, *make_data(5))
+        _, _, info = stepped(optimizer, softmax, model, state, *make_targets(5))
         assert 0.25 <= float(info.reduction_ratio) <= 0.75
         assert float(info.new_loss) < float(info.loss)
         found[damping] = float(info.damping)
@@ -757,7 +758,7 @@ def test_calibration_makes_up_for_a_bad_start():
 
 def test_calibration_waits_for_a_finite_batch():
     optimizer, rule = calibrating(40)
-    model, (x, y) = make_model(), make_data(5)
+    model, (x, y) = regressor(), make_targets(5)
     state = start(optimizer, model, damping=1e6)
     model, state, info = stepped(optimizer, softmax, model, state, x * jnp.nan, y)
     assert bool(info.rejected) and float(info.damping) == 1e6
@@ -796,10 +797,10 @@ def allowing(most):
 
 
 def after_two_steps(**numbers):
-    model = make_model()
+    model = regressor()
     state = start(guarded, model, **numbers)
     for index in range(2):
-        batch = *make_data(index), jnp.array(0.0)
+        batch = *make_targets(index), jnp.array(0.0)
         model, state, info = stepped(guarded, with_cliff, model, state, *batch)
         assert not bool(info.rejected)
     return model, state
@@ -827,7 +828,7 @@ def test_step_is_rejected(most, learning_rate, beyond, rejected):
     model, state = after_two_steps()
     state = set_number(state, "momentum", 0.0)
     state = set_number(state, "learning_rate", learning_rate)
-    batch = *make_data(2), jnp.array(beyond)
+    batch = *make_targets(2), jnp.array(beyond)
     new, after, info = stepped(allowing(most), with_cliff, model, state, *batch)
     assert bool(info.rejected) == bool(info.faults.increase) == rejected
     assert int(after.rejected) == int(after.faults.increase) == int(rejected)
@@ -854,7 +855,7 @@ def test_step_is_rejected(most, learning_rate, beyond, rejected):
 def test_the_threshold_is_that_of_the_increase():
     model, state = after_two_steps(momentum=0.0)
     state = set_number(state, "learning_rate", 30.0)
-    batch = *make_data(2), jnp.array(0.0)
+    batch = *make_targets(2), jnp.array(0.0)
     _, _, info = stepped(guarded, with_cliff, model, state, *batch)
     increase = float(info.new_loss - info.loss)
     assert increase > 0
@@ -866,7 +867,7 @@ def test_the_threshold_is_that_of_the_increase():
 
 def test_training_after_a_rejected_step_goes_on():
     model, state = after_two_steps()
-    batch = *make_data(2), jnp.array(0.0)
+    batch = *make_targets(2), jnp.array(0.0)
     failing = set_number(state, "learning_rate", MANY)
     same, after, _ = stepped(allowing(0.0), with_cliff, model, failing, *batch)
     after = set_number(set_number(after, "learning_rate", 0.01), "momentum", 0.0)
@@ -878,12 +879,12 @@ def test_training_after_a_rejected_step_goes_on():
 def test_without_a_limit_only_the_rule_looks():
     """... when it is due. Steps to where the loss is not finite are not taken then."""
     optimizer = eqx.tree_at(lambda o: o.guard, guarded, None)
-    model = make_model()
+    model = regressor()
     state = optimizer.init(model)
     for index in range(5):
         if index == 4:
             state = set_number(state, "learning_rate", MANY)
-        batch = *make_data(index), jnp.array(jnp.inf)
+        batch = *make_targets(index), jnp.array(jnp.inf)
         before = model
         model, state, info = stepped(optimizer, with_cliff, model, state, *batch)
         # Not looked at, but for the last one, where the cliff is: that is a fault.
@@ -894,7 +895,7 @@ def test_without_a_limit_only_the_rule_looks():
     assert float(state.damping) == pytest.approx(1e-2 / 0.95**5, rel=1e-14)
     # One step earlier, it is not due: the step is taken.
     state = set_number(optimizer.init(before), "learning_rate", MANY)
-    batch = *make_data(0), jnp.array(jnp.inf)
+    batch = *make_targets(0), jnp.array(jnp.inf)
     model, state, info = stepped(optimizer, with_cliff, before, state, *batch)
     assert not bool(info.rejected) and float(state.damping) == 1e-2
     # From there, the loss itself is a reason.
@@ -917,7 +918,7 @@ def loss_after(model, update, x, y):
 def test_decoupled_weight_decay():
     """It shrinks weights by learning rate times decay, beside the update."""
     model, state = after_two_steps()
-    batch = *make_data(2), jnp.array(0.0)
+    batch = *make_targets(2), jnp.array(0.0)
     ends = []
     for decay in (0.0, 0.2, 0.7):
         state = set_number(state, "weight_decay", decay)
@@ -929,7 +930,7 @@ def test_decoupled_weight_decay():
         assert float(info.update_norm) == pytest.approx(norm, rel=1e-12)
         ends.append((parameters(new), parameters(after.velocity)))
         # The loss is looked at where the update leads, as the model of it is.
-        loss = float(loss_after(model, after.velocity, *make_data(2)))
+        loss = float(loss_after(model, after.velocity, *make_targets(2)))
         assert float(info.new_loss) == pytest.approx(loss, rel=1e-12)
     for end, velocity in ends[1:]:
         assert np.array_equal(velocity, ends[0][1])  # Momentum does not see it.
@@ -958,10 +959,10 @@ def steps_with_fallback():
         fallback=optax.sgd(0.1),
         max_increase=float("inf"),
     )
-    model = Scaled(make_model(), jnp.array(1.5))
+    model = Scaled(regressor(), jnp.array(1.5))
     state, found = optimizer.init(model), []
     for index in range(2):
-        before, batch = model, make_data(index)
+        before, batch = model, make_targets(index)
         model, state, info = stepped(optimizer, squared, model, state, *batch)
         grads = eqx.filter_jit(
             eqx.filter_grad(lambda model, x, y: squared(model, x, y).value)
@@ -999,11 +1000,11 @@ BAD = 4  # In which of the steps below the batch is not finite.
 
 @ft.cache
 def averaged_run(decay):
-    model = make_model()
+    model = regressor()
     state = start(guarded, model, averaging=decay)
     iterates, rejected = [], []
     for index in range(8):
-        x, y = make_data(index)
+        x, y = make_targets(index)
         batch = x * (jnp.nan if index == BAD else 1), y, jnp.array(0.0)
         model, state, info = stepped(guarded, with_cliff, model, state, *batch)
         iterates.append(parameters(model))
@@ -1026,11 +1027,11 @@ class AfterRejections(kfac.AbstractDamping):
 
 def test_a_rule_that_is_never_due_hears_of_rejections():
     optimizer = plain_kfac(0.05, 0.9, AfterRejections(), fisher=kfac.Exact())
-    model = make_model()
+    model = regressor()
     state = optimizer.init(model)
     dampings = []
     for index in range(4):
-        x, y = make_data(index)
+        x, y = make_targets(index)
         x = x * (jnp.nan if index == 2 else 1)
         model, state, info = stepped(optimizer, squared, model, state, x, y)
         assert bool(info.rejected) == (index == 2)
@@ -1067,11 +1068,11 @@ def test_average_of_the_iterates(decay):
 
 
 def test_average_before_the_first_step():
-    model = make_model()
+    model = regressor()
     state = guarded.init(model)
     assert_same(kfac.averaged(model, state), model)
     # A first step that is not taken is not one.
-    x, y = make_data()
+    x, y = make_targets()
     batch = x * jnp.nan, y, jnp.array(0.0)
     same, state, info = stepped(guarded, with_cliff, model, state, *batch)
     assert bool(info.rejected)
@@ -1089,12 +1090,14 @@ class Masked(eqx.Module):
 
 
 def test_average_of_an_infinite_constant():
-    model = Masked(make_model(), jnp.array([0.0, -jnp.inf]))
+    model = Masked(regressor(), jnp.array([0.0, -jnp.inf]))
     numbers = dict(averaging=0.9, fallback=optax.sgd(0.1))
     optimizer = kfac.KFAC(0.05, 0.9, 1e-2, fisher=kfac.Exact(), **numbers)
     state = optimizer.init(model)
     for index in range(3):
-        model, state, info = stepped(optimizer, squared, model, state, *make_data(index))
+        model, state, info = stepped(
+            optimizer, squared, model, state, *make_targets(index)
+        )
         assert not bool(info.rejected)
     averaged = kfac.averaged(model, state)
     np.testing.assert_array_equal(averaged.mask, [0, -np.inf])
@@ -1104,7 +1107,7 @@ def test_average_of_an_infinite_constant():
 
 def test_average_is_of_the_parameters_after_decay():
     model, state = after_two_steps(weight_decay=0.0)
-    batch = *make_data(2), jnp.array(0.0)
+    batch = *make_targets(2), jnp.array(0.0)
     state = set_number(set_number(state, "averaging", 0.0), "weight_decay", 0.5)
     new, state, _ = stepped(guarded, with_cliff, model, state, *batch)
     averaged = parameters(kfac.averaged(new, state))
@@ -1142,11 +1145,11 @@ def numbered_step(model, state, x, y):
 
 def run_numbers(change, step=numbered_step, optimizer=by_number):
     """Model, average and state after three steps."""
-    model = make_model()
+    model = regressor()
     state = optimizer.init(model)
     for index in range(3):
         state = change(state, index)
-        model, state, _ = step(model, state, *make_data(index))
+        model, state, _ = step(model, state, *make_targets(index))
     return model, kfac.averaged(model, state), state
 
 
@@ -1196,9 +1199,9 @@ def test_schedules():
 def test_changing_the_damping_that_adapts():
     """... does not compile again; nor does what a rule itself has written."""
     step = eqx.filter_jit(eqx.debug.assert_max_traces(max_traces=1)(guarded.step))
-    model = make_model()
+    model = regressor()
     state, ends = guarded.init(model), []
-    batch = *make_data(), jnp.array(0.0)
+    batch = *make_targets(), jnp.array(0.0)
     for damping in (1e-2, 5.0):
         # As documented.
         state = eqx.tree_at(lambda s: s.damping, state, jnp.array(damping))
@@ -1213,8 +1216,8 @@ def test_the_second_step_is_the_first_program():
     damping = kfac.LevenbergMarquardt(1.0)
     rules = plain_kfac(QUADRATIC, QUADRATIC, damping, fisher=kfac.Exact())
     step = eqx.filter_jit(eqx.debug.assert_max_traces(max_traces=1)(rules.step))
-    model = make_model()
-    state, batch = rules.init(model), (*make_data(), jnp.array(0.0))
+    model = regressor()
+    state, batch = rules.init(model), (*make_targets(), jnp.array(0.0))
     for _ in range(2):
         model, state, _ = step(with_cliff, model, state, *batch)
 
@@ -1333,7 +1336,7 @@ needing = [
 def test_what_needs_the_loss_function(choice):
     ((name, value),) = choice.items()
     optimizer = plain_kfac(**(dict(learning_rate=0.1) | choice))
-    model = make_model()
+    model = regressor()
     grads, state = eqx.filter(model, eqx.is_inexact_array), optimizer.init(model)
     hint = "needs the loss function", "`KFAC.step`"
     with raises(ValueError, f"`{name}=", *hint):
@@ -1414,7 +1417,7 @@ def test_the_rule_has_no_schedules(name):
 
 def test_average_of_a_part():
     """What is frozen stays what it is, in the whole model; another model is refused."""
-    model = make_model()
+    model = regressor()
     spec = jtu.tree_map(eqx.is_inexact_array, model)
     spec = eqx.tree_at(lambda m: m.layers[0], spec, replace_fn=lambda _: False)
     trained, frozen = eqx.partition(model, spec)
@@ -1425,7 +1428,7 @@ def test_average_of_a_part():
     optimizer = plain_kfac(0.1, averaging=0.9, fisher=kfac.Exact())
     state = optimizer.init(trained)
     for _ in range(3):
-        trained, state, _ = stepped(optimizer, loss_fn, trained, state, *make_data())
+        trained, state, _ = stepped(optimizer, loss_fn, trained, state, *make_targets())
     mean = kfac.averaged(trained, state)
     weights = mean.layers[1].weight, trained.layers[1].weight
     assert not np.allclose(*weights, rtol=1e-9)
@@ -1436,7 +1439,7 @@ def test_average_of_a_part():
 
 
 def test_average_of_an_optimizer_that_has_none():
-    model = make_model()
+    model = regressor()
     with raises(ValueError, "does not average", "averaging=0.99"):
         kfac.averaged(model, explicit.init(model))
 
@@ -1451,7 +1454,7 @@ only_backward.defvjp(lambda x: (jnp.tanh(x),) * 2, lambda y, g: (g * (1 - y**2),
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_a_loss_without_forward_derivative(micro_batches):
-    model, (x, y) = make_linear(), make_data()
+    model, (x, y) = make_linear(), make_targets()
 
     def loss_fn(model, x, y):
         h = jax.vmap(model)(x)
@@ -1475,7 +1478,7 @@ def test_a_loss_without_forward_derivative(micro_batches):
 
 def after_steps(optimizer, number):
     """The last loss of so many steps that all see the same data."""
-    model, (x, y) = make_model(), make_data(7)
+    model, (x, y) = regressor(), make_targets(7)
     keys = jr.split(jr.key(0), number)
 
     @eqx.filter_jit

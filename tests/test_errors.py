@@ -16,16 +16,9 @@ import pytest
 
 import eqx_kfac as kfac
 
-from .helpers import normal, softmax
+from .helpers import normal, raises, softmax
+from .models import classifier, make_labels
 from .plain import plain_kfac
-
-
-def make_model():
-    return kfac.convert(eqx.nn.MLP(3, 2, 4, 1, activation=jnp.tanh, key=jr.key(0)))
-
-
-def make_data():
-    return jr.normal(jr.key(1), (8, 3)), jnp.arange(8) % 2
 
 
 optimizer = plain_kfac(0.1, fisher=kfac.Exact())
@@ -49,22 +42,10 @@ collect = eqx.filter_jit(curvature)
 entries = [curvature, value_grad_and_curvature, step]
 
 
-def raises(error, *phrases):
-    """Matches all phrases, in any order, in the message and its notes."""
-
-    def check(exception):
-        text = "\n".join([str(exception), *getattr(exception, "__notes__", [])])
-        missing = [phrase for phrase in phrases if phrase not in text]
-        assert not missing, f"{missing} not in: {text}"
-        return True
-
-    return pytest.RaisesExc(error, check=check)
-
-
 @pytest.fixture
 def unharmed():
     """A model and data which work after the error as they did before it."""
-    model, batch = make_model(), make_data()
+    model, batch = classifier(), make_labels()
     copies = jtu.tree_map(lambda x: x.copy() if eqx.is_array(x) else x, (model, batch))
     yield model, *batch
     assert jtu.tree_structure((model, batch)) == jtu.tree_structure(copies)
@@ -302,7 +283,7 @@ class Nested(eqx.Module):
 
 def test_batch_without_vmap():
     model = Nested()
-    x, y = make_data()
+    x, y = make_labels()
     fix = "jax.vmap(layer)(x)"
     with raises(ValueError, "kfac.Linear(3, 4)", "(3,)", "(8, 3)", fix):
         model(x)
@@ -319,13 +300,13 @@ def test_batch_without_vmap():
 def test_wrong_size():
     with raises(ValueError, "kfac.Linear(4, 2)", "(4,)", "(3,)", ".head"):
         wrong = lambda model, x, y: kfac.SoftmaxCrossEntropy(jax.vmap(model.head)(x), y)
-        curvature(wrong, Nested(), *make_data())
+        curvature(wrong, Nested(), *make_labels())
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, bool])
 def test_integer_inputs(dtype):
     model = Nested()
-    x, y = jnp.ones((8, 3), dtype), make_data()[1]
+    x, y = jnp.ones((8, 3), dtype), make_labels()[1]
     phrases = "kfac.Linear(3, 4)", jnp.dtype(dtype).name, "astype", ".encoder['first'][0]"
     with jax.numpy_dtype_promotion("standard"):
         jax.vmap(model)(x)  # As in Equinox.
@@ -442,9 +423,9 @@ class Computed(eqx.Module):
 
 @pytest.mark.parametrize("entry", entries)
 def test_a_parameter_that_is_computed(entry):
-    entry(softmax, Computed(True), *make_data())
+    entry(softmax, Computed(True), *make_labels())
     with raises(TypeError, "`weight` of the model", "computed", "kfac.form.Parameters"):
-        entry(softmax, Computed(False), *make_data())
+        entry(softmax, Computed(False), *make_labels())
 
 
 class Elsewhere(eqx.Module):
@@ -476,10 +457,10 @@ class Elsewhere(eqx.Module):
 
 @pytest.mark.parametrize("entry", entries)
 def test_a_tag_that_is_not_in_the_tree(entry):
-    entry(softmax, Elsewhere("own"), *make_data())
+    entry(softmax, Elsewhere("own"), *make_labels())
     for where in ("fixed", "shared", "anew"):
         with raises(TypeError, "tag of the model", "ordinary field"):
-            entry(softmax, Elsewhere(where), *make_data())
+            entry(softmax, Elsewhere(where), *make_labels())
 
 
 @pytest.mark.parametrize("entry", [curvature, value_grad_and_curvature])
@@ -487,22 +468,22 @@ def test_a_tag_that_is_not_in_the_tree(entry):
 def test_nothing_to_collect(entry, what):
     """No tagged layer at all: not an empty result."""
     if what == "unconverted":
-        model, loss_fn = kfac.revert(make_model()), softmax
+        model, loss_fn = kfac.revert(classifier()), softmax
     else:
-        model, whole = None, make_model()
+        model, whole = None, classifier()
         loss_fn = lambda _, *args: softmax(whole, *args)
     with raises(ValueError, "tagged", "kfac.convert"):
-        entry(loss_fn, model, *make_data())
+        entry(loss_fn, model, *make_labels())
 
 
 def test_step_of_an_unconverted_model():
-    model = kfac.revert(make_model())
+    model = kfac.revert(classifier())
     with raises(ValueError, "tagged", "kfac.convert"):
-        step(softmax, model, *make_data())
+        step(softmax, model, *make_labels())
     # An optimizer made for the converted one.
-    state = optimizer.init(make_model())
+    state = optimizer.init(classifier())
     with raises(ValueError, "kfac.convert"):
-        optimizer.step(softmax, model, state, *make_data())
+        optimizer.step(softmax, model, state, *make_labels())
 
 
 #
@@ -523,11 +504,11 @@ def deeper_model_state():
 
 
 def other_solver_state():
-    return plain_kfac(0.1, solver=kfac.Eigh()).init(make_model())
+    return plain_kfac(0.1, solver=kfac.Eigh()).init(classifier())
 
 
 def frozen_model_state():
-    model = make_model()
+    model = classifier()
     frozen = eqx.tree_at(
         lambda m: (m.layers[0].weight, m.layers[0].bias), model, (None, None)
     )
@@ -560,7 +541,7 @@ def test_state_without_the_uncovered_parameters():
     trained, _ = eqx.partition(model, spec)
     state = optimizer.init(trained)
     with raises((TypeError, ValueError), "others"):
-        optimizer.step(softmax, model, state, *make_data())
+        optimizer.step(softmax, model, state, *make_labels())
 
 
 def test_frozen_after_init(unharmed):

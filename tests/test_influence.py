@@ -13,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 import eqx_kfac as kfac
 
 from .helpers import close, flat, normal, params_of
-from .test_block_diagonal import Grouped, mlp, Stacked, Words
+from .models import Grouped, mlp, Stacked, Words
 
 
 x, t = (np.asarray(normal(10, size, seed=size)) for size in (3, 2))

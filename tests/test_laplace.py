@@ -14,7 +14,7 @@ from jax.flatten_util import ravel_pytree
 import eqx_kfac as kfac
 
 from .helpers import assert_same, close, flat, normal, params_of, squared
-from .test_block_diagonal import batch, Grouped, mlp, Recurrent, Stacked, Words
+from .models import batch, Grouped, mlp, Recurrent, Stacked, Words
 
 
 N, DELTA, SIGMA, TEMPERATURE = 40.0, 0.7, 0.5, 0.8

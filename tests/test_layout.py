@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 
 import pytest
 
@@ -103,3 +104,10 @@ def test_files_and_functions_are_short():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 assert length(node) <= 50, (path, node.name)
+
+
+def test_no_test_file_imports_another():
+    """What several of them need is in files that have no tests."""
+    for path in (ROOT / "tests").glob("test_*.py"):
+        found = re.search(r"^from (tests|)\.test_", path.read_text(), re.MULTILINE)
+        assert found is None, path

@@ -15,9 +15,9 @@ import pytest
 
 import eqx_kfac as kfac
 
-from .helpers import assert_near, softmax
+from .helpers import assert_near, raises, softmax
+from .models import classifier, make_labels
 from .plain import plain_kfac
-from .test_errors import make_data, make_model, raises
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def unchecked():
 key = jr.key(0)
 exact = plain_kfac(0.1, fisher=kfac.Exact())
 sampled = kfac.KFAC(0.1)
-model, (x, y) = make_model(), make_data()
+model, (x, y) = classifier(), make_labels()
 grads = eqx.filter(model, eqx.is_inexact_array)
 
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import eqx_kfac as kfac
 
 from . import reference
-from .helpers import arrays, close, flat, normal, params_of, stack
+from .helpers import arrays, close, flat, noise, normal, params_of, stack
 
 
 N = 5
@@ -34,12 +34,6 @@ def tanh_net(key, width=4):
 
 
 tanh_mlp = tanh_net(jr.key(3))
-
-
-def noise(seed, tree):
-    """A tree like that, of standard normal numbers."""
-    rng = np.random.default_rng(seed)
-    return jtu.tree_map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype), tree)
 
 
 #

@@ -19,28 +19,16 @@ from .helpers import (
     assert_same,
     normal,
     params_of,
+    set_number,
     softmax,
     squared,
     stepped,
 )
+from .models import fresh_regressor, make_targets, regressor
 from .plain import plain_kfac
 
 
 solvers = [kfac.Cholesky(), kfac.Eigh()]
-
-
-@eqx.filter_jit
-def fresh_model(key):
-    return kfac.convert(eqx.nn.MLP(3, 2, 4, 1, activation=jnp.tanh, key=key))
-
-
-@ft.cache
-def make_model(seed=0):
-    return fresh_model(jr.key(seed))
-
-
-def make_data(seed=0, number=8, d_in=3, d_out=2):
-    return normal(number, d_in, seed=seed), normal(number, d_out, seed=1000 + seed)
 
 
 def vector(tree):
@@ -53,10 +41,6 @@ def relative(got, want):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
-def set_number(state, name, value):
-    return eqx.tree_at(lambda s: getattr(s, name), state, jnp.asarray(value))
-
-
 #
 # Transformations
 #
@@ -66,7 +50,7 @@ def test_eager_jit_scan_donation_agree():
     optimizer = plain_kfac(
         0.1, 0.9, 1e-2, inverse_period=2, ema=kfac.MovingAverage(burn_in=1)
     )
-    x, y = make_data()
+    x, y = make_targets()
     keys = jr.split(jr.key(0), 2)
     model = kfac.Linear(3, 2, key=jr.key(1))
     state = optimizer.init(model)
@@ -120,14 +104,14 @@ def test_hyperparameter_arrays_survive_donation():
     """Numbers may be arrays, even one array for two of them; the state is a copy."""
     number = jnp.array(0.5, float)
     optimizer = plain_kfac(number, number, number, fisher=kfac.Exact())
-    x, y = make_data()
+    x, y = make_targets()
 
     @eqx.filter_jit(donate="all-except-first")
     def step(batch, model, state):
         return optimizer.step(squared, model, state, *batch)
 
     for _ in range(2):
-        model = fresh_model(jr.key(0))
+        model = fresh_regressor(jr.key(0))
         step((x, y), model, optimizer.init(model))
     assert not number.is_deleted()
 
@@ -152,11 +136,11 @@ base = dict(
 
 def run_steps(optimizer, number=3, step=stepped, change=lambda state, index: state):
     """Trains on another batch every step."""
-    model = make_model()
+    model = regressor()
     state = optimizer.init(model)
     for index in range(number):
         state = change(state, index)
-        batch = make_data(index)
+        batch = make_targets(index)
         model, state, info = step(optimizer, squared, model, state, *batch)
     return model, state, info
 
@@ -193,7 +177,7 @@ def test_changing_a_number_as_documented():
     def identity(state):
         return state
 
-    state = identity(base_optimizer.init(make_model()))
+    state = identity(base_optimizer.init(regressor()))
     identity(eqx.tree_at(lambda s: s.damping, state, jnp.array(1e-2)))
 
 
@@ -359,11 +343,11 @@ def kfac_run(solver, variant):
     choices = plain | changes
     choices["ema"] = kfac.MovingAverage(choices["ema"], choices.pop("burn_in"))
     optimizer = plain_kfac(**choices, solver=solver, fisher=kfac.Exact())
-    model = make_model()
+    model = regressor()
     state = optimizer.init(model)
     losses = []
     for index in range(10):
-        batch = make_data(index)
+        batch = make_targets(index)
         model, state, info = stepped(optimizer, loss_fn, model, state, *batch)
         losses.append(info.loss)
     bars = [np.column_stack((layer.weight, layer.bias)) for layer in model.layers]
@@ -378,10 +362,10 @@ def weights_of(model):
 @pytest.mark.parametrize("solver", solvers)
 def test_trajectory_equals_a_dense_implementation(solver, variant):
     changes, l2 = variants[variant]
-    batches = [make_data(index) for index in range(10)]
+    batches = [make_targets(index) for index in range(10)]
     split = isinstance(solver, kfac.Cholesky)
     expected, losses = dense_run(
-        weights_of(make_model()), batches, split, plain | changes, l2
+        weights_of(regressor()), batches, split, plain | changes, l2
     )
     got, got_losses = kfac_run(solver, variant)
     np.testing.assert_allclose(got_losses, losses, rtol=1e-8)
@@ -403,11 +387,11 @@ def test_the_two_solvers_and_all_variants_differ():
 def test_inverse_is_stale_between_its_periods():
     """... and the moving average between those of the curvature."""
     optimizer = plain_kfac(0.1, fisher=kfac.Exact(), curvature_period=2, inverse_period=3)
-    model = make_model()
+    model = regressor()
     state = optimizer.init(model)
     averages, inverses = [], []
     for index in range(7):
-        model, state, _ = stepped(optimizer, squared, model, state, *make_data(index))
+        model, state, _ = stepped(optimizer, squared, model, state, *make_targets(index))
         averages.append(vector(state.curvature))
         inverses.append(vector(state.inverse))
     changed = [bool(np.any(a != b)) for a, b in zip(averages, averages[1:])]
@@ -417,7 +401,7 @@ def test_inverse_is_stale_between_its_periods():
 
 
 def test_least_squares_in_one_step():
-    x, y = make_data(number=12)
+    x, y = make_targets(number=12)
     model = kfac.Linear(3, 2, key=jr.key(0))
     optimizer = plain_kfac(1.0, 0.0, 0.0, fisher=kfac.Exact())
     model, _, _ = stepped(optimizer, squared, model, optimizer.init(model), x, y)
@@ -463,7 +447,7 @@ def update(optimizer, grads, state, model, **kwargs):
 
 @pytest.mark.parametrize("ema", [0.0, 0.5, 0.95, 1.0])
 def test_moving_average_has_no_bias(ema):
-    model = make_model()
+    model = regressor()
     state = plain_kfac(0.1, ema=ema).init(model)
     new = [random_factors(model, seed) for seed in range(5)]
     for curvature in new:
@@ -481,7 +465,7 @@ def test_moving_average_has_no_bias(ema):
 
 @pytest.mark.parametrize("solver", solvers)
 def test_identity_factors_give_sgd_with_momentum(solver):
-    model = make_model()
+    model = regressor()
     optimizer = plain_kfac(0.1, 0.8, 0.0, solver=solver)
     sgd = optax.sgd(0.1, momentum=0.8)
     curvature = hand_made(model, lambda _, size: np.eye(size))
@@ -492,10 +476,10 @@ def test_identity_factors_give_sgd_with_momentum(solver):
         a = b = model
         state, sgd_state = optimizer.init(model), sgd.init(params_of(model))
         for index in range(4):
-            grads = gradient(a, *make_data(index))
+            grads = gradient(a, *make_targets(index))
             updates, state = update(optimizer, grads, state, a, curvature=curvature)
             a = apply(a, updates)
-            grads = gradient(b, *make_data(index))
+            grads = gradient(b, *make_targets(index))
             updates, sgd_state = sgd_update(params_of(grads), sgd_state)
             b = apply(b, updates)
         return a, b
@@ -519,17 +503,17 @@ def gradient(model, x, y):
 
 def sampled(burn_in, fisher=kfac.MonteCarlo(), seed=0):
     optimizer = plain_kfac(1e-3, fisher=fisher, ema=kfac.MovingAverage(burn_in=burn_in))
-    model = make_model()
+    model = regressor()
     state = optimizer.init(model)
-    first = stepped(optimizer, squared, model, state, *make_data(), key=jr.key(seed))
-    second = stepped(optimizer, squared, *first[:2], *make_data(), key=jr.key(-1))
+    first = stepped(optimizer, squared, model, state, *make_targets(), key=jr.key(seed))
+    second = stepped(optimizer, squared, *first[:2], *make_targets(), key=jr.key(-1))
     return first, second
 
 
 def test_burn_in_averages_on_the_first_batch():
-    x, y = make_data()
+    x, y = make_targets()
     collect = eqx.filter_jit(kfac.curvature(squared, kfac.Exact()))
-    exact = collect(make_model(), x, y)
+    exact = collect(regressor(), x, y)
     errors = {}
     for burn_in in (0, 99):
         (_, first, info), (_, second, _) = sampled(burn_in)
@@ -548,9 +532,9 @@ def test_burn_in_waits_for_a_finite_batch():
     """The estimates of a first batch that is NaN are lost; the next one takes its
     place."""
     optimizer = plain_kfac(0.1, fisher=kfac.Exact(), ema=kfac.MovingAverage(burn_in=4))
-    model = make_model()
+    model = regressor()
     state = optimizer.init(model)
-    x, y = make_data()
+    x, y = make_targets()
     _, state, info = stepped(
         optimizer, squared, model, state, np.full(x.shape, np.nan), y
     )
@@ -565,8 +549,8 @@ def test_burn_in_waits_for_a_finite_batch():
 
 
 def test_norm_constraint():
-    x, y = make_data()
-    model = make_model()
+    x, y = make_targets()
+    model = regressor()
     grads = gradient(model, x, y)
 
     def first_update(constraint):  # An array: compiled once.
@@ -602,8 +586,8 @@ def test_norm_constraint():
 def test_step_is_invariant_to_affine_inputs(solver):
     """The function after a step at damping 0 does not depend on the affine coordinates
     of its inputs."""
-    model = make_model()
-    x, y = arrays(make_data(number=20))
+    model = regressor()
+    x, y = arrays(make_targets(number=20))
     matrix = np.eye(3) + 0.5 * np.asarray(normal(3, 3, seed=7))
     shift = np.asarray(normal(3, seed=8))
     x2 = x @ matrix.T + shift
@@ -657,15 +641,15 @@ def test_rejected_step(fisher, where, value, good_steps):
     optimizer = plain_kfac(
         0.1, 0.0, 0.1, fisher=fisher, inverse_period=2, norm_constraint=1.0
     )
-    model = make_model()
+    model = regressor()
     state = optimizer.init(model)
     for index in range(good_steps):
         model, state, info = stepped(
-            optimizer, squared, model, state, *make_data(index), key=jr.key(index)
+            optimizer, squared, model, state, *make_targets(index), key=jr.key(index)
         )
         assert not bool(info.rejected)
 
-    x, y = make_data(9)
+    x, y = make_targets(9)
     bad = [np.array(x), np.array(y)]
     bad[where == "targets"][0, 0] = value
     if where == "inputs" and value == jnp.inf:
@@ -693,11 +677,11 @@ def test_rejected_step(fisher, where, value, good_steps):
 def test_training_after_a_rejected_first_step_is_unharmed():
     """The state after a NaN in the very first batch trains as a new one does."""
     optimizer = plain_kfac(0.1, fisher=kfac.Exact(), inverse_period=3)
-    x, y = make_data()
+    x, y = make_targets()
     bad_y = np.full(y.shape, np.nan)
     runs = []
     for bad in (False, True):
-        model = make_model()
+        model = regressor()
         state = optimizer.init(model)
         if bad:
             model, state, _ = stepped(optimizer, squared, model, state, x, bad_y)
@@ -712,10 +696,10 @@ def nan_like(a):
 
 def test_update_rejects_what_is_not_finite():
     optimizer = plain_kfac(0.1)
-    model = make_model()
+    model = regressor()
     state = optimizer.init(model)
     curvature = random_factors(model, 0)
-    grads = gradient(model, *make_data())
+    grads = gradient(model, *make_targets())
     bad = jtu.tree_map(nan_like, grads)
     for args in (
         (bad, dict(curvature=curvature)),
@@ -733,8 +717,8 @@ def test_update_rejects_what_is_not_finite():
 def test_nan_curvature_alone_is_rejected():
     """The gradient is fine, but the statistics are not: nothing moves, and it counts."""
     optimizer = plain_kfac(0.1, inverse_period=1)
-    model = make_model()
-    grads = gradient(model, *make_data())
+    model = regressor()
+    grads = gradient(model, *make_targets())
     curvature = random_factors(model, 0)
     state = optimizer.init(model)
     _, state = update(optimizer, grads, state, model, curvature=curvature)
@@ -763,18 +747,18 @@ def test_checkpoint_and_resume(solver):
     def train(model, state, steps):
         for index in steps:
             model, state, info = stepped(
-                optimizer, squared, model, state, *make_data(index), key=jr.key(index)
+                optimizer, squared, model, state, *make_targets(index), key=jr.key(index)
             )
         return model, state, info
 
-    start = make_model()
+    start = regressor()
     straight = train(start, optimizer.init(start), range(6))
 
     model, state, _ = train(start, optimizer.init(start), range(4))
     file = io.BytesIO()
     eqx.tree_serialise_leaves(file, (model, state))
     file.seek(0)
-    like = make_model(seed=5)
+    like = regressor(seed=5)
     model, state = eqx.tree_deserialise_leaves(file, (like, optimizer.init(like)))
     assert_same(train(model, state, range(4, 6)), straight)
 
@@ -906,7 +890,7 @@ def test_state_is_shaped_like_the_model_and_printable():
 def test_state_needs_no_batch():
     """`init` works on abstract models too."""
     optimizer = plain_kfac(0.1)
-    model = make_model()
+    model = regressor()
     abstract = eqx.filter_eval_shape(optimizer.init, model)
     state = optimizer.init(model)
     assert jtu.tree_structure(abstract) == jtu.tree_structure(state)
@@ -918,7 +902,7 @@ def test_state_needs_no_batch():
 @pytest.mark.parametrize("frozen", ["layer", "bias", "weight"])
 def test_frozen_parameters(frozen):
     """Training a part equals, for that part, an optimizer that never sees the rest."""
-    model = make_model()
+    model = regressor()
     spec = jtu.tree_map(eqx.is_inexact_array, model)
     where = dict(
         layer=lambda m: (m.layers[0].weight, m.layers[0].bias),
@@ -933,7 +917,7 @@ def test_frozen_parameters(frozen):
 
     optimizer = plain_kfac(0.1, fisher=kfac.Exact(), damping=1e-2)
     state = optimizer.init(trained)
-    x, y = make_data()
+    x, y = make_targets()
     losses = []
     for _ in range(3):
         trained, state, info = stepped(optimizer, loss_fn, trained, state, static, x, y)
@@ -951,8 +935,8 @@ def test_frozen_parameters(frozen):
 
 
 def test_frozen_layer_is_as_if_it_were_a_preprocessing():
-    model = make_model()
-    x, y = make_data()
+    model = regressor()
+    x, y = make_targets()
     optimizer = plain_kfac(0.1, fisher=kfac.Exact())
 
     spec = jtu.tree_map(lambda _: False, model)
@@ -979,8 +963,8 @@ def test_aux():
         return kfac.SquaredError(out, y), {"out": out, "name": "squared"}
 
     optimizer = plain_kfac(0.1, fisher=kfac.Exact())
-    model = make_model()
-    x, y = make_data()
+    model = regressor()
+    x, y = make_targets()
     new, _, info = stepped(optimizer, loss_fn, model, optimizer.init(model), x, y)
     loss, aux = eqx.filter_jit(loss_fn)(model, x, y)
     np.testing.assert_allclose(info.aux["out"], aux["out"], rtol=1e-12)
@@ -1032,7 +1016,7 @@ def test_equinox_state_through_aux(weighted):
     losses = []
     for index in range(3):
         params, state, info = stepped(
-            optimizer, on_params, params, state, stats, *make_data(index)
+            optimizer, on_params, params, state, stats, *make_targets(index)
         )
         stats = info.aux
         losses.append(info.loss)
@@ -1059,9 +1043,9 @@ def test_dropout_keys_are_arguments():
         keys = jr.split(key, len(x))
         return kfac.SquaredError(jax.vmap(model)(x, keys), y)
 
-    model = Dropped(make_model(), eqx.nn.Dropout(0.5))
+    model = Dropped(regressor(), eqx.nn.Dropout(0.5))
     optimizer = plain_kfac(0.1)
-    x, y = make_data()
+    x, y = make_targets()
 
     def step(dropout_key, key):
         state = optimizer.init(model)
@@ -1084,11 +1068,11 @@ def test_dropout_keys_are_arguments():
 def test_low_precision_models(solver, dtype):
     """The same steps as in double precision, but for rounding."""
     optimizer = plain_kfac(0.1, 0.9, 1e-1, solver=solver, fisher=kfac.Exact())
-    x, y = make_data()
+    x, y = make_targets()
 
     def run(dtype):
         cast = lambda a: a.astype(dtype) if eqx.is_array(a) else a
-        model = jtu.tree_map(cast, make_model())
+        model = jtu.tree_map(cast, regressor())
         state = optimizer.init(model)
         losses = []
         for _ in range(4):
@@ -1136,7 +1120,7 @@ def test_stacked_layers(solver):
     optimizer = plain_kfac(
         0.1, 0.9, 1e-2, solver=solver, fisher=kfac.Exact(), norm_constraint=1e-2
     )
-    x, y = make_data(d_in=2)
+    x, y = make_targets(d_in=2)
     results = []
     for layers in (stacked, separate):
         model = Residual(layers)
@@ -1154,8 +1138,8 @@ def test_stacked_layers(solver):
 
 
 def test_info_norms():
-    x, y = make_data()
-    model = make_model()
+    x, y = make_targets()
+    model = regressor()
     optimizer = plain_kfac(0.1, fisher=kfac.Exact())
     new, _, info = stepped(optimizer, squared, model, optimizer.init(model), x, y)
     norm = np.linalg.norm(vector(gradient(model, x, y)))
@@ -1171,8 +1155,8 @@ def test_keyword_arguments_reach_the_loss():
         return scale * squared(model, x, y)
 
     optimizer = plain_kfac(0.1, fisher=kfac.Exact())
-    model = make_model()
-    x, y = make_data()
+    model = regressor()
+    x, y = make_targets()
     state = optimizer.init(model)
     step = ft.partial(stepped, optimizer, loss_fn, model, state, x, y=y)
     (_, _, one), (_, _, three) = (step(scale=jnp.asarray(s)) for s in (1.0, 3.0))

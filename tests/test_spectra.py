@@ -13,7 +13,7 @@ import pytest
 import eqx_kfac as kfac
 
 from .helpers import close, flat
-from .test_block_diagonal import batch, loss_fn, mlp
+from .models import batch, mlp, penalised as loss_fn
 
 
 @ft.cache

@@ -23,7 +23,7 @@ from eqx_kfac._module import replaced
 from eqx_kfac._tag import empty_tags, fill_tags
 from eqx_kfac._tag._primitive import statistic_p, tag_linear_p, tag_p
 
-from .helpers import assert_entries_near, only_arrays
+from .helpers import assert_entries_near, equations_of, only_arrays
 
 
 D_IN, D_OUT, SIZE = 3, 4, 5
@@ -32,27 +32,6 @@ D_IN, D_OUT, SIZE = 3, 4, 5
 #
 # Jaxprs
 #
-
-
-def subjaxprs(value):
-    if isinstance(value, (tuple, list)):
-        return [j for item in value for j in subjaxprs(item)]
-    value = getattr(value, "jaxpr", value)
-    return [value] if hasattr(value, "eqns") else []
-
-
-def equations(jaxpr):
-    """Of a jaxpr and of all inside it."""
-    for jaxpr in subjaxprs(jaxpr):
-        for eqn in jaxpr.eqns:
-            yield eqn
-            yield from equations(list(eqn.params.values()))
-
-
-def equations_of(fn, *args):
-    params, static = eqx.partition(args, eqx.is_array)
-    run = lambda params: only_arrays(fn(*eqx.combine(params, static)))
-    return list(equations(jax.make_jaxpr(run)(params)))
 
 
 def primitives(eqns):

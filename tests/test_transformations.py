@@ -21,12 +21,12 @@ from .helpers import (
     arrays,
     assert_differs,
     assert_near,
+    equations_of,
     member,
     normal,
     only_arrays,
 )
 from .plain import plain_kfac
-from .test_tag import equations_of
 
 
 BATCH, D_IN, HIDDEN, D_OUT = 6, 4, 5, 3
