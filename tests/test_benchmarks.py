@@ -13,6 +13,7 @@ import eqx_kfac as kfac
 
 
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
+import gpu  # noqa: E402  # pyright: ignore
 import problems  # noqa: E402  # pyright: ignore
 
 
@@ -100,3 +101,16 @@ def test_init_is_few_programs(packed):
         init = eqx.filter_jit(lambda model: kfac.packed(kfac.KFAC(0.1).init(model)))
     velocities = 0 if packed else 2 * len(sizes)
     assert velocities < programs_compiled(lambda: init(model)) < velocities + 13
+
+
+def test_one_command_for_a_gpu():
+    """What a contender says, and a row of the table; one that is not there is named."""
+    found = gpu.measure("dense 8x1", "KFAC()", seconds=0.0, toy=True)
+    assert found["mean"] > 0 and found["idle"] > 0 and found["compiling"] > 0
+    assert found["parameters"] == 8 * 8 + 8 + 8 * 10 + 10
+    row = gpu.row("dense 8x1", "KFAC()", found, adam=found | dict(mean=found["mean"] / 2))
+    assert "(2.00)" in row and row.count("|") == 9
+    missing = gpu.row("dense 8x1", "kfac-jax", dict(error="not there"), adam=found)
+    assert "not there" in missing and missing.count("|") == 9
+    code, text = gpu.started(["-c", "import time; time.sleep(60)"], seconds=1.0)
+    assert code == 1 and text == "out of time"
