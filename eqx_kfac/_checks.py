@@ -1,7 +1,7 @@
 """Whether what a user passes is of the right kind, and in its range."""
 
-from collections.abc import Callable
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -11,13 +11,38 @@ import numpy as np
 from ._jax import Tracer
 
 
-_RANGES: dict[str, Callable[[Any], bool]] = {
-    "positive": lambda v: v > 0,
-    "at least 0": lambda v: v >= 0,
-    "in (0, 1)": lambda v: 0 < v < 1,
-    "in [0, 1)": lambda v: 0 <= v < 1,
-    "in [0, 1]": lambda v: 0 <= v <= 1,
-}
+class Range(NamedTuple):
+    """The numbers between two bounds. Printed as what is said of a number: that it must
+    be `in [0, 1)`.
+
+    **Fields:**
+
+    - `includes_lowest`, `includes_highest`: whether the bound itself is one of them.
+    """
+
+    lowest: float
+    highest: float = math.inf
+    includes_lowest: bool = True
+    includes_highest: bool = True
+
+    def has(self, value: Any) -> Any:
+        """Whether a number is one of them; of an array, each of its numbers."""
+        above = value >= self.lowest if self.includes_lowest else value > self.lowest
+        below = value <= self.highest if self.includes_highest else value < self.highest
+        return above & below
+
+    def __str__(self) -> str:
+        if self.highest == math.inf:
+            return f"at least {self.lowest}" if self.includes_lowest else "positive"
+        left, right = "(["[self.includes_lowest], ")]"[self.includes_highest]
+        return f"in {left}{self.lowest}, {self.highest}{right}"
+
+
+POSITIVE = Range(0, includes_lowest=False)
+AT_LEAST_0 = Range(0)
+BETWEEN_0_AND_1 = Range(0, 1, includes_lowest=False, includes_highest=False)
+FRACTION = Range(0, 1)
+FRACTION_BELOW_1 = Range(0, 1, includes_highest=False)
 
 
 def plain(value: Any) -> Any:
@@ -39,11 +64,11 @@ def is_scalar(value: Any) -> bool:
     return is_array and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
 
 
-def check_number(name: str, value: Any, range_: str, schedule: bool = True) -> Any:
+def check_number(name: str, value: Any, range_: Range, schedule: bool = True) -> Any:
     """`value`, one of numpy's as one of Python's. Raises unless it is a number in its
     range, a scalar array, or a schedule."""
     value = plain(value)
-    if is_number(value) and not _RANGES[range_](value):
+    if is_number(value) and not range_.has(value):
         raise ValueError(f"`{name}` must be {range_}, but is {value}.")
     scheduled = schedule and callable(value) and not isinstance(value, type)
     if not (is_number(value) or is_scalar(value) or scheduled):
@@ -54,14 +79,14 @@ def check_number(name: str, value: Any, range_: str, schedule: bool = True) -> A
     return value
 
 
-def check_array(name: str, value: object, range_: str) -> None:
+def check_array(name: str, value: object, range_: Range) -> None:
     """Raises unless all of `value`, a number or an array, is positive or at least 0: of
     an array that is being traced, nothing is known."""
     if not (is_number(plain(value)) or isinstance(value, (jax.Array, np.ndarray))):
         raise TypeError(f"`{name}` must be a number, but is {value!r}.")
     if isinstance(value, Tracer):
         return
-    if not np.all(_RANGES[range_](np.asarray(value))):
+    if not np.all(range_.has(np.asarray(value))):
         raise ValueError(f"`{name}` must be {range_}, but is {value}.")
 
 

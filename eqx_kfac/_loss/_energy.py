@@ -2,7 +2,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Shaped
 
-from .._checks import check_number
+from .._checks import (
+    check_number,
+    POSITIVE,
+)
 from .._custom_types import Key, Scalar
 from .._devices import sum_over, varying_axes
 from .._misc import draw
@@ -71,7 +74,7 @@ class Energy(AbstractLoss):
                 f"[walkers], but have shapes {shape} and {jnp.shape(local_energies)}."
             )
         if clip is not None:
-            check_number("clip", clip, "positive", schedule=False)
+            check_number("clip", clip, POSITIVE, schedule=False)
         self.log_psi = _parts(log_psi, jnp.iscomplexobj(log_psi))
         self.weights = check_weights("Energy", weights, shape)
         energies = jax.lax.stop_gradient(local_energies)

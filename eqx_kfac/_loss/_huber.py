@@ -2,7 +2,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Shaped
 
-from .._checks import check_number
+from .._checks import (
+    check_number,
+    POSITIVE,
+)
 from .._custom_types import Key, Scalar
 from .._misc import draw
 from ._base import (
@@ -59,7 +62,7 @@ class HuberLoss(AbstractLoss):
         shape = self.predictions.shape
         self.targets = check_targets(name, targets, shape)
         self.weights = check_weights(name, weights, shape[:-1])
-        self.delta = check_number("delta", delta, "positive", schedule=False)
+        self.delta = check_number("delta", delta, POSITIVE, schedule=False)
 
     @property
     def outputs(self):

@@ -4,7 +4,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
-from .._checks import check_number
+from .._checks import (
+    AT_LEAST_0,
+    check_number,
+)
 from .._custom_types import Model
 from .._misc import masked, tree_dot
 from .._tag import empty_tags
@@ -35,7 +38,7 @@ class L2(AbstractObjective):
         **Raises:** `ValueError` for a negative coefficient, `TypeError` for one that is
         not a number.
         """
-        coefficient = check_number("coefficient", coefficient, "at least 0", False)
+        coefficient = check_number("coefficient", coefficient, AT_LEAST_0, False)
         self.parameters = masked(empty_tags(model), mask)
         self.coefficient = coefficient
 

@@ -6,7 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Inexact, Shaped
 
-from .._checks import check_number
+from .._checks import (
+    BETWEEN_0_AND_1,
+    check_number,
+)
 from .._custom_types import Key
 from .._misc import draw
 from ._base import (
@@ -72,7 +75,7 @@ class QuantileLoss(AbstractLoss):
         each = np.ravel(quantiles).tolist() * (
             shape[-1] if np.ndim(quantiles) == 0 else 1
         )
-        checked = [check_number("quantiles", q, "in (0, 1)", False) for q in each]
+        checked = [check_number("quantiles", q, BETWEEN_0_AND_1, False) for q in each]
         if len(checked) != shape[-1]:
             raise ValueError(
                 f"{name}: `quantiles` must be one number, or one for each of the "

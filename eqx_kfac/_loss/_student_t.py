@@ -2,7 +2,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Shaped
 
-from .._checks import check_number
+from .._checks import (
+    check_number,
+    POSITIVE,
+)
 from .._custom_types import Key, Scalar
 from .._misc import draw
 from ._base import (
@@ -67,9 +70,9 @@ class StudentTNLL(AbstractLoss):
         self.targets = check_targets(name, targets, shape)
         self.weights = check_weights(name, weights, shape[:-1])
         self.degrees_of_freedom = check_number(
-            "degrees_of_freedom", degrees_of_freedom, "positive", schedule=False
+            "degrees_of_freedom", degrees_of_freedom, POSITIVE, schedule=False
         )
-        self.scale = check_number("scale", scale, "positive", schedule=False)
+        self.scale = check_number("scale", scale, POSITIVE, schedule=False)
 
     @property
     def outputs(self):

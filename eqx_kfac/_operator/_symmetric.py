@@ -13,7 +13,10 @@ import lineax as lx
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
-from .._checks import check_array
+from .._checks import (
+    AT_LEAST_0,
+    check_array,
+)
 from .._complex import on_parts
 from . import _decompositions as decompositions
 from ._factor import matmul
@@ -84,7 +87,7 @@ class AbstractSymmetricOperator(lx.AbstractLinearOperator):
         r"""This operator plus $\lambda I$, for `damping` $\lambda \ge 0$. Unlike
         `operator + damping * lx.IdentityLinearOperator(...)`, lineax knows it to be
         positive semidefinite (it does not look at the sign of a number)."""
-        check_array("damping", damping, "at least 0")
+        check_array("damping", damping, AT_LEAST_0)
         if jnp.ndim(damping) != 0:
             raise ValueError(
                 f"`damping` must be a number, but has shape {jnp.shape(damping)}."

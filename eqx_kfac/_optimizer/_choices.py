@@ -1,7 +1,7 @@
 """What may be chosen for K-FAC: numbers, schedules of numbers, rules, and parts. Choices
 are mappings from the names of arguments to what was passed for them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from .._checks import check_count, check_instance, check_number
@@ -25,34 +25,68 @@ from ._trust import AbstractTrustRegion, TrustRegion, Window
 
 
 _Rule = TypeVar("_Rule", bound=AbstractRule)
-# Integers: the least that they may be.
-_COUNTS = {"curvature_period": 1, "inverse_period": 1}
-_PARTS = {
-    "fisher": (AbstractFisher, "kfac.MonteCarlo()"),
-    "solver": (AbstractDampedSolver, "kfac.Cholesky()"),
-    "guard": (AbstractGuard, "kfac.MaxIncrease()"),
-}
-# What an argument may be beside a number, or a schedule.
-_KINDS = {
-    "learning_rate": AbstractStepRule,
-    "momentum": AbstractStepRule,
-    "damping": (AbstractDamping, AbstractLayerDamping),
-    "norm_constraint": AbstractTrustRegion,
-    "ema": MovingAverage,
-    "weight_decay": WeightDecay,
-    "inverse_period": Staggered,
-}
-# Those that may be `None`.
-_OPTIONAL = {"norm_constraint", "guard", "weight_decay", "averaging"}
-# What `"auto"` stands for where all lengths are given, and where a rule looks at every
-# step anyway.
-_AUTO = {
-    "damping": (LayerDamping(), 0.03),
-    "norm_constraint": (TrustRegion(), None),
-    "averaging": (Window(), None),
-    "curvature_period": (10, 1),
-    "inverse_period": (50, 5),
-}
+
+
+class Option(NamedTuple):
+    """What an argument of [`eqx_kfac.KFAC`][] may be.
+
+    **Fields:**
+
+    - `check`: `check(name, value)` raises for what it may not be.
+    - `kinds`: the classes of objects that it may be besides.
+    - `optional`: whether it may be `None`.
+    - `auto`: what `"auto"` stands for: where all lengths are given, and where a rule
+        looks at every step anyway.
+    """
+
+    check: Callable[[str, Any], Any]
+    kinds: tuple[type, ...] = ()
+    optional: bool = False
+    auto: tuple[Any, Any] | None = None
+
+
+def _number(name: str, value: Any) -> None:
+    # A rule in the wrong place can be called, but is no schedule.
+    schedule = not isinstance(value, (AbstractRule, AbstractHyperparameter))
+    check_number(name, value, getattr(RANGES, name), schedule)
+
+
+def _period(name: str, value: Any) -> None:
+    check_count(name, value, 1)
+
+
+def _part(kind: type, example: str) -> Callable[[str, Any], None]:
+    return lambda name, value: check_instance(name, value, kind, example)
+
+
+def _fallback(name: str, value: Any) -> None:
+    methods = [getattr(value, method, None) for method in ("init", "update")]
+    if not all(map(callable, methods)):
+        raise TypeError(
+            f"`{name}` must be an optax transformation such as `optax.adam(1e-3)`, but "
+            f"is {value!r}."
+        )
+
+
+OPTIONS: dict[str, Option] = dict(
+    learning_rate=Option(_number, (AbstractStepRule,)),
+    momentum=Option(_number, (AbstractStepRule,)),
+    damping=Option(
+        _number, (AbstractDamping, AbstractLayerDamping), auto=(LayerDamping(), 0.03)
+    ),
+    fisher=Option(_part(AbstractFisher, "kfac.MonteCarlo()")),
+    solver=Option(_part(AbstractDampedSolver, "kfac.Cholesky()")),
+    norm_constraint=Option(
+        _number, (AbstractTrustRegion,), optional=True, auto=(TrustRegion(), None)
+    ),
+    guard=Option(_part(AbstractGuard, "kfac.MaxIncrease()"), optional=True),
+    weight_decay=Option(_number, (WeightDecay,), optional=True),
+    averaging=Option(_number, optional=True, auto=(Window(), None)),
+    curvature_period=Option(_period, auto=(10, 1)),
+    inverse_period=Option(_period, (Staggered,), auto=(50, 5)),
+    ema=Option(_number, (MovingAverage,)),
+    fallback=Option(_fallback, optional=True),
+)
 
 
 class Rules(NamedTuple):
@@ -95,24 +129,30 @@ def resolved(choices: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]
     """The choices, with something in the place of `"auto"`; and which periods are only
     for later, after first steps at which more is due."""
     ruled = rules_of(choices).look
-    is_auto = lambda value: isinstance(value, str) and value == "auto"
-    auto = [name for name in _AUTO if is_auto(choices[name])]
-    chosen = {**choices, **{name: _AUTO[name][ruled] for name in auto}}
-    if is_auto(choices["solver"]):
+    chosen, early = dict(choices), set()
+    for name, option in OPTIONS.items():
+        if _is_auto(choices[name]) and option.auto is not None:
+            chosen[name] = option.auto[ruled]
+            if option.check is _period and not ruled:
+                early.add(name)
+    if _is_auto(choices["solver"]):
         each = isinstance(chosen["damping"], AbstractLayerDamping)
         chosen["solver"] = Cholesky(without_bias=each)
-    early = () if ruled else [name for name in auto if name in _COUNTS]
     return chosen, frozenset(early)
+
+
+def _is_auto(value: object) -> bool:
+    return isinstance(value, str) and value == "auto"
 
 
 def check_choices(choices: Mapping[str, Any]) -> None:
     """Raises for choices of the wrong kind, out of their range, or that exclude each
     other."""
     for name, value in choices.items():
-        object_given = isinstance(value, _KINDS.get(name, ()))
-        if not (object_given or (value is None and name in _OPTIONAL)):
-            _check_choice(name, value)
-    _check_fallback(choices.get("fallback"))
+        option = OPTIONS[name]
+        is_none = value is None and option.optional
+        if not (is_none or isinstance(value, option.kinds)):
+            option.check(name, value)
     _check_together(choices, rules_of(choices))
 
 
@@ -154,27 +194,6 @@ def check_given(choices: Mapping[str, Any], model: Model, value: Any) -> None:
                 f"`update` did not get. Pass it, or "
                 f"construct the optimizer with `{name}={instead}`."
             )
-
-
-def _check_choice(name: str, value: object) -> None:
-    if name in RANGES._fields:
-        # A rule in the wrong place can be called, but is no schedule.
-        schedule = not isinstance(value, (AbstractRule, AbstractHyperparameter))
-        check_number(name, value, getattr(RANGES, name), schedule)
-    elif name in _COUNTS:
-        check_count(name, value, _COUNTS[name])
-    elif name in _PARTS:
-        check_instance(name, value, *_PARTS[name])
-
-
-def _check_fallback(fallback: object) -> None:
-    if fallback is not None and not all(
-        callable(getattr(fallback, name, None)) for name in ("init", "update")
-    ):
-        raise TypeError(
-            "`fallback` must be an optax transformation such as `optax.adam(1e-3)`, but "
-            f"is {fallback!r}."
-        )
 
 
 def _check_together(choices: Mapping[str, Any], rules: Rules) -> None:

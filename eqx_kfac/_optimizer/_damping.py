@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._checks import check_count, check_number, is_number
+from .._checks import (
+    AT_LEAST_0,
+    BETWEEN_0_AND_1,
+    check_count,
+    check_number,
+    is_number,
+    POSITIVE,
+)
 from .._custom_types import Scalar
 from ._hyperparameters import AbstractRule
 
@@ -101,12 +108,12 @@ class LevenbergMarquardt(AbstractDamping):
         def number(name, value, range_):
             return check_number(name, value, range_, schedule=False)
 
-        self.initial = check_number("initial", initial, "positive")
-        self.decay = number("decay", decay, "in (0, 1)")
-        self.lower = number("lower", lower, "at least 0")
-        self.upper = number("upper", upper, "at least 0")
-        self.minimum = number("minimum", minimum, "positive")
-        self.maximum = number("maximum", maximum, "positive")
+        self.initial = check_number("initial", initial, POSITIVE)
+        self.decay = number("decay", decay, BETWEEN_0_AND_1)
+        self.lower = number("lower", lower, AT_LEAST_0)
+        self.upper = number("upper", upper, AT_LEAST_0)
+        self.minimum = number("minimum", minimum, POSITIVE)
+        self.maximum = number("maximum", maximum, POSITIVE)
         _check_order("lower", self.lower, "upper", self.upper)
         _check_order("minimum", self.minimum, "maximum", self.maximum)
         self.interval = check_count("interval", interval, 1)

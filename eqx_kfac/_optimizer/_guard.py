@@ -6,7 +6,10 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._checks import check_number
+from .._checks import (
+    AT_LEAST_0,
+    check_number,
+)
 from .._custom_types import Scalar
 
 
@@ -48,9 +51,7 @@ class MaxIncrease(AbstractGuard):
 
         **Raises:** `ValueError` for a number out of its range.
         """
-        self.tolerance = check_number(
-            "tolerance", tolerance, "at least 0", schedule=False
-        )
+        self.tolerance = check_number("tolerance", tolerance, AT_LEAST_0, schedule=False)
 
     def __call__(
         self, value: Float[Array, ""], new_value: Float[Array, ""]

@@ -7,7 +7,14 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from .._checks import check_count, check_number
+from .._checks import (
+    AT_LEAST_0,
+    check_count,
+    check_number,
+    FRACTION,
+    FRACTION_BELOW_1,
+    POSITIVE,
+)
 from .._custom_types import Numeric
 from ._schedule import at
 
@@ -39,13 +46,13 @@ class Hyperparameters(NamedTuple):
 
 
 RANGES = Hyperparameters(
-    learning_rate="positive",
-    momentum="in [0, 1)",
-    damping="at least 0",
-    norm_constraint="positive",
-    ema="in [0, 1]",
-    weight_decay="at least 0",
-    averaging="in [0, 1]",
+    learning_rate=POSITIVE,
+    momentum=FRACTION_BELOW_1,
+    damping=AT_LEAST_0,
+    norm_constraint=POSITIVE,
+    ema=FRACTION,
+    weight_decay=AT_LEAST_0,
+    averaging=FRACTION,
 )
 
 
@@ -163,7 +170,7 @@ def current(
 def in_range(values: Hyperparameters) -> Bool[Array, ""]:
     """Whether numbers lie in their ranges, to whose bounds a schedule may get."""
     given = [(value, r) for value, r in zip(values, RANGES) if value is not None]
-    most = [1.0 if r.startswith("in ") else jnp.inf for _, r in given]
+    most = [float(r.highest) for _, r in given]
     stacked = jnp.stack([value.astype(float) for value, _ in given])
     return jnp.all((stacked >= 0) & (stacked <= jnp.array(most, float)))
 

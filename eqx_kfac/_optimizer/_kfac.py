@@ -181,8 +181,12 @@ class KFAC(eqx.Module):
         **Raises:** `ValueError` for a number out of its range or choices that exclude
         each other, `TypeError` for something of another kind.
         """
-        given = locals()
-        chosen, self._early = resolved({n: v for n, v in given.items() if n != "self"})
+        numbers = dict(learning_rate=learning_rate, momentum=momentum, damping=damping)
+        numbers |= dict(norm_constraint=norm_constraint, ema=ema)
+        numbers |= dict(weight_decay=weight_decay, averaging=averaging)
+        periods = dict(curvature_period=curvature_period, inverse_period=inverse_period)
+        parts = dict(fisher=fisher, solver=solver, guard=guard, fallback=fallback)
+        chosen, self._early = resolved({**numbers, **periods, **parts})
         for name, value in chosen.items():
             setattr(self, name, value)
         check_choices(chosen)

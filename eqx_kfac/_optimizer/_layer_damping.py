@@ -7,7 +7,11 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float
 
-from .._checks import check_number
+from .._checks import (
+    AT_LEAST_0,
+    check_number,
+    POSITIVE,
+)
 from .._custom_types import Layer, Model, Scalar
 from .._devices import over_stack, zeros_as_from
 from .._misc import inner, total
@@ -105,14 +109,14 @@ class LayerDamping(AbstractLayerDamping):
         **Raises:** `ValueError` for a number out of its range.
         """
         self.max_damping = check_number(
-            "max_damping", max_damping, "positive", schedule=False
+            "max_damping", max_damping, POSITIVE, schedule=False
         )
         self.curvature_fraction = check_number(
-            "curvature_fraction", curvature_fraction, "positive", schedule=False
+            "curvature_fraction", curvature_fraction, POSITIVE, schedule=False
         )
-        self.stiffness = check_number("stiffness", stiffness, "positive", schedule=False)
+        self.stiffness = check_number("stiffness", stiffness, POSITIVE, schedule=False)
         self.loss_power = check_number(
-            "loss_power", loss_power, "at least 0", schedule=False
+            "loss_power", loss_power, AT_LEAST_0, schedule=False
         )
 
     @property

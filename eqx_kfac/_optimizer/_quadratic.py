@@ -9,7 +9,11 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._checks import check_examples, check_number
+from .._checks import (
+    check_examples,
+    check_number,
+    POSITIVE,
+)
 from .._custom_types import Model, Scalar
 from .._misc import symmetric, tree_dot
 from ._hyperparameters import AbstractRule
@@ -90,7 +94,7 @@ class QuadraticModel(AbstractStepRule):
         """
         self.examples = check_examples(examples)
         self.damping_ratio = check_number(
-            "damping_ratio", damping_ratio, "positive", schedule=False
+            "damping_ratio", damping_ratio, POSITIVE, schedule=False
         )
 
     def __call__(

@@ -6,7 +6,11 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._checks import check_count, check_number
+from .._checks import (
+    check_count,
+    check_number,
+    POSITIVE,
+)
 from .._custom_types import Scalar
 from ._hyperparameters import AbstractRule
 
@@ -120,14 +124,14 @@ class TrustRegion(AbstractTrustRegion):
         **Raises:** `ValueError` for a number out of its range.
         """
         self.squared_radius = check_number(
-            "squared_radius", squared_radius, "positive", schedule=False
+            "squared_radius", squared_radius, POSITIVE, schedule=False
         )
         self.loss_fraction = check_number(
-            "loss_fraction", loss_fraction, "positive", schedule=False
+            "loss_fraction", loss_fraction, POSITIVE, schedule=False
         )
         self.full_terms = check_count("full_terms", full_terms, 1)
         self.velocity_factor = check_number(
-            "velocity_factor", velocity_factor, "positive", schedule=False
+            "velocity_factor", velocity_factor, POSITIVE, schedule=False
         )
 
     @property
@@ -176,7 +180,7 @@ class Window(eqx.Module):
 
         **Raises:** `ValueError` for a number out of its range.
         """
-        self.fraction = check_number("fraction", fraction, "positive", schedule=False)
+        self.fraction = check_number("fraction", fraction, POSITIVE, schedule=False)
 
     def __call__(self, step: Int[Array, ""]) -> Float[Array, ""]:
         r"""$\xi_t$, given `step` $t$."""

@@ -3,7 +3,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._checks import check_count, check_flag, check_number
+from .._checks import (
+    AT_LEAST_0,
+    check_count,
+    check_flag,
+    check_number,
+)
 from .._operator import Factor, identity, matmul
 from ._factored import AbstractFactoredSolver
 
@@ -42,9 +47,7 @@ class NewtonSchulz(AbstractFactoredSolver):
         - `max_iterations`: two matrix products each.
         - `without_bias`: as for [`eqx_kfac.Cholesky`][].
         """
-        self.tolerance = check_number(
-            "tolerance", tolerance, "at least 0", schedule=False
-        )
+        self.tolerance = check_number("tolerance", tolerance, AT_LEAST_0, schedule=False)
         check_flag("without_bias", without_bias)
         self.without_bias = without_bias
         self.max_iterations = check_count("max_iterations", max_iterations, 1)

@@ -12,7 +12,13 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from .._block import AbstractFactors
-from .._checks import check_array, is_number, is_scalar, plain
+from .._checks import (
+    AT_LEAST_0,
+    check_array,
+    is_number,
+    is_scalar,
+    plain,
+)
 from .._custom_types import Model, PerLayer
 from .._devices import over_stack
 from .._misc import names
@@ -203,7 +209,7 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
             ) from error
 
         def checked(block, number):
-            check_array(name, number, "at least 0")
+            check_array(name, number, AT_LEAST_0)
             if jnp.shape(number) not in ((), block.shift.shape):
                 raise ValueError(
                     f"`{name}` has an array of shape {jnp.shape(number)} in the place of "

@@ -7,7 +7,11 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, PyTree
 
-from .._checks import check_count, check_number
+from .._checks import (
+    AT_LEAST_0,
+    check_count,
+    check_number,
+)
 from .._custom_types import Options
 from .._misc import tree_dot, tree_where
 from .._solver import AbstractSymmetricSolver
@@ -63,7 +67,7 @@ class ConjugateGradient(AbstractSymmetricSolver[lx.AbstractLinearOperator]):
         """
         if max_steps is not None:
             max_steps = check_count("max_steps", max_steps, 1)
-        self.rtol = check_number("rtol", rtol, "at least 0", schedule=False)
+        self.rtol = check_number("rtol", rtol, AT_LEAST_0, schedule=False)
         self.max_steps = max_steps
 
     def init(

@@ -11,7 +11,15 @@ import jax.random as jr
 import jax.tree_util as jtu
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
-from .._checks import check_array, check_count, check_key, is_number, is_scalar, plain
+from .._checks import (
+    check_array,
+    check_count,
+    check_key,
+    is_number,
+    is_scalar,
+    plain,
+    POSITIVE,
+)
 from .._custom_types import Key, Model, PerLayer
 from .._misc import accumulator
 from .._operator import flatten, matmul, widest
@@ -101,7 +109,7 @@ class Laplace(eqx.Module):
         dtype = accumulator(widest(whole.in_structure()))
 
         def positive(name, value):
-            check_array(name, value, "positive")
+            check_array(name, value, POSITIVE)
             return jnp.asarray(value, dtype)
 
         self.model = model

@@ -10,7 +10,10 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Bool
 
-from .._checks import check_number
+from .._checks import (
+    check_number,
+    POSITIVE,
+)
 from .._curvature import Batch, linearise
 from .._custom_types import Args, Key, Kwargs, Layer, Model
 from .._devices import over_stack
@@ -111,7 +114,7 @@ def verify(
     check_order("verify", loss_fn, model, "kfac.verify(loss_fn, model, x, y)")
     check_tagged(model)
     check_whole(fisher, "kfac.verify")
-    check_number("memory", memory, "positive", schedule=False)
+    check_number("memory", memory, POSITIVE, schedule=False)
     problem = Problem(loss_fn, args, kwargs, fisher, key, limit, memory)
     checks = _checks(problem, model)
     doubtful = [c for c in checks if not (c.shared or c.single) and c.is_off(3)]
