@@ -27,7 +27,7 @@ def test_they_are_short(name):
     """At most 120 lines (a race of three optimizers has more); a step near the top, and
     they say how to run them."""
     lines = (folder / f"{name}.py").read_text().splitlines()
-    assert len(lines) <= (150 if name in ("race", "helium") else 120)
+    assert len(lines) <= (150 if name == "race" else 120)
     # (These two are about what one does after training.)
     assert name in ("laplace", "influence") or any(
         "optimizer.step" in x for x in lines[:45]

@@ -27,8 +27,8 @@ import optax
 import eqx_kfac as kfac
 
 
-def _example(name: str) -> Any:
-    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
+def _study(name: str) -> Any:
+    path = Path(__file__).parent / "studies" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -36,7 +36,7 @@ def _example(name: str) -> Any:
     return module
 
 
-helium = _example("helium")
+helium = _study("helium")
 
 
 class Molecule(NamedTuple):
@@ -70,7 +70,7 @@ def smooth(length: Any) -> Any:
 
 
 class Wavefunction(eqx.Module):
-    """That of `examples/helium.py`, with several nuclei."""
+    """The wavefunction of `studies/helium.py`, with several nuclei."""
 
     layers: list[eqx.nn.Linear]
     orbitals: eqx.nn.Linear
