@@ -34,14 +34,12 @@ def loss_fn(psi, walkers, energies):
 
 @eqx.filter_jit
 def train_step(psi, state, walkers, key):
-    keys = jr.split(key)
-    walkers = moved(psi, walkers, keys[0])
+    walkers = moved(psi, walkers, key)
     energies = jax.vmap(lambda r: local_energy(psi, r))(walkers)
-    psi, state, _ = optimizer.step(loss_fn, psi, state, walkers, energies, key=keys[1])
+    psi, state, _ = optimizer.step(loss_fn, psi, state, walkers, energies)
     return psi, state, walkers, jnp.mean(energies)
 
 
-# %%
 class Wavefunction(eqx.Module):
     """A smooth part, and one with the cusps at the nucleus and where electrons meet."""
 
@@ -51,7 +49,7 @@ class Wavefunction(eqx.Module):
         """The logarithm for electrons at `r`, `[2, 3]`."""
         first, second, between = length(r[0]), length(r[1]), length(r[0] - r[1])
         smooth = lambda d: d**2 / (1 + d)  # Far away the same, and without a cusp.
-        a, b, c = smooth(first), smooth(second), smooth(between)
+        a, b, c = map(smooth, (first, second, between))
         features = jnp.stack([a + b, (a - b) ** 2, c])  # Symmetric in the electrons.
         cusps = -2 * (first + second) + 0.5 * between / (1 + between)
         return cusps + self.mlp(features)
@@ -81,8 +79,8 @@ def moved(psi, walkers, key, moves=10):
         new = jnp.where(accept[:, None, None], new, r)
         return (new, jnp.where(accept, log_new, log_p)), None
 
-    start = walkers, log_density(walkers)
-    return jax.lax.scan(move, start, jr.split(key, moves))[0][0]
+    start, keys = (walkers, log_density(walkers)), jr.split(key, moves)
+    return jax.lax.scan(move, start, keys)[0][0]
 
 
 def train(steps, seed):
@@ -116,7 +114,7 @@ if __name__ == "__main__":
     add("--toy", action="store_true", help="five steps, to see whether everything runs")
     options = parser.parse_args()
     energies = train(5 if options.toy else options.steps, options.seed)
-    last = np.mean(energies[-len(energies) // 3 :])
-    print(f"Energy of the last third of the run: {last:.4f} Ha; exact: {EXACT}.")
+    last = np.mean(energies[-len(energies) // 3 :])  # The last third.
+    print(f"Energy of the last steps: {last:.4f} Ha; exact: {EXACT}.")
     draw(energies, options.out)
     print(f"Picture: {options.out}")
