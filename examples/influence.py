@@ -32,7 +32,7 @@ def loss_fn(model, x, y):
 
 @eqx.filter_jit
 def influences(model, train, test):
-    """Of every training example on every test example, and of each on itself."""
+    """Influences of all training examples on all test examples, and of each on itself."""
     curvature = kfac.curvature(loss_fn, fisher=kfac.Exact())(model, *train)
     influence = kfac.analysis.influence(loss_fn, curvature, damping=1e-4)
     return influence(model, test, train), influence.of_itself(model, train)

@@ -71,7 +71,7 @@ grid = np.stack(np.meshgrid(*[np.linspace(0, 1, 61, dtype=np.float32)] * 2), axi
 
 
 def race(name, init, step, seed, end):
-    """Of two seeds, `(seconds, errors)`, and the last errors on the grid; `end` is in
+    """`(seconds, errors)` of two seeds, and the last errors on the grid; `end` is in
     seconds, or 1.5 times as long as the first one takes to compile."""
     step, curves, maps, compiling = eqx.filter_jit(step), [], [], 0.0
     for seed in tqdm((seed, seed + 1), desc=name, unit=" seeds", disable=None):

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, PyTree
 
 from .._checks import (
     AT_LEAST_0,
@@ -90,7 +90,7 @@ class MovingAverage(AbstractHyperparameter):
         ```
     """
 
-    number: Any
+    number: Numeric
     burn_in: int = eqx.field(static=True)
 
     def __init__(self, decay: Numeric = 0.95, burn_in: int = 0):
@@ -121,10 +121,14 @@ class WeightDecay(AbstractHyperparameter):
         ```
     """
 
-    number: Any
-    mask: Any
+    number: Numeric
+    mask: PyTree[bool] | Callable[[Array], bool] | None
 
-    def __init__(self, rate: Numeric, mask: Any = None):
+    def __init__(
+        self,
+        rate: Numeric,
+        mask: PyTree[bool] | Callable[[Array], bool] | None = None,
+    ):
         r"""**Arguments:**
 
         - `rate`: $\beta \ge 0$, or a schedule.

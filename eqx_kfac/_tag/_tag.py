@@ -355,8 +355,8 @@ class Tag(PlainModule):
         return replaced(self, "leaves", leaves)
 
     def _trained_mask(self, layer: Layer) -> tuple[Array | None, ...] | None:
-        """Of a tag at parameters, a mark for each one that there is, for every member of
-        a stack."""
+        """The marks of a tag at parameters, one for each of them, for every member of a
+        stack."""
         if not isinstance(self.form, Parameters):
             return None
         leaves = zip(self.form.parameters(layer), self.form.ranks, strict=True)

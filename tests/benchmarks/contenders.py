@@ -82,7 +82,8 @@ def from_contrib(problem: Problem) -> list[Contender]:
 
 
 class AsMatrices(kfac.KFAC):
-    """It preconditions all gradients as matrices, also where rows are less work."""
+    """An optimizer that preconditions all gradients as matrices, also where rows are less
+    work."""
 
     _by_rows = False
 

@@ -68,7 +68,7 @@ def decompositions(jaxpr: Any) -> tuple[int, float]:
 
 
 def transfers(text: str) -> list[list[int]]:
-    """Of every collective operation in a program, how many numbers come out, array by
+    """How many numbers come out of every collective operation of a program, array by
     array."""
     found = re.findall(r"= (.*) (?:all-reduce|all-gather|all-to-all)\(", text)
     shapes = [re.findall(r"f\d\d\[([\d,]*)\]", several) for several in found]

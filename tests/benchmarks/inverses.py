@@ -77,7 +77,7 @@ def seconds(fn, factors, rounds: int = 5) -> float:
 
 
 def error(solver, factors, v) -> float:
-    """Of a solution, relative to the same solver's in float64."""
+    """The error of a solution, relative to the same solver's in float64."""
     got = jax.jit(lambda *f: solved(solver, f, v))(*factors)
     with jax.enable_x64(True):
         exact = [jnp.asarray(np.asarray(f), jnp.float64) for f in factors]

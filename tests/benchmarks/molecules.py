@@ -168,7 +168,7 @@ def with_kfac(block: kfac.AbstractBlock, optimizer: kfac.KFAC) -> Method:
 
 
 def with_adam(rate: float) -> Method:
-    """Its rate falls to zero as a cosine."""
+    """Adam, whose rate falls to zero as a cosine."""
     adam = optax.scale_by_adam()
 
     def step(model, state, r, energies, key, part):

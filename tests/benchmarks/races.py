@@ -71,7 +71,7 @@ def with_kfac(make_optimizer: Callable[[], kfac.KFAC]) -> Callable:
 
 
 def with_optax(transformation: Callable[[], optax.GradientTransformation]) -> Callable:
-    """Of learning rate 1: every update is scaled by the rate of the moment."""
+    """Optimizers at learning rate 1: updates are scaled by the rate of the moment."""
 
     def make(race, rate):
         optimizer = transformation()

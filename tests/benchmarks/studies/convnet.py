@@ -199,7 +199,8 @@ def train(
     seeds: range,
     bar: tqdm,
 ) -> list[Result]:
-    """Of every learning rate, the best one first. Model and batches: for each seed."""
+    """The results of all learning rates, the best one first. Model and batches: for each
+    seed."""
     looks, each, _ = batches[0].shape
 
     @eqx.filter_jit

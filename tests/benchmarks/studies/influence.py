@@ -173,7 +173,7 @@ def by_blocks(name: str, model: Any, data: Data, blocks: Any) -> Method:
 
 
 def gradients(model: Any, data: Data) -> Float[Array, "examples parameters"]:
-    """Of every single example, written out."""
+    """The gradient of every single example, written out."""
 
     def one(x, y):
         value = lambda m: kfac.SoftmaxCrossEntropy(m(x)[None], y[None]).value
@@ -242,7 +242,7 @@ class Run(NamedTuple):
         return self.data.y != self.data.truth
 
     def precision(self, result: Result) -> float:
-        """Of as many of the highest as there are wrong ones, how many are wrong?"""
+        """The share of wrong labels among the highest, as many as are wrong in all."""
         highest = np.argsort(-result.own)[: self.wrong.sum()]
         return float(self.wrong[highest].mean())
 

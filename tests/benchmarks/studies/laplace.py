@@ -214,7 +214,7 @@ class Score(NamedTuple):
 
 
 def score(both: list[Array], y: np.ndarray) -> Score:
-    """Of the probabilities of known digits, and of unseen ones."""
+    """The scores of the probabilities of known digits, and of unseen ones."""
     probabilities, unseen = map(np.asarray, both)
     sure, right = probabilities.max(axis=1), probabilities.argmax(axis=1) == y
     nll = -np.mean(np.log(probabilities[np.arange(len(y)), y]))
@@ -251,7 +251,7 @@ def cooled(posterior: kfac.analysis.Laplace, x: Any, y: Any) -> kfac.analysis.La
 
 @eqx.filter_jit
 def of_all(predict: Callable, x: Any) -> Any:
-    """Of all images; at the same time of so many that there is memory for."""
+    """The predictions for all images, at the same time of as many as fit into memory."""
     return jax.lax.map(predict, x, batch_size=64)
 
 
@@ -298,7 +298,7 @@ def digits(options: argparse.Namespace, seed: int, bar: tqdm) -> dict[str, Score
 
 # %%
 def tables(bands: list[Band], scores: list[dict[str, Score]]) -> str:
-    """Of the digits, means over seeds and, with several, standard deviations."""
+    """The tables; of the digits, means over seeds and, with several, deviations."""
     lines = [f"{'regression':<12} {'NLL':>9} {'in the gap':>11}"]
     for b in bands:
         lines.append(f"{b.name:<12} {b.inside:>9.3f} {b.gap:>11.3f}")

@@ -273,7 +273,8 @@ def named(result: Result) -> str:
 def train(
     trainer: Trainer, models: list[Transformer], corpora: list[Corpus], bar: tqdm
 ) -> list[Result]:
-    """Of every learning rate, the best one first. Model and corpus: for each seed."""
+    """The results of all learning rates, the best one first. Model and corpus: for each
+    seed."""
     looks, each = corpora[0].batches.shape[:2]
     decay = optax.cosine_decay_schedule(1.0, looks * each)(np.arange(looks * each))
     decay = np.asarray(decay).reshape(looks, each)
