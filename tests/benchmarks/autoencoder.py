@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 import jax
 
 
-root = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location(
-    "ae", root / "tests/benchmarks/studies/autoencoder.py"
-)
+studies = Path(__file__).parent / "studies"
+sys.path.insert(0, str(studies))  # They import their harness from there.
+spec = importlib.util.spec_from_file_location("ae", studies / "autoencoder.py")
 ae = importlib.util.module_from_spec(spec)
 sys.modules["ae"] = ae
 spec.loader.exec_module(ae)

@@ -60,9 +60,9 @@ class Problem(NamedTuple):
 
 def study(name: str) -> Any:
     """One of the scripts in `studies/`, as a module."""
-    spec = importlib.util.spec_from_file_location(
-        name, ROOT / f"tests/benchmarks/studies/{name}.py"
-    )
+    studies = ROOT / "tests/benchmarks/studies"
+    sys.path.insert(0, str(studies))  # They import their harness from there.
+    spec = importlib.util.spec_from_file_location(name, studies / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from harness import make_parser, parsed, save_picture
 from jaxtyping import Float, PRNGKeyArray
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
@@ -382,8 +383,7 @@ def plot(
     axes[0].set_title("deep autoencoder", loc="left", fontweight="bold")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path)
 
 
 METHODS = {
@@ -397,29 +397,19 @@ METHODS = {
 
 # %%
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="A deep autoencoder, five optimizers.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = make_parser("A deep autoencoder, five optimizers.", "autoencoder")
     add = parser.add_argument
+    folder = Path("runs/autoencoder")
     add("--data", type=Path, help="folder of MNIST's files; none: scikit-learn's digits")
     add("--seconds", type=float, default=60, help="of steps, per optimizer")
     add("--steps", type=int, default=100_000, help="per optimizer, at most")
     add("--batch", type=int, help="images in a batch; none: what each optimizer likes")
     add("--target", type=float, default=54.0, help="stop at this loss")
     add("--methods", nargs="+", choices=METHODS, default=[*METHODS], help="which")
-    add("--seed", type=int, default=0, help="of initialisation and batches, the first")
-    add("--seeds", type=int, default=1, help="how many")
-    add("--out", type=Path, default=Path("runs/autoencoder.png"), help="picture")
-    folder = Path("runs/autoencoder")
     add("--checkpoints", type=Path, default=folder, help="folder of checkpoints")
     add("--resume", action="store_true", help="go on from checkpoints")
-    add("--toy", action="store_true", help="small and quick, unless options say else")
-    if parser.parse_known_args(argv)[0].toy:
-        parser.set_defaults(steps=20, batch=64)
-    options = parser.parse_args(argv)
-    if min(options.steps, options.batch or 1, options.seeds) < 1:
-        parser.error("--steps, --batch and --seeds must be at least 1")
+    toy = dict(steps=20, batch=64)
+    options = parsed(parser, argv, ["steps", "batch", "seeds"], toy)
     return options
 
 

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import optax
+from harness import make_parser, parsed, save_picture, without_frame
 from jaxtyping import Array, Float, PRNGKeyArray
 from matplotlib.figure import Figure
 from tqdm import tqdm
@@ -423,35 +424,23 @@ def plot(results: dict[str, list[Run]], title: str, path: Path) -> None:
     axis.set_xlabel("part of the run")
     axis.set_ylabel("mean return of an episode")
     axis.legend(frameon=False)
-    axis.grid(True, color="0.92")
-    axis.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    without_frame(axis)
+    save_picture(figure, path)
 
 
 # %%
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="K-FAC and Adam learn policies.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = make_parser("K-FAC and Adam learn policies.", "cartpole", seeds=2)
     add = parser.add_argument
     add("--task", choices=TASKS, default="cartpole", help="which")
     add("--algorithm", choices=ALGORITHMS, default="a2c", help="which")
     add("--steps", type=int, help="batches of experience; 400 (a2c) or 100 (ppo)")
     add("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2], help="of Adam")
-    add("--seed", type=int, default=0, help="the first")
-    add("--seeds", type=int, default=2, help="how many")
     add("--width", type=int, default=64, help="of the hidden layers")
-    add("--out", type=Path, default=Path("runs/cartpole.png"), help="picture")
-    add("--toy", action="store_true", help="small and quick, unless options say else")
-    if parser.parse_known_args(argv)[0].toy:
-        parser.set_defaults(steps=40, width=8, seeds=1, rates=[1e-3])
-    options = parser.parse_args(argv)
+    toy = dict(steps=40, width=8, seeds=1, rates=[1e-3])
+    options = parsed(parser, argv, ["steps", "seeds"], toy)
     if options.steps is None:
         options.steps = ALGORITHMS[options.algorithm].updates
-    if min(options.steps, options.seeds) < 1:
-        parser.error("--steps and --seeds must be at least 1")
     return options
 
 

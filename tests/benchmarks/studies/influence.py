@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import optax
+from harness import make_parser, over_seeds, parsed, save_picture
 from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
 from scipy.stats import rankdata
@@ -296,8 +297,7 @@ def verdict(runs: list[Run]) -> str:
         tied = np.flatnonzero(medians == np.nanmax(medians))
         highest = numbers[:, tied] == np.nanmax(numbers, axis=1, keepdims=True)
         wins = int(np.sum(np.any(highest, axis=1)))
-        several = f"median of {len(runs)} seeds, the highest with {wins} of them"
-        seeds = "one seed" if len(runs) == 1 else several
+        seeds = over_seeds(len(runs), wins, "median", "highest")
         text = " and ".join(names[i] for i in tied)
         return f"{text}, {np.nanmax(medians):.3f} ({seeds})"
 
@@ -360,29 +360,18 @@ def plot(runs: list[Run], path: Path) -> None:
         axis.set_axis_off()
         axis.set_title(f"“{data.y[i]}”", color="#d1495b" if wrong[i] else "k")
     parts[2].suptitle("highest of EKFAC, by their labels", fontweight="bold")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path)
 
 
 # %%
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Influence functions on digits.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = make_parser("Influence functions on digits.", "influence")
     add = parser.add_argument
     add("--examples", type=int, default=1000, help="to train on, all at every step")
     add("--halves", type=int, default=100, help="retrainings")
     add("--steps", type=int, default=400, help="of every training")
-    add("--seed", type=int, default=0, help="of data and initialisation, the first")
-    add("--seeds", type=int, default=1, help="how many")
-    add("--out", type=Path, default=Path("runs/influence.png"), help="picture")
-    add("--toy", action="store_true", help="small and quick, unless options say else")
-    if parser.parse_known_args(argv)[0].toy:
-        parser.set_defaults(examples=100, halves=10, steps=30)
-    options = parser.parse_args(argv)
-    if min(options.steps, options.halves, options.seeds) < 1:
-        parser.error("--steps, --halves and --seeds must be at least 1")
+    toy = dict(examples=100, halves=10, steps=30)
+    options = parsed(parser, argv, ["steps", "halves", "seeds"], toy)
     return options
 
 

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
+from harness import make_parser, over_seeds, parsed, save_picture
 from jaxtyping import Array, Float, PRNGKeyArray
 from matplotlib.figure import Figure
 from scipy.stats import rankdata
@@ -318,12 +319,12 @@ def verdict(bands: list[Band], scores: list[dict[str, Score]]) -> str:
     means = {name: np.mean([s[name].nll for s in scores]) for name in scores[0]}
     best, other = sorted(means, key=lambda name: means[name])[:2]
     wins = sum(min(s, key=lambda name: s[name].nll) == best for s in scores)
-    several = f"means of {len(scores)} seeds, the lowest with {wins} of them"
+    seeds = over_seeds(len(scores), wins, "means")
     return (
         f"In the gap {first.name} has the lowest NLL, {first.gap:.3f}, before "
         f"{second.name}, {second.gap:.3f} (one seed); of the digits {best}, "
         f"{means[best]:.3f}, before {other}, {means[other]:.3f} "
-        f"({'one seed' if len(scores) == 1 else several})."
+        f"({seeds})."
     )
 
 
@@ -345,27 +346,16 @@ def plot(bands: list[Band], data: Any, grid: Any, path: Path) -> None:
     axes[0].set_ylabel("output")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path)
 
 
 # %%
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Laplace posteriors.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = make_parser("Laplace posteriors.", "laplace", seeds=3)
     add = parser.add_argument
     add("--steps", type=int, default=300, help="of every training, on all data")
-    add("--seed", type=int, default=0, help="of data and initialisation, the first")
-    add("--seeds", type=int, default=3, help="how many, for the digits")
-    add("--out", type=Path, default=Path("runs/laplace.png"), help="picture")
-    add("--toy", action="store_true", help="small and quick, unless options say else")
-    if parser.parse_known_args(argv)[0].toy:
-        parser.set_defaults(steps=20, seeds=1)
-    options = parser.parse_args(argv)
-    if min(options.steps, options.seeds) < 1:
-        parser.error("--steps and --seeds must be at least 1")
+    toy = dict(steps=20, seeds=1)
+    options = parsed(parser, argv, ["steps", "seeds"], toy)
     return options
 
 

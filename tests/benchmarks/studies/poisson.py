@@ -32,6 +32,7 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import optax
+from harness import make_parser, over_seeds, parsed, save_picture, without_frame
 from jaxtyping import Array, Float, PRNGKeyArray
 from matplotlib.figure import Figure
 from tqdm import tqdm
@@ -378,11 +379,10 @@ def verdict(name: str, runs: list[Run]) -> str:
     seeds = sorted({run.seed for run in runs})
     lowest = [min((r for r in runs if r.seed == i), key=lambda r: r.last) for i in seeds]
     wins = sum(run.kind == first.kind for run in lowest)
-    several = f"medians of {len(seeds)} seeds, the lowest with {wins} of them"
     texts = [f"{run.kind} ({run.last:.2e})" for run in others]
     return (
         f"{name}: {first.kind} has the lowest error, {first.last:.2e}, before "
-        f"{', '.join(texts)}: {'one seed' if len(seeds) == 1 else several}."
+        f"{', '.join(texts)}: {over_seeds(len(seeds), wins)}."
     )
 
 
@@ -412,36 +412,24 @@ def plot(results: dict[str, list[Run]], path: Path) -> None:
         axis.set_yscale("log")
         axis.set_title(name, loc="left", fontweight="bold")
         axis.set_xlabel("seconds (without compiling)")
-        axis.grid(True, color="0.92")
-        axis.spines[["top", "right"]].set_visible(False)
+        without_frame(axis)
     axes[0].set_ylabel("relative error on unseen points")
     lines = [axes[0].plot([], [], color=c, label=kind)[0] for kind, c in COLOURS.items()]
     figure.legend(handles=lines, loc="outside lower center", ncols=4, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path)
 
 
 # %%
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="K-FAC and Adam on differential equations.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = make_parser("K-FAC and Adam on differential equations.", "poisson")
     add = parser.add_argument
     add("--equations", nargs="+", choices=EQUATIONS, default=["poisson"], help="which")
     add("--steps", type=int, default=500, help="steps of K-FAC")
     add("--newton-steps", type=int, default=30, help="exact steps")
-    add("--seed", type=int, default=0, help="of initialisation and points, the first")
-    add("--seeds", type=int, default=1, help="how many")
     add("--width", type=int, default=32, help="of the two hidden layers")
     add("--times", type=float, default=4.0, help="Adam's seconds, in K-FAC's")
-    add("--out", type=Path, default=Path("runs/poisson.png"), help="picture")
-    add("--toy", action="store_true", help="small and quick, unless options say else")
-    if parser.parse_known_args(argv)[0].toy:
-        parser.set_defaults(steps=5, newton_steps=2, width=8)
-    options = parser.parse_args(argv)
-    if min(options.steps, options.newton_steps, options.seeds) < 1:
-        parser.error("--steps, --newton-steps and --seeds must be at least 1")
+    toy = dict(steps=5, newton_steps=2, width=8)
+    options = parsed(parser, argv, ["steps", "newton_steps", "seeds"], toy)
     return options
 
 

@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from harness import make_parser, over_seeds, parsed, save_picture, without_frame
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 from matplotlib.figure import Figure
 from tqdm import tqdm
@@ -343,8 +344,7 @@ def verdict(results: list[Result]) -> str:
         min(runs, key=lambda run: run.final_loss) is runs[0]
         for runs in zip(*(result.runs for result in ranked))
     )
-    several = f"medians of {number} seeds, the lowest with {wins} of them"
-    seeds = "one seed" if number == 1 else several
+    seeds = over_seeds(number, wins)
     return (
         f"After {ranked[0].median.steps[-1]} steps {first} has the lowest training loss "
         f"above the entropy, before {' and '.join(others)}: {seeds}."
@@ -375,35 +375,23 @@ def plot(grids: list[list[Result]], path: Path) -> None:
         axis.set_ylim(top=2 * runs[0].losses[0])
         axis.set_xlim(0, 1.03 * max(getattr(run, against)[-1] for run in runs))
         axis.set_xlabel("steps" if against == "steps" else "seconds (without compiling)")
-        axis.grid(True, color="0.92")
-        axis.spines[["top", "right"]].set_visible(False)
+        without_frame(axis)
     axes[0].set_ylabel("training loss above\nthe text's entropy, nats")
     axes[0].set_title("transformer", loc="left", fontweight="bold")
     axes[0].plot([], [], "0.5", linestyle=":", label="other learning rates")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path)
 
 
 # %%
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="K-FAC and AdamW on a small language model.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = make_parser("K-FAC and AdamW on a small language model.", "transformer")
     add = parser.add_argument
     add("--steps", type=int, default=300, help="steps of every run")
     add("--batch", type=int, default=64, help="lines in a batch")
-    add("--seed", type=int, default=0, help="of initialisation and text, the first")
-    add("--seeds", type=int, default=1, help="how many")
-    add("--out", type=Path, default=Path("runs/transformer.png"), help="picture")
-    add("--toy", action="store_true", help="small and quick, unless options say else")
-    if parser.parse_known_args(argv)[0].toy:
-        parser.set_defaults(steps=20, batch=16)
-    options = parser.parse_args(argv)
-    if min(options.steps, options.batch, options.seeds) < 1:
-        parser.error("--steps, --batch and --seeds must be at least 1")
+    toy = dict(steps=20, batch=16)
+    options = parsed(parser, argv, ["steps", "batch", "seeds"], toy)
     return options
 
 
