@@ -6,7 +6,7 @@
 # `kfac.Energy`: gradient and curvature of $\log \lvert \psi \rvert$ from one pass. K-FAC
 # is `KFAC.vmc()`, Adam has the best of three rates, which fall along a cosine to zero.
 #
-#     python examples/helium.py        # helium; four minutes on one CPU core
+#     python examples/helium.py        # helium; some minutes on one CPU core
 #     python examples/helium.py --atom beryllium --steps 600
 #     python examples/helium.py --toy  # does everything run?
 
