@@ -230,12 +230,13 @@ def train(method, options, seed, seconds=None):
         return model, state, walkers, jnp.mean(energies), jnp.std(energies)
 
     state, steps, total = init(model), [], 0.0
-    jax.block_until_ready(step(model, state, walkers, keys[3], jnp.asarray(0.0)))
+    zero = jnp.asarray(0.0, float)  # Not a weak type: compiled for this step alone.
+    jax.block_until_ready(step(model, state, walkers, keys[3], zero))
     with tqdm(desc=f"{name}, seed {seed}", unit=" steps", disable=None) as bar:
         while (part := total / seconds if seconds else len(steps) / options.steps) < 1:
             key, begun = jr.fold_in(keys[3], len(steps)), time.process_time()
             model, state, walkers, *found = step(
-                model, state, walkers, key, jnp.asarray(part)
+                model, state, walkers, key, jnp.asarray(part, float)
             )
             found = [float(a) for a in found]
             total += time.process_time() - begun
