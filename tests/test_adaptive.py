@@ -658,6 +658,53 @@ def test_bounds(ratio):
     assert float(damping) == (2.0 if ratio == 0 else 0.5)
 
 
+# One after the other, from a damping of 1, halved or doubled: (ratio, share, the next).
+NEGLIGIBLE = 0.1
+with_share = [
+    (1.0, 0.2, 0.5),
+    (1.0, NEGLIGIBLE, 0.25),
+    (1.0, np.nextafter(NEGLIGIBLE, 0), 0.25),
+    (1.0, 0.0, 0.25),
+    (0.5, 0.0, 0.25),
+    (0.5, 1.0, 0.25),
+    (0.1, 0.0, 0.5),
+    (0.1, 1.0, 1.0),
+    (0.0, 0.0, 2.0),
+    (float("nan"), 0.0, 4.0),
+    (float("inf"), 0.0, 8.0),
+    (float("-inf"), 0.0, 16.0),
+    (1.0, float("inf"), 8.0),
+    (1.0, float("nan"), 4.0),
+    (1.0, 0.09, 4.0),
+]
+
+
+@eqx.filter_jit
+def ruled_by_share(rule, damping, ratio, share):
+    return rule.given_share(damping, ratio, share)
+
+
+@pytest.mark.parametrize("negligible", [NEGLIGIBLE, jnp.array(NEGLIGIBLE)])
+def test_a_negligible_damping_does_not_fall(negligible):
+    rule = kfac.LevenbergMarquardt(1.0, 0.5, 1, negligible=negligible)
+    always = kfac.LevenbergMarquardt(1.0, 0.5, 1)
+    damping = jnp.array(1.0)
+    for ratio, share, expected in with_share:
+        numbers = damping, jnp.array(ratio), jnp.array(share)
+        assert float(ruled_by_share(always, *numbers)) == ruled(always, *numbers[:2])
+        damping = ruled_by_share(rule, *numbers)
+        assert float(damping) == expected
+
+
+@pytest.mark.parametrize("damping,expected", [(0.1, 0.5), (3.0, 2.0), (1.0, 1.0)])
+def test_a_negligible_damping_has_bounds(damping, expected):
+    """... even if the state was given another number."""
+    bounds = dict(minimum=0.5, maximum=2.0)
+    rule = kfac.LevenbergMarquardt(1.0, 0.5, 1, **bounds, negligible=NEGLIGIBLE)
+    new = ruled_by_share(rule, jnp.array(damping), jnp.array(1.0), jnp.array(0.0))
+    assert float(new) == expected
+
+
 @pytest.mark.parametrize("interval", [1, 2, 5])
 def test_due_in_the_last_step_of_every_interval(interval):
     rule = kfac.LevenbergMarquardt(1.0, interval=interval)
@@ -670,8 +717,9 @@ def test_due_in_the_last_step_of_every_interval(interval):
 #
 
 
-def first_ratio(damping, x, y):
-    """The reduction ratio of a first step, by dense matrices."""
+def first_measures(damping, x, y):
+    """The reduction ratio of a first step and the share of the damping in it, by dense
+    matrices."""
     theta = parameters(regressor())
     x, y = np.asarray(x), np.asarray(y)
     gradient, ggn, factors = derivatives(softmax_terms, theta, x, y, 0.0)
@@ -681,7 +729,9 @@ def first_ratio(damping, x, y):
     update = scale * direction
     before = objective(softmax_terms, theta, x, y, 0.0)
     after = objective(softmax_terms, theta + update, x, y, 0.0)
-    return (after - before) / (update @ matrix @ update / 2 + gradient @ update)
+    predicted = update @ matrix @ update / 2 + gradient @ update
+    share = damping * (update @ update) / (update @ matrix @ update)
+    return (after - before) / predicted, share
 
 
 def calibrate(damping, rule, x, y):
@@ -689,8 +739,10 @@ def calibrate(damping, rule, x, y):
     last, repeated = 0, 0
     lower, upper, decay = map(float, (rule.lower, rule.upper, rule.decay))
     while repeated < rule.calibration:
-        ratio = first_ratio(damping, x, y)
+        ratio, share = first_measures(damping, x, y)
         change = 1 if ratio < lower else -1 if ratio > upper else 0
+        if rule.negligible is not None and share < float(rule.negligible):
+            change = max(change, 0)
         new = damping * decay**-change
         repeated += 1
         if change == 0:
@@ -716,6 +768,8 @@ calibrations = [
     (40, dict(), 1e-1, None),
     (40, dict(lower=0.745, decay=0.1), 1e6, "turned"),
     (40, dict(lower=0.745, decay=0.1), 1e-6, "turned"),
+    (40, dict(negligible=0.999), 1e6, "stopped"),
+    (40, dict(negligible=0.0), 1e6, "stopped"),
     (3, dict(), 1e6, "exhausted"),
     (3, dict(), 1e-6, "exhausted"),
 ]
@@ -735,9 +789,9 @@ def test_calibration_equals_an_explicit_loop(number, choices, damping, end):
         assert abs(np.log(float(info.damping) / damping)) > 1.5
         assert repeated > 2
     # The step itself has the calibrated damping, and later steps have no more of this.
-    ratio = first_ratio(expected, x, y)
+    ratio, share = first_measures(expected, x, y)
     assert float(info.reduction_ratio) == pytest.approx(ratio, rel=1e-6)
-    ruled = float(rule(info.damping, info.reduction_ratio))
+    ruled = float(rule.given_share(info.damping, info.reduction_ratio, share))
     _, _, info = stepped(optimizer, softmax, new, state, x, y)
     assert float(info.damping) == ruled
 
@@ -754,6 +808,63 @@ def test_calibration_makes_up_for_a_bad_start():
         assert float(info.new_loss) < float(info.loss)
         found[damping] = float(info.damping)
     assert 1 <= found[1e6] / found[1e-6] < 100
+
+
+def calibrated_with(negligible):
+    optimizer, _ = calibrating(40, negligible=negligible)
+    model = regressor()
+    state = start(optimizer, model, damping=1e6)
+    _, _, info = stepped(optimizer, softmax, model, state, *make_targets(5))
+    return float(info.damping)
+
+
+def test_calibration_stops_where_the_damping_is_negligible():
+    assert calibrated_with(0.999) > 10 * calibrated_with(0.0)
+
+
+@pytest.mark.parametrize("rate", [QUADRATIC, 0.01], ids=["ruled", "given"])
+def test_the_share_is_that_of_the_promised_descent(rate):
+    """... of a first step, by dense matrices: just below it and just above."""
+    x, y = make_targets(5)
+    theta = parameters(regressor())
+    gradient, ggn, _ = derivatives(
+        squared_terms, theta, np.asarray(x), np.asarray(y), 0.0
+    )
+
+    def run(negligible):
+        choices = dict(lower=0.0, upper=0.0, negligible=jnp.array(negligible))
+        rule = kfac.LevenbergMarquardt(1.0, 0.5, 1, **choices)
+        optimizer = plain_kfac(rate, 0.0, rule, fisher=kfac.Exact())
+        model = regressor()
+        state = optimizer.init(model)
+        return stepped(optimizer, squared, model, state, x, y), theta
+
+    (new, state, info), before = run(0.0)
+    update = parameters(new) - before
+    damping = float(info.damping)
+    assert damping == 1.0 and float(state.damping) == 0.5
+    promised = -(gradient @ update + update @ ggn @ update / 2)
+    promised -= damping * (update @ update) / 2
+    share = damping * (update @ update) / 2 / promised
+    assert 1e-6 < share < 0.9
+    for factor, expected in ((1 - 1e-6, 0.5), (1 + 1e-6, 1.0)):
+        assert float(run(factor * share)[0][1].damping) == expected
+
+
+def test_a_rejected_step_raises_a_negligible_damping():
+    rule = kfac.LevenbergMarquardt(1.0, 0.5, 1, negligible=1.0)
+    optimizer = plain_kfac(QUADRATIC, QUADRATIC, rule, fisher=kfac.Exact())
+    model = regressor()
+    state = optimizer.init(model)
+    dampings = []
+    for index in range(4):
+        x, y = make_targets(index)
+        x = x * (jnp.nan if index == 1 else 1)
+        model, state, info = stepped(optimizer, squared, model, state, x, y)
+        assert bool(info.rejected) == (index == 1)
+        dampings.append(float(state.damping))
+    assert dampings[0] >= 1.0 and dampings[1] == 2 * dampings[0]
+    assert dampings == sorted(dampings)  # Its share is below one.
 
 
 def test_calibration_waits_for_a_finite_batch():
@@ -1358,6 +1469,7 @@ out_of_range = [
     (kfac.LevenbergMarquardt, "upper", [-0.1], "at least 0"),
     (kfac.LevenbergMarquardt, "minimum", [0, -1], "positive"),
     (kfac.LevenbergMarquardt, "maximum", [0, -1], "positive"),
+    (kfac.LevenbergMarquardt, "negligible", [-0.1, 1.1, float("nan")], "in [0, 1]"),
     (kfac.LevenbergMarquardt, "interval", [0, -1], "at least 1"),
     (kfac.LevenbergMarquardt, "calibration", [-1], "at least 0"),
     (kfac.QuadraticModel, "examples", [0, -1], "at least 1"),
@@ -1408,7 +1520,10 @@ def test_bounds_in_the_wrong_order(low, high):
         kfac.LevenbergMarquardt(1.0, **{low: 0.6, high: 0.5})
 
 
-@pytest.mark.parametrize("name", ["decay", "lower", "upper", "minimum", "maximum"])
+NUMBERS = "decay", "lower", "upper", "minimum", "maximum", "negligible"
+
+
+@pytest.mark.parametrize("name", NUMBERS)
 def test_the_rule_has_no_schedules(name):
     """A rule does not know the step: a schedule would fail in the middle of one."""
     with raises(TypeError, f"`{name}` must be a number"):
@@ -1500,12 +1615,36 @@ def test_full_batch_is_for_losses_that_fall_far():
     assert far < 0.1 * near
 
 
+@ft.cache
+def dampings_on_a_line(negligible):
+    """Of a loss that is a quadratic function of the parameters: the ratio is one."""
+    model = eqx.nn.Linear(3, 2, key=jr.key(0))
+    model = kfac.convert(model)
+    x, y = jr.normal(jr.key(1), (8, 3)), jr.normal(jr.key(2), (8, 2))
+    loss_fn = lambda model, x, y: kfac.SquaredError(jax.vmap(model)(x), y)
+    rule = kfac.LevenbergMarquardt(1.0, 0.5, 1, minimum=1e-12, negligible=negligible)
+    optimizer = kfac.KFAC.full_batch(damping=rule, fisher=kfac.Exact())
+    state, dampings = optimizer.init(model), []
+    for _ in range(8):
+        model, state, info = stepped(optimizer, loss_fn, model, state, x, y)
+        dampings.append(float(state.damping))
+    return dampings
+
+
+def test_without_a_limit_the_damping_falls_forever():
+    falling, held = dampings_on_a_line(None), dampings_on_a_line(0.1)
+    assert falling == [0.5**n for n in range(1, 9)]
+    assert held[0] == 0.5 and 1e-3 < held[-1] == held[-2] and held[-1] > falling[-1]
+
+
 def test_full_batch_takes_other_choices():
     optimizer = kfac.KFAC.full_batch()
     assert isinstance(optimizer.learning_rate, kfac.QuadraticModel)
     assert isinstance(optimizer.damping, kfac.LevenbergMarquardt)
+    assert optimizer.damping.negligible == 0.1 and optimizer.ema == 0.5
     other = kfac.KFAC.full_batch(fisher=kfac.Exact(), curvature_period=1)
     assert isinstance(other.fisher, kfac.Exact) and other.curvature_period == 1
     assert optimizer.curvature_period == 5
+    assert kfac.KFAC.full_batch(ema=0.9).ema == 0.9
     with pytest.raises(TypeError, match="unknown"):
         kfac.KFAC.full_batch(unknown=1)

@@ -12,6 +12,7 @@ from .._custom_types import Model, Numeric
 from .._misc import is_none, masked, tree_where
 from .._tag import partition_tagged
 from ._choices import Rules
+from ._damping import share_of
 from ._hyperparameters import WeightDecay
 from ._proposal import Proposal
 from ._state import count, Info, KFACState
@@ -102,6 +103,20 @@ def _next_damping(state: KFACState, info: Info, rules: Rules) -> Any:
     if rule is None:
         return info.damping
     ratio = jnp.zeros_like(info.loss) if ratio is None else ratio  # Never due.
+    share = _share(info)
     ratio = jnp.where(info.rejected, -jnp.inf, ratio)
     due = rule.due(state.step) | info.rejected
-    return jnp.where(due, rule(info.damping, ratio), info.damping)
+    new = rule.given_share(info.damping, ratio, share)
+    return jnp.where(due, new, info.damping)
+
+
+def _share(info: Info) -> Array:
+    """The share of the damping in the promised descent, which is the change of the loss
+    over the reduction ratio; one, if that is unknown."""
+    if info.reduction_ratio is None or info.new_loss is None:
+        return jnp.ones_like(info.damping)
+    ratio = info.reduction_ratio
+    known = jnp.isfinite(ratio) & (ratio != 0)
+    change = jnp.where(known, info.new_loss - info.loss, 0)
+    predicted = change / jnp.where(known, ratio, 1)
+    return share_of(info.damping, info.update_norm, predicted)

@@ -14,6 +14,7 @@ from .._checks import (
     BETWEEN_0_AND_1,
     check_count,
     check_number,
+    FRACTION,
     is_number,
     POSITIVE,
 )
@@ -44,6 +45,18 @@ class AbstractDamping(AbstractRule):
         """The next damping, given this one and the reduction ratio. Called whenever that
         is due, and after a rejected step, with a ratio of minus infinity."""
 
+    def given_share(
+        self,
+        damping: Float[Array, ""],
+        ratio: Float[Array, ""],
+        share: Float[Array, ""],
+    ) -> Float[Array, ""]:
+        r"""The next damping, given also which `share` of the curvature along the step is
+        damping: $\lambda \lVert \delta \rVert^2 / 2$ over the descent that the quadratic
+        model promises. This is what is called, and calls the rule itself, without the
+        share, unless a subclass says otherwise."""
+        return self(damping, ratio)
+
 
 class LevenbergMarquardt(AbstractDamping):
     r"""Damping that follows how well the quadratic model predicts the loss. Every
@@ -56,6 +69,16 @@ class LevenbergMarquardt(AbstractDamping):
     promised no descent, $\lambda \leftarrow \lambda / \omega^T$. A rejected step
     makes the damping grow too. Pass it to [`eqx_kfac.KFAC`][] as `damping`.
 
+    What the model promises includes the damping. If that is a small share of it,
+
+    $$s = \frac{\lambda \lVert \delta \rVert^2 / 2}{-q(\delta)}$$
+
+    (at the minimum of the model, the share of the damping in the curvature along the
+    step), a good ratio is no reason for less damping: the model would hardly change. But
+    the preconditioner would, which is damped as well, and whose curvature is only
+    approximate. So a damping whose share is `negligible` is left alone instead of
+    falling, as a trust region does not grow that has not held a step back.
+
     !!! Example
 
         ```python
@@ -66,7 +89,9 @@ class LevenbergMarquardt(AbstractDamping):
     ??? cite "Reference"
 
         J. Martens and R. Grosse, *Optimizing Neural Networks with Kronecker-factored
-        Approximate Curvature*, ICML 2015, section 6.5.
+        Approximate Curvature*, ICML 2015, section 6.5. The trust region that does not
+        grow is that of J. Nocedal and S. Wright, *Numerical Optimization*, 2nd edition,
+        2006, algorithm 4.1.
     """
 
     initial: Scalar
@@ -77,6 +102,7 @@ class LevenbergMarquardt(AbstractDamping):
     minimum: Scalar
     maximum: Scalar
     calibration: int = eqx.field(static=True)
+    negligible: Scalar | None
 
     def __init__(
         self,
@@ -88,6 +114,7 @@ class LevenbergMarquardt(AbstractDamping):
         minimum: Scalar = 1e-8,
         maximum: Scalar = 1e8,
         calibration: int = 0,
+        negligible: Scalar | None = None,
     ):
         r"""**Arguments:**
 
@@ -101,6 +128,8 @@ class LevenbergMarquardt(AbstractDamping):
         - `calibration`: before the first step, repeat the rule on the first batch until
             it leaves the damping alone or changes direction, at most so many times. A bad
             guess of `initial` then costs work rather than steps.
+        - `negligible`: the share $s$ below which the damping does not fall. `None`: it
+            always may.
 
         **Raises:** `ValueError` for a number out of its range.
         """
@@ -118,6 +147,9 @@ class LevenbergMarquardt(AbstractDamping):
         _check_order("minimum", self.minimum, "maximum", self.maximum)
         self.interval = check_count("interval", interval, 1)
         self.calibration = check_count("calibration", calibration, 0)
+        self.negligible = (
+            None if negligible is None else number("negligible", negligible, FRACTION)
+        )
 
     def due(self, step: Int[Array, ""]) -> Bool[Array, ""]:
         """Whether the ratio is measured in this step: the last one of every interval."""
@@ -136,20 +168,45 @@ class LevenbergMarquardt(AbstractDamping):
         )
         return jnp.clip(new, self.minimum, self.maximum)
 
+    def given_share(
+        self,
+        damping: Float[Array, ""],
+        ratio: Float[Array, ""],
+        share: Float[Array, ""],
+    ) -> Float[Array, ""]:
+        """The next damping: the same one instead of less, if its share is negligible."""
+        new = self(damping, ratio)
+        if self.negligible is None:
+            return new
+        same = jnp.minimum(damping, self.maximum)  # The state may have been given more.
+        return jnp.where(share < self.negligible, jnp.maximum(new, same), new)
+
+
+def share_of(
+    damping: Float[Array, ""], norm: Float[Array, ""], predicted: Float[Array, ""]
+) -> Float[Array, ""]:
+    """The share of the damping in what the quadratic model promises of a step of this
+    norm; one, if it promises no descent: then a rule has other things to go by."""
+    squared = jnp.square(norm.astype(damping.dtype))
+    promised = -predicted.astype(damping.dtype)
+    descends = promised > 0
+    share = damping * squared / (2 * jnp.where(descends, promised, 1))
+    return jnp.where(descends, share, 1)
+
 
 def calibrated(
     rule: AbstractDamping,
     damping: Float[Array, ""],
-    ratio: Callable[[Float[Array, ""]], Float[Array, ""]],
+    measure: Callable[[Float[Array, ""]], tuple[Float[Array, ""], Float[Array, ""]]],
     due: Bool[Array, ""],
 ) -> Float[Array, ""]:
-    """The damping after repeating the rule, given the reduction ratio as a function of
-    the damping, until it leaves the damping alone or turns round: then the larger one
-    is taken."""
+    """The damping after repeating the rule, given the reduction ratio and the share as
+    functions of the damping, until it leaves the damping alone or turns round: then the
+    larger one is taken."""
 
     def repeat(carry):
         damping, last, number, _ = carry
-        new = rule(damping, ratio(damping))
+        new = rule.given_share(damping, *measure(damping))
         change = jnp.sign(new - damping)
         turned = change * last < 0
         new = jnp.where(turned, jnp.maximum(new, damping), new)

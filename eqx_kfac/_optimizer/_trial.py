@@ -29,7 +29,7 @@ from .._solver import AbstractDampedSolver
 from .._tag import partition_tagged
 from ._choices import Rules
 from ._collect import Average
-from ._damping import calibrated
+from ._damping import calibrated, share_of
 from ._guard import AbstractGuard
 from ._hyperparameters import in_range
 from ._proposal import Proposal, velocity
@@ -79,12 +79,13 @@ class Trial(PlainModule):
         if rule is None or rule.calibration == 0:
             return state.damping
 
-        def ratio(damping):
+        def measure(damping):
             strength = self.strength(damping)
             inverse, _ = factorise(state.inverse, self.curvature, strength)
-            return self._ratio_of_tagged(damping, inverse, strength)
+            return self._measure_tagged(damping, inverse, strength)
 
-        return calibrated(rule, state.damping, ratio, (state.weight == 0) & self.finite)
+        due = (state.weight == 0) & self.finite
+        return calibrated(rule, state.damping, measure, due)
 
     def layer_damping(self, due: Due) -> Model | None:
         """Every layer's damping, if there is a rule for these: chosen anew whenever they
@@ -144,13 +145,16 @@ class Trial(PlainModule):
             *chosen, lengths, natural, before, others, squares, extent, predicted
         )
 
-    def _ratio_of_tagged(
+    def _measure_tagged(
         self, damping: Float[Array, ""], inverse: Model, strength: Any
-    ) -> Float[Array, ""]:
-        """The reduction ratio of a step of the tagged parameters alone."""
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """The reduction ratio of a step of the tagged parameters alone, and the share of
+        the damping in it."""
         _, others = partition_tagged(jtu.tree_map(jnp.zeros_like, self.grads))
         proposal = self.propose(damping, inverse, strength, others)
-        return self._ratio(self._new_loss(proposal), self._predicted(proposal))
+        predicted = self._predicted(proposal)
+        ratio = self._ratio(self._new_loss(proposal), predicted)
+        return ratio, share_of(damping, proposal.norm, predicted)
 
     def judge(
         self,
