@@ -11,13 +11,7 @@ from jaxtyping import Array, Bool, Float
 from .._checks import check_count, plain
 from .._curvature import Batch, GradientRows, LinearisedBatch
 from .._custom_types import Key, Model, Numeric
-from .._devices import (
-    beside,
-    cast_varying,
-    putting,
-    varying_axes,
-    zeros_split_as,
-)
+from .._devices import beside, cast_varying, putting, varying_axes, zeros_split_as
 from .._fisher import AbstractFisher, Centred, MonteCarlo
 from .._inverse import for_each
 from .._misc import later
