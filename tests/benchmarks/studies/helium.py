@@ -337,11 +337,13 @@ def main(argv=None):
     ]
     late = lambda run: run.late
     best = min(adams, key=lambda runs: median(runs, late).late)
-    for runs in adams:
-        print(f"{runs[0].method}, while training:", *[f"{r.late:.4f}" for r in runs])
     methods = [[measured(run, options) for run in runs] for runs in (ours, best)]
     print(table(ATOMS[options.atom], sum(methods, [])))
     print(verdict(methods))
+    for runs in adams:
+        print(
+            f"{runs[0].method}, late in the training:", *[f"{r.late:.4f}" for r in runs]
+        )
     plot(options.atom, methods, options.out)
     print(f"Picture: {options.out}")
 
