@@ -228,6 +228,8 @@ MUTANTS = [
     M("_optimizer/_trust.py", "most = jnp.where(share < squared_radius, share, squared_radius)", "most = squared_radius", "trust"),
     M("_optimizer/_trust.py", "few = 1.0 if terms is None else min(1.0, terms / self.full_terms)", "few = 1.0", "trust"),
     M("_optimizer/_damping.py", "jnp.where(trusted, damping * factor, damping)", "jnp.where(trusted, damping, damping)", "adaptive"),
+    M("_optimizer/_damping.py", "jnp.maximum(new, same), new)", "new, new)", "adaptive"),
+    M("_optimizer/_damping.py", "(2 * jnp.where(descends, promised, 1))", "jnp.where(descends, promised, 1)", "adaptive"),
     M("_optimizer/_layer_damping.py", "lower = jnp.minimum(first, self.stiffness * jnp.sqrt(m.weights) / norm)", "lower = first", "layer_damping"),
     M("_optimizer/_layer_damping.py", "most_of_all = jnp.minimum(damping * size, share", "most_of_all = jnp.minimum(damping, share", "layer_damping"),
     M("_optimizer/_layer_damping.py", "number = -1 if has_bias(tag.form, layer) else None", "number = None", "layer_damping"),
