@@ -1641,7 +1641,7 @@ def test_full_batch_takes_other_choices():
     optimizer = kfac.KFAC.full_batch()
     assert isinstance(optimizer.learning_rate, kfac.QuadraticModel)
     assert isinstance(optimizer.damping, kfac.LevenbergMarquardt)
-    assert optimizer.damping.negligible == 0.1 and optimizer.ema == 0.5
+    assert optimizer.damping.negligible == 0.03 and optimizer.ema == 0.5
     other = kfac.KFAC.full_batch(fisher=kfac.Exact(), curvature_period=1)
     assert isinstance(other.fisher, kfac.Exact) and other.curvature_period == 1
     assert optimizer.curvature_period == 5

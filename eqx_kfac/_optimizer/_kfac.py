@@ -193,7 +193,7 @@ class KFAC(eqx.Module):
 
         Learning rate and momentum minimise the quadratic model of the objective, and the
         damping, in either direction by a factor of two every other step, follows how well
-        that predicts the loss, but does not fall below a tenth of the curvature along the
+        that predicts the loss, but does not fall below 3 % of the curvature along the
         step. So nothing has a unit, or is to be tuned. Curvature is estimated every five
         steps, and has little noise: it is soon forgotten. "How to choose" has results.
 
@@ -219,7 +219,7 @@ class KFAC(eqx.Module):
         """
         rule = QuadraticModel()
         damping = LevenbergMarquardt(
-            1.0, decay=0.7, interval=2, minimum=1e-12, negligible=0.1
+            1.0, decay=0.7, interval=2, minimum=1e-12, negligible=0.03
         )
         chosen = dict(learning_rate=rule, momentum=rule, damping=damping, ema=0.5)
         return cls(**{**chosen, "curvature_period": 5, **choices})
