@@ -22,16 +22,18 @@ def run(script, *arguments):
     return scripts.run(folder / script, *arguments)
 
 
+# A race of three optimizers, and checkpoints of several processes.
+LONGER = dict(race=150, distributed=270)
+
+
 @pytest.mark.parametrize("name", names)
 def test_they_are_short(name):
-    """At most 120 lines (a race of three optimizers has more); a step near the top, and
-    they say how to run them."""
+    """At most 120 lines, a step near the top, and they say how to run them."""
     lines = (folder / f"{name}.py").read_text().splitlines()
-    assert len(lines) <= (150 if name == "race" else 120)
-    # (These two are about what one does after training.)
-    assert name in ("laplace", "influence") or any(
-        "optimizer.step" in x for x in lines[:45]
-    )
+    assert len(lines) <= LONGER.get(name, 120)
+    # (These are about what one does after training, and around it.)
+    beside = name in ("laplace", "influence", "distributed")
+    assert beside or any("optimizer.step" in line for line in lines[:45])
     assert sum(f"python examples/{name}.py" in line for line in lines[:20]) >= 2
     options = "--steps" if name != "race" else "--seconds", "--seed", "--out", "--toy"
     assert all(f'    add("{option}"' in "\n".join(lines) for option in options)
@@ -70,7 +72,7 @@ def distributed(out, devices, processes=1, *arguments):
     options |= dict(processes=processes, coordinator=address)
     named = [f"--{name}={value}" for name, value in options.items()]
     script = [sys.executable, str(root / "examples" / "distributed.py")]
-    common = [*script, *named, *arguments]
+    common = [*script, "--toy", "--steps=200", "--every=20", *named, *arguments]
     return [
         subprocess.Popen(
             [*common, f"--process={i}"],
