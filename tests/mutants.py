@@ -222,7 +222,7 @@ MUTANTS = [
     M("_optimizer/_proposal.py", "momentum.astype(v.dtype) * v - scale", "v - scale", "optimizer"),
     M("_optimizer/_trial.py", "before = jnp.maximum(before, joint**2 / _positive(norm))", "pass", "trust"),
     M("_optimizer/_trial.py", "return jnp.clip(2 - 2 * cosine, 0, 1)", "return jnp.ones_like(cosine)", "trust"),
-    M("_optimizer/_trial.py", "increase=finite_update & self._risen(new_loss)", "increase=finite_update & False", "adaptive reliability"),
+    M("_optimizer/_trial.py", "increase=finite_update & self._risen(found.new_loss)", "increase=finite_update & False", "adaptive reliability"),
     M("_optimizer/_trial.py", "rate = _at_most(most, rate**2 * norm) * rate", "rate = _at_most(most, rate * norm) * rate", "trust"),
     M("_optimizer/_trust.py", "length = step.astype(float) * self.fraction", "length = step.astype(float)", "trust"),
     M("_optimizer/_trust.py", "most = jnp.where(share < squared_radius, share, squared_radius)", "most = squared_radius", "trust"),

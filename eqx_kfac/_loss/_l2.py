@@ -4,10 +4,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, PyTree
 
-from .._checks import (
-    AT_LEAST_0,
-    check_number,
-)
+from .._checks import AT_LEAST_0, check_number
 from .._custom_types import Model
 from .._misc import masked, tree_dot
 from .._tag import empty_tags

@@ -6,10 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Inexact, Shaped
 
-from .._checks import (
-    BETWEEN_0_AND_1,
-    check_number,
-)
+from .._checks import BETWEEN_0_AND_1, check_number
 from .._custom_types import Key
 from .._misc import draw
 from ._base import (

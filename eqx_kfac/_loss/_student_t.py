@@ -2,10 +2,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Shaped
 
-from .._checks import (
-    check_number,
-    POSITIVE,
-)
+from .._checks import check_number, POSITIVE
 from .._custom_types import Key, Scalar
 from .._misc import draw
 from ._base import (

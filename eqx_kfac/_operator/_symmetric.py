@@ -13,10 +13,7 @@ import lineax as lx
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
-from .._checks import (
-    AT_LEAST_0,
-    check_array,
-)
+from .._checks import AT_LEAST_0, check_array
 from .._complex import on_parts
 from . import _decompositions as decompositions
 from ._factor import matmul

@@ -6,13 +6,12 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float
 
 from .._custom_types import Model, Numeric
 from .._misc import is_none, masked, tree_where
 from .._tag import partition_tagged
 from ._choices import Rules
-from ._damping import share_of
 from ._hyperparameters import WeightDecay
 from ._proposal import Proposal
 from ._state import count, Info, KFACState
@@ -24,12 +23,13 @@ def after(
     proposal: Proposal,
     fallback: optax.OptState | None,
     info: Info,
+    share: Float[Array, ""] | None,
     rules: Rules,
     weight_decay: Numeric | WeightDecay | None,
     watched: bool,
 ) -> tuple[Model, KFACState]:
     """The updates, and the state after a step; if that is rejected, nothing moves, and
-    the state remembers why."""
+    the state remembers why. `share`: that of the damping, for its rule."""
     rollback, back = state.rollback, jnp.zeros_like(info.rejected)
     if watched:
         bad = info.faults.loss | info.faults.gradient | info.faults.divergence
@@ -52,7 +52,7 @@ def after(
         (extent, state.fallback, numbers.learning_rate, numbers.momentum),
         (proposal.extent, fallback, proposal.learning_rate, proposal.momentum),
     )
-    damping = _next_damping(state, info, rules)
+    damping = _next_damping(state, info, share, rules)
     chosen = dict(learning_rate=rate, momentum=momentum, damping=damping)
     state = state._replace(
         step=state.step + 1,
@@ -98,25 +98,15 @@ def _decayed_updates(
     return jtu.tree_map(decay, updates, params, is_leaf=is_none)
 
 
-def _next_damping(state: KFACState, info: Info, rules: Rules) -> Any:
+def _next_damping(
+    state: KFACState, info: Info, share: Float[Array, ""] | None, rules: Rules
+) -> Any:
     rule, ratio = rules.damping, info.reduction_ratio
     if rule is None:
         return info.damping
     ratio = jnp.zeros_like(info.loss) if ratio is None else ratio  # Never due.
-    share = _share(info)
+    share = jnp.ones_like(info.damping) if share is None else share
     ratio = jnp.where(info.rejected, -jnp.inf, ratio)
     due = rule.due(state.step) | info.rejected
     new = rule.given_share(info.damping, ratio, share)
     return jnp.where(due, new, info.damping)
-
-
-def _share(info: Info) -> Array:
-    """The share of the damping in the promised descent, which is the change of the loss
-    over the reduction ratio; one, if that is unknown."""
-    if info.reduction_ratio is None or info.new_loss is None:
-        return jnp.ones_like(info.damping)
-    ratio = info.reduction_ratio
-    known = jnp.isfinite(ratio) & (ratio != 0)
-    change = jnp.where(known, info.new_loss - info.loss, 0)
-    predicted = change / jnp.where(known, ratio, 1)
-    return share_of(info.damping, info.update_norm, predicted)

@@ -6,10 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._checks import (
-    AT_LEAST_0,
-    check_number,
-)
+from .._checks import AT_LEAST_0, check_number
 from .._custom_types import Scalar
 
 

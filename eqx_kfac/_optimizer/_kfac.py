@@ -479,7 +479,8 @@ class KFAC(eqx.Module):
             begun.grads, state.fallback, model, self.fallback
         )
         proposal = trial.propose(new.damping, new.inverse, strength, others)
-        info = trial.judge(proposal, new.factorised, new.without)
+        found = trial.evaluate(proposal)
+        info = trial.judge(proposal, found, new.factorised, new.without)
         state = state._replace(
             curvature=still_sharded(curvature),
             inverse=still_sharded(new.inverse),
@@ -487,7 +488,7 @@ class KFAC(eqx.Module):
             weight=new.averaged.weight,
             known=new.averaged.known,
         )
-        choices = self._rules, self.weight_decay, begun.watched
+        choices = found.share, self._rules, self.weight_decay, begun.watched
         return *after(model, state, proposal, fallback, info, *choices), info
 
 

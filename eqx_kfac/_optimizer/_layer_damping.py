@@ -7,11 +7,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float
 
-from .._checks import (
-    AT_LEAST_0,
-    check_number,
-    POSITIVE,
-)
+from .._checks import AT_LEAST_0, check_number, POSITIVE
 from .._custom_types import Layer, Model, Scalar
 from .._devices import over_stack, zeros_as_from
 from .._misc import inner, total

@@ -9,11 +9,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._checks import (
-    check_examples,
-    check_number,
-    POSITIVE,
-)
+from .._checks import check_examples, check_number, POSITIVE
 from .._custom_types import Model, Scalar
 from .._misc import symmetric, tree_dot
 from ._hyperparameters import AbstractRule

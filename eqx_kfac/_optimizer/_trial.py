@@ -58,6 +58,15 @@ class Start(NamedTuple):
         return self.in_range & finite & ~self.diverged & ~self.negative
 
 
+class Evaluation(NamedTuple):
+    """What a step does to the loss. `None` where that is never due; where it is not due,
+    infinite (NaN would look like a mistake to `jax_debug_nans`), and a share of one."""
+
+    new_loss: Float[Array, ""] | None
+    ratio: Float[Array, ""] | None  # The reduction ratio.
+    share: Float[Array, ""] | None  # Of the damping in what the quadratic model predicts.
+
+
 class Trial(PlainModule):
     """Steps from one point, with one batch and one curvature, that differ in their
     damping: proposes them, predicts what they do to the loss, looks, and judges."""
@@ -156,15 +165,27 @@ class Trial(PlainModule):
         ratio = self._ratio(self._new_loss(proposal), predicted)
         return ratio, share_of(damping, proposal.norm, predicted)
 
+    def evaluate(self, proposal: Proposal) -> Evaluation:
+        """What a step does to the loss, as far as that is to be known."""
+        new_loss = self._when(self._looks, lambda: self._new_loss(proposal))
+        rule, known = self.rules.damping, proposal.predicted is not None
+        due = known or (False if rule is None else rule.due(self.state.step))
+        predicted = self._when(due, lambda: self._predicted(proposal))
+        if new_loss is None or predicted is None:
+            return Evaluation(new_loss, None, None)
+        ratio = self._ratio(new_loss, predicted, due & self._looks)
+        share = share_of(proposal.damping, proposal.norm, predicted)
+        return Evaluation(new_loss, ratio, share)
+
     def judge(
         self,
         proposal: Proposal,
+        found: Evaluation,
         factorised: Bool[Array, ""],
         without: Bool[Array, ""],
     ) -> Info:
         """What is to be said of a step, and whether it is to be taken; `factorised`: by
         the inverse of this curvature, or `without` any for some gradient."""
-        new_loss, ratio = self._look(proposal)
         # Cheaper than looking at every number; an update whose norm overflows has
         # diverged too. A gradient may be that large, if what follows is finite.
         # Only the first of faults that follow from each other is reported.
@@ -191,17 +212,17 @@ class Trial(PlainModule):
             waiting=without & ~missed,
             factorisation=self.finite & ~factorised,
             update=known & ~finite_update,
-            increase=finite_update & self._risen(new_loss),
+            increase=finite_update & self._risen(found.new_loss),
             divergence=jnp.where(lost, leads_back, self.start.diverged),
         )
         return Info(
             loss=self.value,
-            new_loss=new_loss,
+            new_loss=found.new_loss,
             aux=None,
             learning_rate=proposal.learning_rate,
             momentum=proposal.momentum,
             damping=proposal.damping,
-            reduction_ratio=ratio,
+            reduction_ratio=found.ratio,
             gradient_norm=self.start.gradient_norm,
             through_rows=None if self.rows is None else self.rows.whole,
             update_norm=jnp.where(faults.rejecting, 0, update_norm),
@@ -325,20 +346,6 @@ class Trial(PlainModule):
         check_pushes_forward(what, linearised.gram, *directions)
         gram = linearised.gram(*directions)
         return quadratic(gram, self._gradient, directions, damping)
-
-    def _look(
-        self, proposal: Proposal
-    ) -> tuple[Float[Array, ""] | None, Float[Array, ""] | None]:
-        """The loss after the step, and the reduction ratio: infinite if they are not due
-        (NaN would look like a mistake to `jax_debug_nans`), `None` if they never are."""
-
-        new_loss = self._when(self._looks, lambda: self._new_loss(proposal))
-        rule, known = self.rules.damping, proposal.predicted is not None
-        due = known or (False if rule is None else rule.due(self.state.step))
-        predicted = self._when(due, lambda: self._predicted(proposal))
-        if new_loss is None or predicted is None:
-            return new_loss, None
-        return new_loss, self._ratio(new_loss, predicted, due & self._looks)
 
     @property
     def _looks(self) -> Bool[Array, ""] | bool:

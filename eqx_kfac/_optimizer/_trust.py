@@ -6,11 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._checks import (
-    check_count,
-    check_number,
-    POSITIVE,
-)
+from .._checks import check_count, check_number, POSITIVE
 from .._custom_types import Scalar
 from ._hyperparameters import AbstractRule
 

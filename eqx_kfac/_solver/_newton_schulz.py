@@ -3,12 +3,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._checks import (
-    AT_LEAST_0,
-    check_count,
-    check_flag,
-    check_number,
-)
+from .._checks import AT_LEAST_0, check_count, check_flag, check_number
 from .._operator import Factor, identity, matmul
 from ._factored import AbstractFactoredSolver
 

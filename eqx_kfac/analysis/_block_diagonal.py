@@ -12,13 +12,7 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from .._block import AbstractFactors
-from .._checks import (
-    AT_LEAST_0,
-    check_array,
-    is_number,
-    is_scalar,
-    plain,
-)
+from .._checks import AT_LEAST_0, check_array, is_number, is_scalar, plain
 from .._custom_types import Model, PerLayer
 from .._devices import over_stack
 from .._misc import names

@@ -7,11 +7,7 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, PyTree
 
-from .._checks import (
-    AT_LEAST_0,
-    check_count,
-    check_number,
-)
+from .._checks import AT_LEAST_0, check_count, check_number
 from .._custom_types import Options
 from .._misc import tree_dot, tree_where
 from .._solver import AbstractSymmetricSolver

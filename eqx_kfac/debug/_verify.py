@@ -10,10 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Bool
 
-from .._checks import (
-    check_number,
-    POSITIVE,
-)
+from .._checks import check_number, POSITIVE
 from .._curvature import Batch, linearise
 from .._custom_types import Args, Key, Kwargs, Layer, Model
 from .._devices import over_stack
