@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -25,7 +26,6 @@ from typing import Any
 import contenders
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import optax
 import problems
 from contenders import Contender
@@ -92,14 +92,13 @@ def measure(case: str, contender: str, seconds: float, toy: bool) -> dict[str, A
         rounds.append(runner.take(CYCLE, CYCLE * 20))
         idle.append(runner.take(IDLE, CYCLE * 20 + 1))
     memory = jax.devices()[0].memory_stats() or {}
-    parameters = eqx.filter(problem.model, eqx.is_inexact_array)
     return dict(
-        mean=1e3 * float(jnp.median(jnp.array(rounds))),
-        idle=1e3 * float(jnp.median(jnp.array(idle))),
+        mean=1e3 * statistics.median(rounds),
+        idle=1e3 * statistics.median(idle),
         compiling=runner.compiling,
         state=runner.state_bytes / 1e6,
         peak=memory.get("peak_bytes_in_use", float("nan")) / 1e6,
-        parameters=sum(p.size for p in jax.tree.leaves(parameters)),
+        parameters=problems.parameters(problem),
     )
 
 

@@ -11,8 +11,6 @@ error over independent walkers; and the processor seconds of the steps.
 """
 
 import argparse
-import importlib.util
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,21 +22,12 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import optax
+from problems import study
 
 import eqx_kfac as kfac
 
 
-def _study(name: str) -> Any:
-    studies = Path(__file__).parent / "studies"
-    sys.path.insert(0, str(studies))  # They import their harness from there.
-    spec = importlib.util.spec_from_file_location(name, studies / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-helium = _study("helium")
+helium = study("helium")
 
 
 class Molecule(NamedTuple):

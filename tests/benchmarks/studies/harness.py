@@ -3,8 +3,9 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib.figure import Figure
 
 
@@ -32,7 +33,8 @@ def parsed(
         parser.set_defaults(**toy)
     options = parser.parse_args(argv)
     for name in counts:
-        if (getattr(options, name) or 1) < 1 or getattr(options, name) == 0:
+        number = getattr(options, name)
+        if number is not None and number < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     return options
 
@@ -54,3 +56,93 @@ def without_frame(axis: Any) -> None:
 def save_picture(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
+
+
+#
+# Grids of learning rates
+#
+
+
+class Run(NamedTuple):
+    """One run, looked at from time to time."""
+
+    seed: int
+    model: Any
+    steps: list[int]
+    losses: list[float]
+    seconds: list[float]
+
+    @property
+    def final_loss(self) -> float:
+        return self.losses[-1] if np.isfinite(self.losses[-1]) else np.inf
+
+    def reached(self, target: float) -> tuple[int, float] | None:
+        """Steps and seconds at the first look at or below `target`."""
+        for step, seconds, loss in zip(self.steps, self.seconds, self.losses):
+            if loss <= target:
+                return step, seconds
+        return None
+
+
+class Result(NamedTuple):
+    """One optimizer with one learning rate, a run from every seed."""
+
+    name: str
+    rate: float | None
+    runs: list[Run]
+    compile_seconds: float
+
+    @property
+    def median(self) -> Run:
+        return sorted(self.runs, key=lambda run: run.final_loss)[len(self.runs) // 2]
+
+
+def named(result: Result) -> str:
+    rate = "" if result.rate is None else f", learning rate {result.rate:g}"
+    return f"{result.name}{rate}"
+
+
+def verdict(results: list[Result], loss: str, digits: str) -> str:
+    """Who has the lowest `loss` at the end, and all losses with such `digits`."""
+    ranked = sorted(results, key=lambda result: result.median.final_loss)
+    first, *others = [f"{r.name} ({r.median.losses[-1]:{digits}})" for r in ranked]
+    number = len(ranked[0].runs)
+    wins = sum(
+        min(runs, key=lambda run: run.final_loss) is runs[0]
+        for runs in zip(*(result.runs for result in ranked))
+    )
+    seeds = over_seeds(number, wins)
+    return (
+        f"After {ranked[0].median.steps[-1]} steps {first} has the lowest {loss}, "
+        f"before {' and '.join(others)}: {seeds}."
+    )
+
+
+def plot_grids(
+    grids: list[list[Result]], colours: dict[str, str], title: str, loss: str
+) -> Figure:
+    """The median run of the best learning rate is thick; its other seeds are thin, other
+    learning rates dotted. Losses against steps and against seconds."""
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    axes: Any = figure.subplots(1, 2, sharey=True)
+    runs = [run for best, *_ in grids for run in best.runs]
+    for axis, against in zip(axes, ("steps", "seconds")):
+        for best, *others in grids:
+            styles = [(best.median, dict(linewidth=2.2, zorder=3, label=named(best)))]
+            styles += [(run, dict(linewidth=0.8, alpha=0.6)) for run in best.runs]
+            dotted = dict(linewidth=1, alpha=0.5, linestyle=":")
+            styles += [(result.median, dotted) for result in others]
+            for run, style in styles:
+                colour = colours[best.name]
+                axis.plot(getattr(run, against), run.losses, color=colour, **style)
+        axis.set_yscale("log")
+        axis.set_ylim(top=2 * runs[0].losses[0])
+        axis.set_xlim(0, 1.03 * max(getattr(run, against)[-1] for run in runs))
+        axis.set_xlabel("steps" if against == "steps" else "seconds (without compiling)")
+        without_frame(axis)
+    axes[0].set_ylabel(loss)
+    axes[0].set_title(title, loc="left", fontweight="bold")
+    axes[0].plot([], [], "0.5", linestyle=":", label="other learning rates")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    return figure

@@ -24,7 +24,6 @@
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -32,9 +31,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import make_parser, over_seeds, parsed, save_picture, without_frame
+from harness import (
+    make_parser,
+    named,
+    parsed,
+    plot_grids,
+    Result,
+    Run,
+    save_picture,
+    verdict,
+)
 from jaxtyping import Array, Float, Int, PRNGKeyArray
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import eqx_kfac as kfac
@@ -206,31 +213,6 @@ def adamw(rates: tuple[float, ...]) -> Trainer:
 
 
 # %%
-class Run(NamedTuple):
-    seed: int
-    model: Any
-    steps: list[int]
-    losses: list[float]  # Above the entropy of the text.
-    seconds: list[float]
-
-    @property
-    def final_loss(self) -> float:
-        return self.losses[-1] if np.isfinite(self.losses[-1]) else np.inf
-
-
-class Result(NamedTuple):
-    """One optimizer with one learning rate, a run from every seed."""
-
-    name: str
-    rate: float | None
-    runs: list[Run]
-    compile_seconds: float
-
-    @property
-    def median(self) -> Run:
-        return sorted(self.runs, key=lambda run: run.final_loss)[len(self.runs) // 2]
-
-
 class Corpus(NamedTuple):
     seed: int
     batches: Int[np.ndarray, "looks steps batch characters"]
@@ -264,11 +246,6 @@ def many_steps(step, model, state, rates, batches, keys):
 
     arrays, _ = jax.lax.scan(body, arrays, (rates, batches, keys))
     return eqx.combine(arrays, static)
-
-
-def named(result: Result) -> str:
-    rate = "" if result.rate is None else f", learning rate {result.rate:g}"
-    return f"{result.name}{rate}"
 
 
 def train(
@@ -336,52 +313,7 @@ def table(results: list[Result], corpora: list[Corpus]) -> str:
     return "\n".join(rows)
 
 
-def verdict(results: list[Result]) -> str:
-    ranked = sorted(results, key=lambda result: result.median.final_loss)
-    first, *others = [f"{r.name} ({r.median.losses[-1]:.4f})" for r in ranked]
-    number = len(ranked[0].runs)
-    wins = sum(
-        min(runs, key=lambda run: run.final_loss) is runs[0]
-        for runs in zip(*(result.runs for result in ranked))
-    )
-    seeds = over_seeds(number, wins)
-    return (
-        f"After {ranked[0].median.steps[-1]} steps {first} has the lowest training loss "
-        f"above the entropy, before {' and '.join(others)}: {seeds}."
-    )
-
-
 COLOURS = {"K-FAC, expand": "#d1495b", "K-FAC, reduce": "#5f4b66", "AdamW": "#30638e"}
-
-
-def plot(grids: list[list[Result]], path: Path) -> None:
-    """The median run of the best learning rate is thick; its other seeds are thin, other
-    learning rates dotted."""
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
-    axes: Any = figure.subplots(1, 2, sharey=True)
-    runs = [run for best, *_ in grids for run in best.runs]
-    for axis, against in zip(axes, ("steps", "seconds")):
-        for best, *others in grids:
-            styles = [(best.median, dict(linewidth=2.2, zorder=3, label=named(best)))]
-            styles += [(run, dict(linewidth=0.8, alpha=0.6)) for run in best.runs]
-            dotted = dict(linewidth=1, alpha=0.5, linestyle=":")
-            styles += [(result.median, dotted) for result in others]
-            for run, style in styles:
-                colour = COLOURS[best.name]
-                axis.plot(getattr(run, against), run.losses, color=colour, **style)
-        axis.set_yscale("log")
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_minor_formatter("{x:g}")
-        axis.set_ylim(top=2 * runs[0].losses[0])
-        axis.set_xlim(0, 1.03 * max(getattr(run, against)[-1] for run in runs))
-        axis.set_xlabel("steps" if against == "steps" else "seconds (without compiling)")
-        without_frame(axis)
-    axes[0].set_ylabel("training loss above\nthe text's entropy, nats")
-    axes[0].set_title("transformer", loc="left", fontweight="bold")
-    axes[0].plot([], [], "0.5", linestyle=":", label="other learning rates")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    save_picture(figure, path)
 
 
 # %%
@@ -413,8 +345,13 @@ def main(argv: list[str] | None = None) -> None:
         grids = [train(trainer, models, corpora, bar) for trainer in trainers]
     best = [results[0] for results in grids]
     print(table(best, corpora))
-    print(verdict(best))
-    plot(grids, options.out)
+    print(verdict(best, "training loss above the entropy", ".4f"))
+    loss = "training loss above\nthe text's entropy, nats"
+    figure = plot_grids(grids, COLOURS, "transformer", loss)
+    for axis in figure.axes:
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
+    save_picture(figure, options.out)
     print(f"Picture: {options.out}")
 
 
