@@ -316,6 +316,54 @@ class Waiting(kfac.AbstractLoss):
         return v
 
 
+class Summed(Waiting):
+    def losses(self, outputs, targets):
+        return jnp.sum(jnp.exp(outputs) * targets - outputs)
+
+
+class Flat(Waiting):
+    """Draws one time for every term, which broadcasts to all of the outputs."""
+
+    def sample(self, key):
+        return super().sample(key).mean(-1)[:, None, None]
+
+
+class Short(Waiting):
+    def fisher_root(self, v):
+        return v[..., :1]
+
+
+class Several(Waiting):
+    def fisher_root(self, v):
+        return v, v
+
+
+@pytest.mark.parametrize(
+    "loss, fisher, method",
+    [
+        (Summed, kfac.Exact(), "`Summed.losses` must"),
+        (Summed, kfac.MonteCarlo(), "`Summed.losses` must"),
+        (Flat, kfac.MonteCarlo(), "see that `Flat.sample` returns"),
+        (Short, kfac.Exact(), "`Short.fisher_root` .* must .* returned \\(6, 1\\)"),
+        (Short, kfac.CurvatureProp(), "`Short.fisher_root` .* must"),
+        (Several, kfac.Exact(), "returned \\(6, 3\\) and \\(6, 3\\)"),
+    ],
+)
+def test_a_loss_of_ones_own_of_the_wrong_shape(loss, fisher, method):
+    model = kfac.convert(eqx.nn.Linear(2, K, key=jax.random.key(0)))
+    x, key = jnp.ones((6, 2)), jax.random.key(1)
+    times = jnp.ones((6, K))
+
+    def loss_fn(model, times):
+        return loss(jax.vmap(model)(x), times, jnp.ones(6))
+
+    optimizer = kfac.KFAC(fisher=fisher)
+    state = optimizer.init(model)
+    allowed = jax.numpy_rank_promotion("allow")  # As it is, unless one forbids it.
+    with allowed, pytest.raises(ValueError, match=method):
+        optimizer.step(loss_fn, model, state, times, key=key)
+
+
 # The loss, of how many outputs, its targets, and those that are none.
 absent = {
     "classes": (kfac.SoftmaxCrossEntropy, K, classes, [-1, -100, K, 255]),

@@ -212,6 +212,8 @@ class Linearisation(PlainModule):
         def outputs(objective):
             return jtu.tree_leaves([loss.outputs for loss in objective.losses])
 
+        for loss, cotangent in zip(self.curved.losses, cotangents, strict=True):
+            loss.check_cotangent(cotangent)
         placed = map(placed_like, jtu.tree_leaves(cotangents), outputs(self.curved))
         return self.collect(list(placed), outputs)
 

@@ -242,18 +242,27 @@ class AbstractLoss(AbstractObjective):
                 "targets to train; or add what is minimised instead, of which this is "
                 "the curvature: `surrogate + loss`."
             )
-        losses = self.losses(self.outputs, self.present(self.targets))
-        if losses.shape != self.leading:
-            name = type(self).__name__
-            raise ValueError(
-                f"`{name}.losses` must return one number for every term, of shape "
-                f"{self.leading}, but returned an array of shape {losses.shape}. Sum "
-                "over the axes of what belongs to one term."
-            )
+        losses = self._term_losses(self.outputs, self.present(self.targets))
         weights = self.term_weights.astype(losses.dtype)
         if self.weights is not None:
             losses = jnp.where((weights == 0) & ~jnp.isfinite(losses), 0, losses)
         return jnp.sum(losses * weights)
+
+    def _term_losses(self, outputs: PyTree, targets: PyTree) -> Float[Array, "*leading"]:
+        """The losses of all terms. Of another shape, their sum would be a wrong number
+        without a word."""
+        losses = self.losses(outputs, targets)
+        if losses.shape != self.leading:
+            name = type(self).__name__
+            shapes = jtu.tree_map(jnp.shape, targets)
+            raise ValueError(
+                f"`{name}.losses` must return one number for every term, of shape "
+                f"{self.leading}, but returned an array of shape {losses.shape}, given "
+                f"targets of shape {shapes}. Sum over the axes of what belongs to one "
+                f"term; and see that `{name}.sample` returns targets of the shape that "
+                "is passed to train."
+            )
+        return losses
 
     def valid(self, targets: Shaped[Array, "..."]) -> Bool[Array, "..."]:
         """Which of some targets (an array of them) are possible at all."""
@@ -295,14 +304,26 @@ class AbstractLoss(AbstractObjective):
     def score(self, targets: PyTree) -> PyTree[Inexact[Array, "*leading k"]]:
         """The gradient at the outputs of the sum of the losses at `targets`."""
         targets = self.present(targets)
-        return jax.grad(lambda outputs: jnp.sum(self.losses(outputs, targets)))(
-            self.outputs
-        )
+        total = lambda outputs: jnp.sum(self._term_losses(outputs, targets))
+        return jax.grad(total)(self.outputs)
 
     def fisher_product(self, v: PyTree) -> PyTree:
         r"""$S S^\top v$: every term's Fisher with respect to `outputs` times a
         vector."""
         return self.fisher_root(self.transposed(self.fisher_root, v))
+
+    def check_cotangent(self, cotangent: PyTree) -> None:
+        """Raises if what a root, or a score, returned is not shaped like the outputs."""
+        both = cotangent, self.outputs
+        got, wanted = ([jnp.shape(a) for a in jtu.tree_leaves(tree)] for tree in both)
+        if got != wanted:
+            name = type(self).__name__
+            shown = lambda shapes: " and ".join(map(str, shapes)) or "nothing"
+            raise ValueError(
+                f"`{name}.fisher_root` (or `hessian_root`) must return what is shaped "
+                f"like `outputs`, {shown(wanted)}, given an array of shape `root_shape`, "
+                f"{self.root_shape}, but returned {shown(got)}."
+            )
 
     def transposed(self, root: Callable, v: PyTree) -> Float[Array, "*leading r"]:
         r"""$S^\top v$, with `root` (`fisher_root` or `hessian_root`) the product with
@@ -312,6 +333,7 @@ class AbstractLoss(AbstractObjective):
         # The transpose of what is different on every device stays on that device.
         zeros = zeros_beside(leaf, self.root_shape, dtype, len(self.leading))
         like, transpose = jax.vjp(root, zeros)
+        self.check_cotangent(like)
         (out,) = transpose(jtu.tree_map(_like, v, like))
         return out
 
