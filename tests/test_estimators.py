@@ -369,3 +369,29 @@ def test_exact_of_several_losses(getkey):
         blocks.append(reference.ggn(run, model, layers, term_loss, targets))
     for factors, *block in zip(layers(tree), *blocks, strict=True):
         assert reference.error(reference.kron(factors), sum(block)) < TOLERANCE
+
+
+def loss_of_nothing(model, x):
+    return kfac.SquaredError(jax.vmap(model)(x))
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda fisher: kfac.curvature(loss_of_nothing, fisher),
+        lambda fisher: kfac.value_grad_and_curvature(loss_of_nothing, fisher),
+        lambda fisher: kfac.analysis.capture(loss_of_nothing, fisher),
+        lambda fisher: kfac.analysis.Accumulator(loss_of_nothing, fisher),
+        lambda fisher: kfac.verify(
+            loss_of_nothing,
+            kfac.Linear(2, 3, key=jax.random.key(0)),
+            jnp.ones((2, 2)),
+            fisher=fisher,
+        ),
+    ],
+)
+def test_what_is_no_estimate(ask):
+    with pytest.raises(TypeError, match="not its class: did you mean `kfac.Exact"):
+        ask(kfac.Exact)
+    with pytest.raises(TypeError, match="`fisher` must be an object such as"):
+        ask(loss_of_nothing)

@@ -699,6 +699,26 @@ def test_replaced_is_tree_at(name):
         got.own = 2
 
 
+class Transposed(kfac.Kronecker):
+    def statistics(self, rows, like):
+        both = super().statistics(rows, like)
+        return Statistics(inputs=both.outputs, outputs=both.inputs)
+
+
+class OfInputs(kfac.Kronecker):
+    def statistics(self, rows, like):
+        return super().statistics(rows, like).inputs
+
+
+@pytest.mark.parametrize("block", [Transposed(), OfInputs()])
+def test_statistics_that_do_not_fit_their_slots(block):
+    model = kfac.convert(eqx.nn.Linear(D_IN, D_OUT, key=jr.key(0)), block)
+    x = jnp.ones((SIZE, D_IN))
+    loss_fn = lambda model: kfac.SquaredError(jax.vmap(model)(x), jnp.ones((SIZE, D_OUT)))
+    with pytest.raises(ValueError, match=f"`{type(block).__name__}.statistics` must"):
+        kfac.curvature(loss_fn, kfac.Exact())(model)
+
+
 def test_methods_of_static_data_are_not_trees():
     """Equinox would make a tree of each, whenever it is asked for."""
     form = kfac.form.Dense()

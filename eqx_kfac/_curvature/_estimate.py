@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from .._fisher import AbstractFisher, MonteCarlo
+from .._fisher import AbstractFisher, check_fisher, MonteCarlo
 from ._batch import Batch
 
 
@@ -26,8 +26,8 @@ def value_grad_and_curvature(
     [`eqx_kfac.curvature`][]). `key` is for the Fisher estimate; it is not passed to
     `loss_fn`.
 
-    **Raises:** `TypeError` if `loss_fn` returns something other than a loss; `ValueError`
-    if the Fisher estimate needs a `key` and gets none.
+    **Raises:** `TypeError` if `loss_fn` returns something other than a loss, or if
+    `fisher` is none of the estimates; `ValueError` if it needs a `key` and gets none.
 
     !!! Example
 
@@ -36,6 +36,8 @@ def value_grad_and_curvature(
         loss, grads, curvature = value_and_all(model, x, y, key=key)
         ```
     """
+
+    check_fisher(fisher)
 
     def wrapped(model, *args, key=None, **kwargs):
         batch = Batch(loss_fn, args, kwargs).linearise(model)
@@ -72,6 +74,8 @@ def curvature(loss_fn: Callable, fisher: AbstractFisher = MonteCarlo()) -> Calla
         factors.layers[0].input_factor
         ```
     """
+
+    check_fisher(fisher)
 
     def wrapped(model, *args, key=None, **kwargs):
         batch = Batch(loss_fn, args, kwargs).first(fisher.examples)

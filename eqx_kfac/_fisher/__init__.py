@@ -1,5 +1,6 @@
 from ._base import (
     AbstractFisher as AbstractFisher,
+    check_fisher as check_fisher,
     check_separate as check_separate,
     check_whole as check_whole,
 )

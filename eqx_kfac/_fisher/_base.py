@@ -5,6 +5,7 @@ from typing import ClassVar
 import equinox as eqx
 from jaxtyping import Array, PyTree
 
+from .._checks import check_instance
 from .._custom_types import IntScalar, Key, Model
 from .._loss import AbstractLoss
 
@@ -54,8 +55,15 @@ class AbstractFisher(eqx.Module):
         """Raises if this estimate is not one for the layers of `model`."""
 
 
+def check_fisher(fisher: AbstractFisher | None) -> None:
+    """Raises for what is no estimate of the Fisher, such as the class of one."""
+    if fisher is not None:
+        check_instance("fisher", fisher, AbstractFisher, "kfac.MonteCarlo()")
+
+
 def check_separate(fisher: AbstractFisher | None, where: str) -> None:
     """Raises if an estimate is none of single examples, or of a part of the batch."""
+    check_fisher(fisher)
     if fisher is not None and fisher.centred:
         raise ValueError(
             f"`kfac.{fisher.name}` is not one of single examples, which `{where}` is "
@@ -66,6 +74,7 @@ def check_separate(fisher: AbstractFisher | None, where: str) -> None:
 
 def check_whole(fisher: AbstractFisher | None, where: str) -> None:
     """Raises if an estimate is one of a part of the batch."""
+    check_fisher(fisher)
     if fisher is not None and fisher.examples is not None:
         raise ValueError(
             f"`kfac.{fisher.name}(examples={fisher.examples})` takes a part of a batch, "

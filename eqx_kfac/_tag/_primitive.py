@@ -242,7 +242,9 @@ def _transpose(ct, *operands, layout, stack, examples):
         rows = rows._replace(
             swapped=layout.swapped, derivative=layout.derivative, basis=basis
         )
-        return jtu.tree_leaves(layout.collector.statistics(rows, like))
+        collected = layout.collector.statistics(rows, like)
+        _check_shaped_like(collected, like, layout.collector)
+        return jtu.tree_leaves(collected)
 
     stats = statistics(x, ct, *shared)
     if not isinstance(layout.collector, RowCollector):
@@ -251,6 +253,16 @@ def _transpose(ct, *operands, layout, stack, examples):
     stats = [cast_varying(s, varying(a)) for s, a in zip(stats, avals, strict=True)]
     wanted = [s if is_linear_operand(t) else None for s, t in zip(stats, slots)]
     return [ct, *nothing, *wanted]
+
+
+def _check_shaped_like(statistics, like, collector):
+    """Raises if what a collector makes of rows does not fit into its slots."""
+    got, wanted = (jtu.tree_map(jnp.shape, tree) for tree in (statistics, like))
+    if got != wanted:
+        raise ValueError(
+            f"`{type(collector).__name__}.statistics` must return what is shaped like "
+            f"the slots that it is given, {wanted}, but returned {got}."
+        )
 
 
 def _no_derivative(primals, tangents):
