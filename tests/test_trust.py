@@ -1,5 +1,6 @@
 """What `KFAC()` stands for: a trust region, a growing window, periods, short at first."""
 
+import dataclasses
 import functools as ft
 
 import equinox as eqx
@@ -168,7 +169,7 @@ def extents(velocity, steps=8):
     for _ in range(steps):
         model, state, info, extent = step(model, state)
         true.append(extent)
-        said.append(state.extent)
+        said.append(state.extent.squared_length)
         assert info.momentum == 0.9 and info.learning_rate == 0.1  # As they were given.
     return np.array(said), np.array(true), float(info.loss)
 
@@ -197,7 +198,9 @@ def damped_product(curvature, model, a, b):
 def test_a_velocity_that_leads_uphill_is_slowed_down(cosine):
     """All of it is kept up to a cosine of one half between it and the natural gradient,
     in the metric of the curvature; nothing of what leads straight uphill."""
-    region = kfac.TrustRegion(1e-3, full_terms=1, velocity_factor=1e6)
+    region = kfac.TrustRegion(
+        1e-3, full_terms=1, velocity_factor=1e6, measured_radius=jnp.inf
+    )
     choices = dict(fisher=EXACT, solver=kfac.Eigh(), norm_constraint=region)
     optimizer = plain_kfac(0.1, damping=0.1, **choices)
     model = kfac.Linear(D, K, key=KEY)
@@ -214,19 +217,23 @@ def test_a_velocity_that_leads_uphill_is_slowed_down(cosine):
     sine = aside_length * np.sqrt(1 - cosine**2)
     velocity = jtu.tree_map(lambda u, a: cosine * u + sine * a, uphill, aside)
     extent = product(velocity, velocity)
-    moving = state._replace(velocity=velocity, extent=extent)
+    lasting = dataclasses.replace(state.extent, squared_length=extent)
+    moving = state._replace(velocity=velocity, extent=lasting)
     _, after, _ = step(moving)
     kept = min(1.0, 2 - 2 * cosine)
     want = jtu.tree_map(lambda v, u: 0.9 * kept * v - u, velocity, uphill)
     assert same(after.velocity, want)
-    np.testing.assert_allclose(after.extent, product(want, want), rtol=1e-9)
+    length = after.extent.squared_length
+    np.testing.assert_allclose(length, product(want, want), rtol=1e-9)
     # A length that is too short to be true, for the curvature has changed since.
-    shorter = moving._replace(extent=jnp.asarray(1e-6 * np.asarray(extent)))
+    lasting = dataclasses.replace(lasting, squared_length=jnp.asarray(1e-6 * extent))
+    shorter = moving._replace(extent=lasting)
     _, after, _ = step(shorter)
     if cosine > 0:
         assert same(after.velocity, state.velocity)
     if cosine == -1:  # There, the inequality of Cauchy and Schwarz is an equation.
-        np.testing.assert_allclose(after.extent, product(want, want), rtol=1e-9)
+        length = after.extent.squared_length
+        np.testing.assert_allclose(length, product(want, want), rtol=1e-9)
     free = plain_kfac(0.1, damping=0.1, **choices | dict(norm_constraint=1e-3))
     start = free.init(model)._replace(
         velocity=velocity, curvature=state.curvature, weight=state.weight
@@ -237,16 +244,91 @@ def test_a_velocity_that_leads_uphill_is_slowed_down(cosine):
 
 
 def test_the_velocity_of_a_step_uphill_is_forgotten():
-    region = kfac.TrustRegion(1.0, full_terms=1, velocity_factor=jnp.inf)
+    bounds = dict(velocity_factor=jnp.inf, measured_radius=jnp.inf)
+    region = kfac.TrustRegion(1.0, full_terms=1, **bounds)
     optimizer = plain_kfac(0.1, norm_constraint=region, fisher=EXACT, max_increase=0.0)
     model = make_model()
     state = optimizer.init(model)
     _, state, _ = stepped(optimizer, loss_of(1.0), model, state)
-    assert state.extent > 0
+    assert state.extent.squared_length > 0
     away = jtu.tree_map(lambda v: 1e4 * np.asarray(v), state.velocity)
     moving = state._replace(velocity=away)
     _, state, info = stepped(optimizer, loss_of(1.0), model, moving)
-    assert info.faults.increase and state.extent == 0
+    assert info.faults.increase and state.extent.squared_length == 0
+
+
+class AddedUp(eqx.Module):
+    """Layers of the same input whose outputs are added, as to a residual stream."""
+
+    layers: list
+
+    def __init__(self, number):
+        keys = jax.random.split(KEY, number)
+        self.layers = [kfac.Linear(D, K, key=key) for key in keys]
+
+    def __call__(self, x):
+        return sum(layer(x) for layer in self.layers)
+
+
+def couplings(number, measured=jnp.inf, steps=6):
+    """Of steps that are all of one batch: what the state says of the velocity, the value
+    of the loss before each, and the steps."""
+    region = kfac.TrustRegion(1e-3, full_terms=1, measured_radius=measured)
+    choices = dict(fisher=EXACT, solver=kfac.Eigh(), norm_constraint=region)
+    optimizer = plain_kfac(0.1, damping=1e-9, **choices)
+    model = AddedUp(number)
+    state = optimizer.init(model)
+    found, values, updates = [], [], []
+    for _ in range(steps):
+        new, state, info = stepped(optimizer, loss_of(10.0), model, state)
+        updates.append(jtu.tree_map(np.subtract, leaves(new), leaves(model)))
+        found.append(jtu.tree_map(float, state.extent))
+        values.append(float(info.loss))
+        model = new
+    return found, values, updates
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_gradients_measure_what_blocks_do_not_know(number):
+    """Each of some layers that are added up does the same: a step of all of them is as
+    many times as long as blocks say. The loss is quadratic, the batch always the same:
+    gradients say so exactly."""
+    found, _, _ = couplings(number)
+    want = 1.0
+    for extent in found[1:]:
+        want = (want + number) / 2
+        np.testing.assert_allclose(extent.coupling, want, rtol=1e-5)
+    assert found[0].coupling == 1
+
+
+def test_the_measured_length_is_bounded():
+    free, _, _ = couplings(3, jnp.inf)
+    loose, _, _ = couplings(3, 1e6)
+    bounded, values, updates = couplings(3, 1e-2)
+    length = lambda extent: extent.coupling * extent.squared_length
+    # A tenth of the loss is more than the radius, as long as that is no larger.
+    most = [min(v, max(1e-2, v / 10)) for v in values]
+    assert max(values) > 1 and max(map(length, free)) > 1.5e-2
+    assert jtu.tree_all(jtu.tree_map(np.array_equal, free, loose))
+    assert all(length(e) <= m * (1 + 1e-9) for e, m in zip(bounded, most, strict=True))
+
+
+def test_the_measured_length_of_a_small_loss_is_bounded_by_it():
+    region = kfac.TrustRegion(measured_radius=0.5)
+    values = jnp.asarray([0.1, -0.1, 1.0, 4.0, 20.0])
+    want = [0.1, 0.1, 0.5, 0.5, 2.0]
+    np.testing.assert_allclose(jax.vmap(region.of_measured)(values), want)
+    assert jnp.isinf(kfac.TrustRegion(measured_radius=jnp.inf).of_measured(values[0]))
+
+
+@pytest.mark.parametrize("slope", [np.inf, np.nan, 1e300])
+def test_nothing_is_learnt_from_numbers_that_overflow(slope):
+    extent = kfac.KFAC().init(make_model()).extent
+    moving = dataclasses.replace(extent, squared_length=jnp.asarray(1e-30))
+    assert moving.coupling_given(jnp.asarray(slope)) == 1
+    assert extent.coupling_given(jnp.asarray(1.0)) == 1  # There was no velocity.
+    assert moving.coupling_given(jnp.asarray(-1.0)) == 1
+    np.testing.assert_allclose(moving.coupling_given(jnp.asarray(3e-30)), 2.0)
 
 
 def test_a_window_averages_the_last_part():

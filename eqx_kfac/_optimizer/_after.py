@@ -46,7 +46,7 @@ def after(
         new = eqx.apply_updates(model, updates)
         iterates = iterates.add(new, numbers.averaging, ~info.rejected)
         iterates = tree_where(back, iterates.at(rollback.params), iterates)
-    extent = jtu.tree_map(lambda e: jnp.where(uphill, 0, e), state.extent)
+    extent = None if state.extent is None else state.extent.stopped(uphill)
     extent, fallback, rate, momentum = tree_where(
         info.rejected,
         (extent, state.fallback, numbers.learning_rate, numbers.momentum),

@@ -31,6 +31,7 @@ from ._choices import (
 )
 from ._collect import Average, collect
 from ._damping import AbstractDamping, LevenbergMarquardt
+from ._extent import init_extent
 from ._factors import check_belongs, init_factors
 from ._fallback import init_fallback, update_fallback
 from ._guard import AbstractGuard
@@ -305,7 +306,7 @@ class KFAC(eqx.Module):
         bounded = self._rules.norm_constraint is not None
         return KFACState(
             step=step,
-            extent=jnp.zeros((), float) if bounded else None,
+            extent=init_extent() if bounded else None,
             weight=jnp.zeros((), float),
             refactorise=jnp.zeros((), bool),
             rejected=jnp.zeros((), jnp.int32),

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float
 
 from .._custom_types import Model
 from .._misc import tree_dot
+from ._extent import Extent
 
 
 class Proposal(NamedTuple):
@@ -22,7 +23,7 @@ class Proposal(NamedTuple):
     before: Model  # and their update before this one;
     others: Model  # the update of those that the fallback looks after.
     squares: Float[Array, ""]  # The squared Euclidean norm of the velocity.
-    extent: Float[Array, ""] | None  # Its squared length, if it is bounded.
+    extent: Extent | None  # How long it is, if that is bounded.
     # By the quadratic model, for the velocity; `None` if it was not needed so far.
     predicted: Float[Array, ""] | None
 

@@ -14,6 +14,7 @@ from .._custom_types import Model
 from .._devices import zeros_split_as
 from .._jax import Tracer
 from .._misc import accumulator, by_path, names
+from ._extent import Extent
 from ._hyperparameters import Hyperparameters
 from ._rollback import Rollback
 from ._said import shown, state_said
@@ -169,8 +170,7 @@ class KFACState(NamedTuple):
     - `weight`: the total weight of the moving average; 0 before the first estimate.
     - `velocity`: the previous update of the tagged layers; zero after one that was
         rejected because it led uphill.
-    - `extent`: the squared length of `velocity` in the metric of the curvature, if a
-        `TrustRegion` bounds it.
+    - `extent`: how long `velocity` is, if a `TrustRegion` bounds it.
     - `layer_damping`: the damping of each layer as last chosen by a `LayerDamping`, if
         there is one.
     - `fallback`: the state of the optax optimizer for parameters that no tag covers.
@@ -191,7 +191,7 @@ class KFACState(NamedTuple):
     inverse: Model
     weight: Float[Array, ""]
     velocity: Model
-    extent: Float[Array, ""] | None
+    extent: Extent | None
     layer_damping: Model | None
     fallback: Any
     averaged_parameters: AveragedParameters | None

@@ -30,6 +30,7 @@ from .._tag import partition_tagged
 from ._choices import Rules
 from ._collect import Average
 from ._damping import calibrated, share_of
+from ._extent import Extent
 from ._guard import AbstractGuard
 from ._hyperparameters import in_range
 from ._proposal import Proposal, velocity
@@ -145,7 +146,7 @@ class Trial(PlainModule):
             part = self._part(velocity(lengths, natural, before))
             squares *= part.astype(squares.dtype) ** 2
             lengths = part.astype(lengths.dtype) * lengths
-            extent = None if extent is None else part**2 * extent
+            extent = None if extent is None else extent.scaled(part)
         # What was chosen, not what the norm constraint has made of it.
         learning_rate = state.learning_rate if self.rules.learning_rate is None else scale
         momentum = state.momentum if self.rules.momentum is None else momentum
@@ -264,9 +265,9 @@ class Trial(PlainModule):
         """The gradient of the tagged parameters."""
         return partition_tagged(self.grads)[0]
 
-    def _constrained(self, natural: Model) -> tuple[tuple, Float[Array, ""] | None]:
+    def _constrained(self, natural: Model) -> tuple[tuple, Extent | None]:
         r"""Learning rate and momentum, or less, such that $\alpha^2 \langle \hat F^{-1}
-        \nabla h, \nabla h \rangle \le c$; and the velocity's squared length, if it is
+        \nabla h, \nabla h \rangle \le c$; and how long the velocity is, if it is
         bounded."""
         state, region = self.state, self.rules.norm_constraint
         rate, momentum = state.learning_rate, state.momentum
@@ -282,15 +283,19 @@ class Trial(PlainModule):
         most, most_of_velocity = region(state.norm_constraint, self.start.size, terms)
         rate = _at_most(most, rate**2 * norm) * rate
         joint = tree_dot(state.velocity, self._gradient).astype(rate.dtype)
-        before = jnp.zeros_like(rate) if state.extent is None else state.extent
+        assert state.extent is not None  # There is a region.
+        before, coupling = state.extent.squared_length, state.extent.coupling_given(joint)
         # The curvature may have changed since; but the inequality of Cauchy and Schwarz
         # holds in every metric.
         before = jnp.maximum(before, joint**2 / _positive(norm))
         momentum = momentum * _kept(joint, before, norm)
         # Only what joins both parts of the velocity is new, for F (F^-1 g) = g.
-        extent = momentum**2 * before - 2 * momentum * rate * joint + rate**2 * norm
-        scale = _at_most(most_of_velocity, extent)
-        return (scale * rate, scale * momentum), scale**2 * extent
+        length = momentum**2 * before - 2 * momentum * rate * joint + rate**2 * norm
+        extent = Extent(length, momentum * joint - rate * norm, coupling)
+        scale = _at_most(most_of_velocity, length)
+        most = region.of_measured(self.start.size).astype(length.dtype)
+        scale = jnp.minimum(scale, _at_most(most, coupling * length))
+        return (scale * rate, scale * momentum), extent.scaled(scale)
 
     @property
     def _is_bounded_exactly(self) -> bool:

@@ -36,6 +36,11 @@ class AbstractTrustRegion(AbstractRule):
         nothing."""
         return squared_radius, jnp.full_like(squared_radius, jnp.inf)
 
+    def of_measured(self, value: Float[Array, ""]) -> Float[Array, ""]:
+        r"""An upper bound on $\langle \delta, F \delta \rangle$ as gradients before and
+        after steps measure it, given the loss. By default, nothing."""
+        return jnp.full_like(value, jnp.inf)
+
 
 class TrustRegion(AbstractTrustRegion):
     r"""Norm constraints that become tighter as the loss falls: one on what a step adds to
@@ -69,6 +74,17 @@ class TrustRegion(AbstractTrustRegion):
     Newton step has $\langle \delta, F_v \delta \rangle = 2 h_v$ if all can be learnt.)
     This costs one forward-mode derivative.
 
+    A third constraint is on what gradients say of the velocity's length, which may be
+    many times what blocks say that know nothing of each other,
+
+    $$\kappa \, \langle \delta, \hat F \delta \rangle \le
+    \min(|h|, \max(m_\delta, |h| / 10)),$$
+
+    with $\kappa$ the average of $\langle \delta, \nabla h' - \nabla h \rangle /
+    \langle \delta, \hat F \delta \rangle$ over the last steps, of gradients before and
+    after each; it is in the state (`extent.coupling`). It is seldom active but where
+    layers add up: without it, a vision transformer stayed at its first loss.
+
     The second constraint needs no product with $\hat F$: for
     $\delta = \mu \delta_\text{prev} - \alpha \hat F^{-1} \nabla h$, its left-hand side is
     $\mu^2 \langle \delta_\text{prev}, \hat F \delta_\text{prev} \rangle
@@ -92,14 +108,15 @@ class TrustRegion(AbstractTrustRegion):
         every step, of Y. Wu, E. Mansimov, S. Liao, R. Grosse, J. Ba, *Scalable
         Trust-Region Method for Deep Reinforcement Learning using Kronecker-Factored
         Approximation*, NeurIPS 2017. The dependence on the loss and on the number of
-        terms, the second constraint, and that on losses beside a policy were found by
-        experiment: see "How to choose".
+        terms, the second and the third constraint, and that on losses beside a policy
+        were found by experiment: see "How to choose".
     """
 
     squared_radius: Scalar
     loss_fraction: Scalar
     full_terms: int = eqx.field(static=True)
     velocity_factor: Scalar
+    measured_radius: Scalar
 
     def __init__(
         self,
@@ -107,8 +124,9 @@ class TrustRegion(AbstractTrustRegion):
         loss_fraction: Scalar = 5e-3,
         full_terms: int = 128,
         velocity_factor: Scalar = 8.0,
+        measured_radius: Scalar = 0.24,
     ):
-        """**Arguments:**
+        r"""**Arguments:**
 
         - `squared_radius`: $c > 0$, in nats.
         - `loss_fraction`: $r > 0$, a fraction of the loss; `jnp.inf` leaves the loss out.
@@ -116,6 +134,8 @@ class TrustRegion(AbstractTrustRegion):
             matter.
         - `velocity_factor`: $k > 0$, for the whole step; `jnp.inf` leaves the velocity
             alone.
+        - `measured_radius`: $m_\delta > 0$, in nats, for the whole step as gradients
+            measure it; `jnp.inf`: it is not measured.
 
         **Raises:** `ValueError` for a number out of its range.
         """
@@ -129,6 +149,9 @@ class TrustRegion(AbstractTrustRegion):
         self.velocity_factor = check_number(
             "velocity_factor", velocity_factor, POSITIVE, schedule=False
         )
+        self.measured_radius = check_number(
+            "measured_radius", measured_radius, POSITIVE, schedule=False
+        )
 
     @property
     def initial(self) -> Scalar:
@@ -138,8 +161,8 @@ class TrustRegion(AbstractTrustRegion):
     def __call__(
         self, squared_radius: Float[Array, ""], value: Float[Array, ""], terms: int | None
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """Both right-hand sides, given $c$, the loss, and the number of its terms if that
-        is known."""
+        """The first two right-hand sides, given $c$, the loss, and the number of its
+        terms if that is known."""
         share = (self.loss_fraction * jnp.abs(value)).astype(squared_radius.dtype)
         most = jnp.where(share < squared_radius, share, squared_radius)
         few = 1.0 if terms is None else min(1.0, terms / self.full_terms)
@@ -151,6 +174,12 @@ class TrustRegion(AbstractTrustRegion):
         """Both right-hand sides for a step of a surrogate: $c$, and half of the value of
         the losses with targets, in whatever units these are."""
         return squared_radius, 0.5 * jnp.abs(value).astype(squared_radius.dtype)
+
+    def of_measured(self, value: Float[Array, ""]) -> Float[Array, ""]:
+        """The third right-hand side, given the loss."""
+        size = jnp.abs(value)
+        most = jnp.minimum(size, jnp.maximum(self.measured_radius, size / 10))
+        return jnp.where(jnp.isinf(self.measured_radius), jnp.inf, most)
 
 
 class Window(eqx.Module):

@@ -35,7 +35,7 @@ def run(race: race_problems.Race, steps: int) -> dict[str, np.ndarray]:
         model, state, info = optimizer.step(loss_fn, model, state, *batch, key=key)
         _, most = region(state.norm_constraint, info.loss, None)
         dampings = jax.tree.leaves(state.layer_damping)
-        return model, state, (info.loss, dampings, state.extent, most)
+        return model, state, (info.loss, dampings, state.extent.squared_length, most)
 
     @eqx.filter_jit
     def averaged_loss(model, state, *batch):

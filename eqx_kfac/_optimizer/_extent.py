@@ -1,0 +1,53 @@
+"""How long the velocity is: as the curvature has it, and as gradients say."""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+class Extent(eqx.Module):
+    r"""How long the velocity $\delta$ is. The blocks $\hat F$ of the curvature know
+    nothing of each other: where layers add up, to a residual stream say,
+    $\langle \delta, F \delta \rangle$ may be a hundred times
+    $\langle \delta, \hat F \delta \rangle$. The gradients before and after a step, of
+    two batches, tell without any computation how many times,
+
+    $$\kappa \leftarrow \frac12 \kappa + \frac12 \max\Bigl(1,
+    \frac{\langle \delta, \nabla h' - \nabla h \rangle}
+    {\langle \delta, \hat F \delta \rangle}\Bigr),$$
+
+    and an average over the last steps of it is hardly noisier than the exact Fisher.
+
+    **Fields:**
+
+    - `squared_length`: $\langle \delta, \hat F \delta \rangle$.
+    - `slope`: $\langle \delta, \nabla h \rangle$ before the step.
+    - `coupling`: $\kappa$.
+    """
+
+    squared_length: Float[Array, ""]
+    slope: Float[Array, ""]
+    coupling: Float[Array, ""]
+
+    def coupling_given(self, slope: Float[Array, ""]) -> Float[Array, ""]:
+        r"""$\kappa$, given the slope along $\delta$ after the step. (Nothing is learnt
+        from a velocity of zero, nor from numbers that overflow.)"""
+        ratio = (slope - self.slope) / self.squared_length
+        known = (self.squared_length > 0) & jnp.isfinite(ratio)
+        ratio = jnp.where(known, jnp.maximum(ratio, 1), self.coupling)
+        return 0.5 * (self.coupling + ratio)
+
+    def scaled(self, factor: Float[Array, ""]) -> "Extent":
+        """The extent of `factor` times the velocity."""
+        factor = factor.astype(self.slope.dtype)
+        squared_length = factor**2 * self.squared_length
+        return Extent(squared_length, factor * self.slope, self.coupling)
+
+    def stopped(self, flag: Bool[Array, ""]) -> "Extent":
+        """The extent of a velocity that is set to zero, if `flag` says so."""
+        return self.scaled(jnp.where(flag, 0, 1))
+
+
+def init_extent() -> Extent:
+    """The extent of no velocity."""
+    return Extent(jnp.zeros((), float), jnp.zeros((), float), jnp.ones((), float))
