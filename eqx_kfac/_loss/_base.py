@@ -82,6 +82,12 @@ class Sum(AbstractObjective):
         minimised = [_has_targets(o) for _, o in self.terms if isinstance(o, kinds)]
         return any(minimised) and not all(minimised)
 
+    @property
+    def is_natural(self) -> bool:
+        """Whether the outputs of all losses are natural parameters, so that the Fisher is
+        the Gauss-Newton matrix, whatever the targets."""
+        return all(loss.natural for loss in self.losses)
+
     def has_value(self, objective: AbstractObjective) -> bool:
         """Whether a term is minimised. (If there is nothing that could be, all are said
         to be, and whoever asks for their value is told.)"""

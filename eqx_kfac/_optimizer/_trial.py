@@ -51,6 +51,7 @@ class Start(NamedTuple):
     negative: Bool[Array, ""]  # A weight of a loss.
     watched: bool  # Whether that can be told, and the parameters can go back.
     is_surrogate: bool  # A loss without targets gives the curvature of the rest.
+    is_natural: bool  # The Fisher of the losses is their Gauss-Newton matrix.
 
     @property
     def fine(self) -> Bool[Array, ""]:
@@ -293,8 +294,9 @@ class Trial(PlainModule):
         length = momentum**2 * before - 2 * momentum * rate * joint + rate**2 * norm
         extent = Extent(length, momentum * joint - rate * norm, coupling)
         scale = _at_most(most_of_velocity, length)
-        most = region.of_measured(self.start.size).astype(length.dtype)
-        scale = jnp.minimum(scale, _at_most(most, coupling * length))
+        if self.start.is_natural:
+            most = region.of_measured(self.start.size).astype(length.dtype)
+            scale = jnp.minimum(scale, _at_most(most, coupling * length))
         return (scale * rate, scale * momentum), extent.scaled(scale)
 
     @property
@@ -442,9 +444,10 @@ def start(
     for name in ("learning_rate", "momentum"):
         if getattr(rules, name) is not None:
             numbers = numbers._replace(**{name: None})
-    is_surrogate, negative = False, jnp.zeros((), bool)
+    is_surrogate, is_natural, negative = False, False, jnp.zeros((), bool)
     if linearised is not None:
         is_surrogate = linearised.seen(lambda lin: lin.objective.is_surrogate)
+        is_natural = linearised.seen(lambda lin: lin.objective.is_natural)
         negative = linearised.has_negative_weights()
     watched = watched and not is_surrogate
     return Start(
@@ -457,4 +460,5 @@ def start(
         negative=negative,
         watched=watched,
         is_surrogate=is_surrogate,
+        is_natural=is_natural,
     )

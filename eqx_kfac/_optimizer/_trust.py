@@ -83,7 +83,10 @@ class TrustRegion(AbstractTrustRegion):
     with $\kappa$ the average of $\langle \delta, \nabla h' - \nabla h \rangle /
     \langle \delta, \hat F \delta \rangle$ over the last steps, of gradients before and
     after each; it is in the state (`extent.coupling`). It is seldom active but where
-    layers add up: without it, a vision transformer stayed at its first loss.
+    layers add up: without it, a vision transformer stayed at its first loss. Gradients
+    measure the Hessian, which is near the Fisher if the outputs of all losses are natural
+    parameters (logits, the means of a fixed variance). If they are not, as with a
+    variance that is learnt, or if nobody knows, as in `update`, there is no such bound.
 
     The second constraint needs no product with $\hat F$: for
     $\delta = \mu \delta_\text{prev} - \alpha \hat F^{-1} \nabla h$, its left-hand side is
