@@ -62,6 +62,7 @@ from ._optimizer import (
     AbstractTrustRegion as AbstractTrustRegion,
     averaged as averaged,
     AveragedParameters as AveragedParameters,
+    Extent as Extent,
     Faults as Faults,
     Hyperparameters as Hyperparameters,
     Info as Info,

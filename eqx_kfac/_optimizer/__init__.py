@@ -2,6 +2,7 @@ from ._damping import (
     AbstractDamping as AbstractDamping,
     LevenbergMarquardt as LevenbergMarquardt,
 )
+from ._extent import Extent as Extent
 from ._factors import packed as packed
 from ._guard import AbstractGuard as AbstractGuard, MaxIncrease as MaxIncrease
 from ._hyperparameters import (

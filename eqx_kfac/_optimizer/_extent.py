@@ -16,7 +16,7 @@ class Extent(eqx.Module):
     \frac{\langle \delta, \nabla h' - \nabla h \rangle}
     {\langle \delta, \hat F \delta \rangle}\Bigr),$$
 
-    and an average over the last steps of it is hardly noisier than the exact Fisher.
+    up to the noise of the batches, and to what the Hessian differs from the Fisher.
 
     **Fields:**
 
@@ -32,8 +32,9 @@ class Extent(eqx.Module):
     def coupling_given(self, slope: Float[Array, ""]) -> Float[Array, ""]:
         r"""$\kappa$, given the slope along $\delta$ after the step. (Nothing is learnt
         from a velocity of zero, nor from numbers that overflow.)"""
-        ratio = (slope - self.slope) / self.squared_length
-        known = (self.squared_length > 0) & jnp.isfinite(ratio)
+        moving = self.squared_length > 0
+        ratio = (slope - self.slope) / jnp.where(moving, self.squared_length, 1)
+        known = moving & jnp.isfinite(ratio)
         ratio = jnp.where(known, jnp.maximum(ratio, 1), self.coupling)
         return 0.5 * (self.coupling + ratio)
 
@@ -45,7 +46,7 @@ class Extent(eqx.Module):
 
     def stopped(self, flag: Bool[Array, ""]) -> "Extent":
         """The extent of a velocity that is set to zero, if `flag` says so."""
-        return self.scaled(jnp.where(flag, 0, 1))
+        return self.scaled(jnp.where(flag, 0.0, 1.0))
 
 
 def init_extent() -> Extent:

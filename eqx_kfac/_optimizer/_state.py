@@ -170,7 +170,8 @@ class KFACState(NamedTuple):
     - `weight`: the total weight of the moving average; 0 before the first estimate.
     - `velocity`: the previous update of the tagged layers; zero after one that was
         rejected because it led uphill.
-    - `extent`: how long `velocity` is, if a `TrustRegion` bounds it.
+    - `extent`: how long `velocity` is ([`eqx_kfac.Extent`][]), if a `TrustRegion` bounds
+        it.
     - `layer_damping`: the damping of each layer as last chosen by a `LayerDamping`, if
         there is one.
     - `fallback`: the state of the optax optimizer for parameters that no tag covers.
