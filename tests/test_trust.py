@@ -312,6 +312,9 @@ def test_the_measured_length_is_bounded():
     # A tenth of the loss is more than a radius of 0.01, and all of it is less than 1e6.
     for radius, part in ((1e-2, 0.1), (1e6, 1.0)):
         found, losses = couplings(3, radius)
+        # A step that is shortened is measured like any other.
+        measured = [e.coupling for e in found]
+        np.testing.assert_allclose(measured, [e.coupling for e in free], rtol=1e-5)
         lengths = np.array([length(e) / (part * h) for e, h in zip(found, losses)])
         assert np.all(lengths <= 1 + 1e-9) and min(losses) > 0.1
         assert 0 < np.sum(lengths > 1 - 1e-9) < len(lengths)
