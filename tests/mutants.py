@@ -233,7 +233,7 @@ MUTANTS = [
     M("_optimizer/_extent.py", "jnp.where(moving, self.squared_length, 1)", "self.squared_length", "debugging"),
     M("_optimizer/_extent.py", "squared_length = factor**2 * self.squared_length", "squared_length = factor * self.squared_length", "trust"),
     M("_optimizer/_extent.py", "Extent(squared_length, factor * self.slope, self.coupling)", "Extent(squared_length, self.slope, self.coupling)", "trust"),
-    M("_optimizer/_trust.py", "jnp.maximum(self.measured_radius, size / 10)", "self.measured_radius", "trust"),
+    M("_optimizer/_trust.py", "jnp.maximum(self.measured_radius, jnp.abs(value) / 10)", "jnp.abs(value) / 10", "trust"),
     M("_loss/_base.py", "if got != wanted:", "if False:", "losses"),
     M("_loss/_base.py", "if losses.shape != self.leading:", "if False:", "losses"),
     M("_tag/_primitive.py", "if got != wanted:", "if False:", "tag"),

@@ -308,22 +308,23 @@ def test_gradients_measure_what_blocks_do_not_know(number):
 def test_the_measured_length_is_bounded():
     length = lambda extent: extent.coupling * extent.squared_length
     free, losses = couplings(3, jnp.inf)
-    assert any(length(e) > 1.5 * loss for e, loss in zip(free, losses, strict=True))
-    # A tenth of the loss is more than a radius of 0.01, and all of it is less than 1e6.
-    for radius, part in ((1e-2, 0.1), (1e6, 1.0)):
+    # A tenth of the loss is more than a radius of 0.01, and less than one of 0.5.
+    for radius in (1e-2, 0.5):
         found, losses = couplings(3, radius)
+        most = np.maximum(radius, np.array(losses) / 10)
+        lengths = np.array([length(e) for e in found]) / most
         # A step that is shortened is measured like any other.
         measured = [e.coupling for e in found]
         np.testing.assert_allclose(measured, [e.coupling for e in free], rtol=1e-5)
-        lengths = np.array([length(e) / (part * h) for e, h in zip(found, losses)])
-        assert np.all(lengths <= 1 + 1e-9) and min(losses) > 0.1
+        assert np.all(lengths <= 1 + 1e-9)
         assert 0 < np.sum(lengths > 1 - 1e-9) < len(lengths)
+    assert max(map(length, free)) > 2 * max(map(length, found))
 
 
-def test_the_measured_length_of_a_small_loss_is_bounded_by_it():
+def test_the_bound_of_a_measured_length():
     region = kfac.TrustRegion(measured_radius=0.5)
-    values = jnp.asarray([0.1, -0.1, 1.0, 4.0, 20.0])
-    want = [0.1, 0.1, 0.5, 0.5, 2.0]
+    values = jnp.asarray([0.1, -0.1, 4.0, 20.0, -20.0])
+    want = [0.5, 0.5, 0.5, 2.0, 2.0]
     np.testing.assert_allclose(jax.vmap(region.of_measured)(values), want)
     assert jnp.isinf(kfac.TrustRegion(measured_radius=jnp.inf).of_measured(values[0]))
 

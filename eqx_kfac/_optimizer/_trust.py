@@ -78,7 +78,7 @@ class TrustRegion(AbstractTrustRegion):
     many times what blocks say that know nothing of each other,
 
     $$\kappa \, \langle \delta, \hat F \delta \rangle \le
-    \min(|h|, \max(m_\delta, |h| / 10)),$$
+    \max(m_\delta, |h| / 10),$$
 
     with $\kappa$ the average of $\langle \delta, \nabla h' - \nabla h \rangle /
     \langle \delta, \hat F \delta \rangle$ over the last steps, of gradients before and
@@ -180,9 +180,7 @@ class TrustRegion(AbstractTrustRegion):
 
     def of_measured(self, value: Float[Array, ""]) -> Float[Array, ""]:
         """The third right-hand side, given the loss."""
-        size = jnp.abs(value)
-        most = jnp.minimum(size, jnp.maximum(self.measured_radius, size / 10))
-        return jnp.where(jnp.isinf(self.measured_radius), jnp.inf, most)
+        return jnp.maximum(self.measured_radius, jnp.abs(value) / 10)
 
 
 class Window(eqx.Module):
