@@ -82,8 +82,8 @@ class TrustRegion(AbstractTrustRegion):
 
     with $\kappa$ the average of $\langle \delta, \nabla h' - \nabla h \rangle /
     \langle \delta, \hat F \delta \rangle$ over the last steps, of gradients before and
-    after each; it is in the state (`extent.coupling`). It is seldom active but where
-    layers add up: without it, a vision transformer stayed at its first loss. Gradients
+    after each; it is in the state (`extent.coupling`). With the default, it is active
+    where something is wrong; a smaller one helps where many layers add up. Gradients
     measure the Hessian, which is near the Fisher if the outputs of all losses are natural
     parameters (logits, the means of a fixed variance). If they are not, as with a
     variance that is learnt, or if nobody knows, as in `update`, there is no such bound.
@@ -127,7 +127,7 @@ class TrustRegion(AbstractTrustRegion):
         loss_fraction: Scalar = 5e-3,
         full_terms: int = 128,
         velocity_factor: Scalar = 8.0,
-        measured_radius: Scalar = 0.24,
+        measured_radius: Scalar = 0.5,
     ):
         r"""**Arguments:**
 

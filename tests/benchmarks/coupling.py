@@ -90,10 +90,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="MNIST; else smaller digits")
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--radius", type=float, help="of the bound; else the default")
     options = parser.parse_args()
+    radius = {} if options.radius is None else dict(measured_radius=options.radius)
     regions = {
         "without": kfac.TrustRegion(measured_radius=jnp.inf),
-        "with": kfac.TrustRegion(),
+        "with": kfac.TrustRegion(**radius),
     }
     print("| problem | seed | without | with | times longer, median | largest |")
     print("|---|---|---|---|---|---|")
