@@ -446,8 +446,10 @@ def start(
             numbers = numbers._replace(**{name: None})
     is_surrogate, is_natural, negative = False, False, jnp.zeros((), bool)
     if linearised is not None:
-        is_surrogate = linearised.seen(lambda lin: lin.objective.is_surrogate)
-        is_natural = linearised.seen(lambda lin: lin.objective.is_natural)
+        # At once, for of micro-batches, each look is one more trace of the loss.
+        is_surrogate, is_natural = linearised.seen(
+            lambda lin: (lin.objective.is_surrogate, lin.objective.is_natural)
+        )
         negative = linearised.has_negative_weights()
     watched = watched and not is_surrogate
     return Start(

@@ -38,6 +38,7 @@ from .._jax import (
     set_values,
     varying,
 )
+from .._misc import difference
 from ..form import AbstractForm
 from ._collector import RowCollector
 from ._weights import row_weights, with_influence
@@ -257,11 +258,13 @@ def _transpose(ct, *operands, layout, stack, examples):
 
 def _check_shaped_like(statistics, like, collector):
     """Raises if what a collector makes of rows does not fit into its slots."""
-    got, wanted = (jtu.tree_map(jnp.shape, tree) for tree in (statistics, like))
-    if got != wanted:
+    found = difference(statistics, like)
+    if found is not None:
+        path, got, wanted = found
         raise ValueError(
             f"`{type(collector).__name__}.statistics` must return what is shaped like "
-            f"the slots that it is given, {wanted}, but returned {got}."
+            f"the slots that it is given, but its `{path}` is {got}, and should be "
+            f"{wanted}."
         )
 
 
