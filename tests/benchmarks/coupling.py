@@ -14,25 +14,16 @@ import argparse
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import race_problems
+from race_problems import Race
 
 import eqx_kfac as kfac
-
-
-class Trained(NamedTuple):
-    """A model, a loss function `(model, memory, *batch) -> (loss, memory)`, and data."""
-
-    model: Any
-    memory: Any
-    loss_fn: Callable
-    data: tuple
-    batch: int
 
 
 class Outcome(NamedTuple):
@@ -43,45 +34,55 @@ class Outcome(NamedTuple):
 PROBLEMS = ["dense", "small_batch", "many_classes", "curves", "mixer", "gru"]
 
 
-def problem(name: str, data: Path | None) -> Trained:
+def problem(name: str, data: Path | None) -> Race:
     if name.startswith("zoo:"):
         import zoo
         import zoo_models
 
         own = getattr(zoo_models, name.removeprefix("zoo:"))()
-        model = zoo.converted(own, False)
-        return Trained(model, own.memory, own.loss_fn, own.data, own.batch)
-    race = race_problems.race(getattr(race_problems, name), 0, data)
-    return Trained(race.model, race.memory, race.loss_fn, race.train, race.batch)
+        model, data = zoo.converted(own, False), own.data
+        return Race(name, own.batch, model, own.memory, own.loss_fn, data, data)
+    return race_problems.race(getattr(race_problems, name), 0, data)
 
 
-def train(own: Trained, region: kfac.TrustRegion, steps: int, seed: int) -> Outcome:
-    optimizer = kfac.KFAC(norm_constraint=region)
+def trainer(race: Race) -> Callable[[float, int, int], Outcome]:
+    """`train(radius, steps, seed)`: one program for all radii."""
 
     def loss_fn(model, *batch, memory):
-        return own.loss_fn(model, memory, *batch)
+        return race.loss_fn(model, memory, *batch)
+
+    def optimizer(radius):
+        return kfac.KFAC(norm_constraint=kfac.TrustRegion(measured_radius=radius))
 
     @eqx.filter_jit
-    def step(model, state, memory, batch, key):
-        model, state, info = optimizer.step(
+    def step(radius, model, state, memory, batch, key):
+        model, state, info = optimizer(radius).step(
             loss_fn, model, state, *batch, key=key, memory=memory
         )
         return model, state, info.select(info.aux, memory)
 
-    carry = own.model, eqx.filter_jit(optimizer.init)(own.model), own.memory
-    rng, size = np.random.default_rng(seed), len(own.data[0])
+    @eqx.filter_jit
+    def value(model, state, memory, batch):
+        loss, _ = loss_fn(kfac.averaged(model, state), *batch, memory=memory)
+        return loss.value
 
-    def draw(number):
-        drawn = rng.choice(size, min(number, size), replace=False)
-        return tuple(jnp.asarray(a[drawn]) for a in own.data)
+    start = race.model, eqx.filter_jit(optimizer(1.0).init)(race.model), race.memory
 
-    couplings = []
-    for i in range(steps):
-        carry = step(*carry, draw(own.batch), jax.random.key(1000 * seed + i))
-        couplings.append(float(carry[1].extent.coupling))
-    model, state, memory = carry
-    value = eqx.filter_jit(lambda m, *batch: loss_fn(m, *batch, memory=memory)[0].value)
-    return Outcome(float(value(kfac.averaged(model, state), *draw(1000))), couplings)
+    def train(radius, steps, seed):
+        rng, size = np.random.default_rng(seed), len(race.train[0])
+
+        def draw(number):
+            drawn = rng.choice(size, min(number, size), replace=False)
+            return tuple(jnp.asarray(a[drawn]) for a in race.train)
+
+        carry, couplings = start, []
+        for i in range(steps):
+            batch, key = draw(race.batch), jax.random.key(1000 * seed + i)
+            carry = step(jnp.asarray(radius), *carry, batch, key)
+            couplings.append(float(carry[1].extent.coupling))
+        return Outcome(float(value(*carry, draw(1000))), couplings)
+
+    return train
 
 
 def main() -> None:
@@ -90,25 +91,18 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="MNIST; else smaller digits")
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--radius", type=float, help="of the bound; else the default")
+    default = kfac.TrustRegion().measured_radius
+    parser.add_argument("--radius", type=float, default=default, help="of the bound")
     options = parser.parse_args()
-    radius = {} if options.radius is None else dict(measured_radius=options.radius)
-    regions = {
-        "without": kfac.TrustRegion(measured_radius=jnp.inf),
-        "with": kfac.TrustRegion(**radius),
-    }
     print("| problem | seed | without | with | times longer, median | largest |")
     print("|---|---|---|---|---|---|")
     for name in options.problems:
-        own = problem(name, options.data)
+        train = trainer(problem(name, options.data))
         for seed in range(options.seeds):
-            found = {
-                which: train(own, region, options.steps, seed)
-                for which, region in regions.items()
-            }
-            couplings = found["without"].couplings
-            middle, largest = statistics.median(couplings), max(couplings)
-            losses = " | ".join(f"{found[which].loss:.4g}" for which in regions)
+            radii = jnp.inf, options.radius
+            free, bounded = (train(radius, options.steps, seed) for radius in radii)
+            middle, largest = statistics.median(free.couplings), max(free.couplings)
+            losses = f"{free.loss:.4g} | {bounded.loss:.4g}"
             cells = f"{name} | {seed} | {losses} | {middle:.3g} | {largest:.3g}"
             print(f"| {cells} |", flush=True)
         jax.clear_caches()
