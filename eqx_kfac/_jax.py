@@ -154,6 +154,11 @@ def transposed_padding(layer: eqx.nn.ConvTranspose) -> str | tuple[tuple[int, in
     return layer._padding_transpose()
 
 
+def default_precision() -> str | None:
+    """What the user said by `jax.default_matmul_precision`, where this is called."""
+    return jax.config.jax_default_matmul_precision  # pyright: ignore
+
+
 def is_placeholder(params: PyTree) -> bool:
     """Whether `optax.tree.map_params` asks where the state has trees like the parameters.
     (It is not told what these are.)"""

@@ -108,7 +108,7 @@ def test_equal_shapes_are_decomposed_together(problem):
 
 @pytest.mark.parametrize("size", [3, 30, 401, 850])
 def test_inverse_of_every_platform(size):
-    """By halves on CPU, of large ones; elsewhere without any product."""
+    """By halves on CPU, of large ones; elsewhere by one solve and one product."""
     x = np.asarray(normal(2 * size, size))
     matrix = x.T @ x / size + 0.1 * np.eye(size)
     want = np.linalg.inv(matrix)
@@ -116,11 +116,13 @@ def test_inverse_of_every_platform(size):
         np.testing.assert_allclose(fn(matrix), want, rtol=1e-9, atol=1e-11)
         assert np.max(np.abs(fn(matrix + 1e-3) - want)) > 1e-5
 
-    def products(platform):
+    def count(platform, what):
         traced = jax.jit(inverse).trace(matrix)
-        return "dot_general" in traced.lower(lowering_platforms=(platform,)).as_text()
+        return traced.lower(lowering_platforms=(platform,)).as_text().count(what)
 
-    assert products("cpu") and not products("cuda")
+    assert count("cuda", "stablehlo.dot_general") == 1
+    assert count("cuda", "stablehlo.triangular_solve") <= 1
+    assert (count("cpu", "stablehlo.dot_general") > 1) == (size > 400)
 
 
 def test_lapack_is_not_called_for_batches(problem):

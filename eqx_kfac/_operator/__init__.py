@@ -5,7 +5,6 @@ from ._factor import (
     Factor as Factor,
     identity as identity,
     inverse as inverse,
-    matmul as matmul,
     power as power,
     right as right,
     trace_of_factor as trace_of_factor,
@@ -22,6 +21,7 @@ from ._packed import (
     unpacked as unpacked,
     vanishes as vanishes,
 )
+from ._products import applied as applied, matmul as matmul
 from ._series import chain_gain as chain_gain, SeriesOperator as SeriesOperator
 from ._spectral import (
     eigenvalues as eigenvalues,

@@ -3,7 +3,6 @@ diagonal `[d]` of one."""
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.lax.linalg import cholesky, triangular_solve
 from jaxtyping import Array, Float
@@ -11,31 +10,27 @@ from jaxtyping import Array, Float
 from .._misc import total
 from . import _decompositions as decompositions
 from ._decompositions import one_by_one
+from ._products import applied, contraction, matmul
 
 
 Factor = Float[Array, "..."]  # One or two axes, of the same length.
 
-_highest = jax.lax.Precision.HIGHEST
 _WHOLE = 400  # Smaller ones are not split: more to compile, little to gain.
-
-
-def matmul(a: Array, b: Array) -> Array:
-    return jnp.matmul(a, b, precision=_highest)
 
 
 def left(factor: Factor, matrix: Float[Array, "d n"]) -> Float[Array, "d n"]:
     """`factor @ matrix`."""
-    return factor[:, None] * matrix if factor.ndim == 1 else matmul(factor, matrix)
+    return factor[:, None] * matrix if factor.ndim == 1 else applied(factor, matrix)
 
 
 def right(matrix: Float[Array, "n d"], factor: Factor) -> Float[Array, "n d"]:
     """`matrix @ factor`."""
-    return matrix * factor[None, :] if factor.ndim == 1 else matmul(matrix, factor)
+    return matrix * factor[None, :] if factor.ndim == 1 else applied(matrix, factor)
 
 
 def outer(a: Float[Array, "rows m"], b: Float[Array, "rows n"]) -> Float[Array, "m n"]:
     r"""$\sum a b^\top$ over rows."""
-    return _product(a, b, 0, 0)
+    return applied(a, b, (0, 0))
 
 
 def dense(factor: Factor) -> Float[Array, "d d"]:
@@ -73,15 +68,15 @@ def _inverse(factor: Float[Array, "d d"], root: bool = False) -> tuple[Array, An
     if size <= _WHOLE:
         lower = _root(factor)
         x = triangular_solve(lower, identity(factor), left_side=True, lower=True)
-        return _product(x, x, 0, 0), x
+        return contraction(x, x, (0, 0)), x
     half = size // 2
     first, x = _inverse(factor[:half, :half], root=True)
-    below = _product(factor[half:, :half], x, 1, 1)
-    schur = factor[half:, half:] - _product(below, below, 1, 1)
+    below = contraction(factor[half:, :half], x, (1, 1))
+    schur = factor[half:, half:] - contraction(below, below, (1, 1))
     last, y = _inverse(schur, root)
     below = matmul(below, x)
     beside = matmul(last, below)
-    corner = first + _product(below, beside, 0, 0)
+    corner = first + contraction(below, beside, (0, 0))
     inverse = jnp.block([[corner, -beside.T], [-beside, last]])
     if not root:
         return inverse, None
@@ -89,15 +84,11 @@ def _inverse(factor: Float[Array, "d d"], root: bool = False) -> tuple[Array, An
 
 
 def _inverse_whole(factor: Float[Array, "d d"]) -> Float[Array, "d d"]:
-    """The inverse of a factor by two triangular solves, without products: for GPUs,
-    whose decompositions are fast enough, and for which every product of another shape
-    takes seconds to compile."""
-    lower = _root(factor)
-    half = triangular_solve(lower, identity(factor), left_side=True, lower=True)
-    whole = triangular_solve(lower, half, left_side=True, lower=True, transpose_a=True)
-    # A solver leaves the columns in a row. The same matrix transposed has its rows so, as
-    # the state has them: it would be copied at every step, even if it stays the same.
-    return whole.T
+    """The inverse of a factor by one triangular solve and one product: for GPUs, whose
+    decompositions are fast enough, and for which every product of another shape takes
+    seconds to compile. Each triangular solve takes longer than a decomposition."""
+    half = triangular_solve(_root(factor), identity(factor), left_side=True, lower=True)
+    return applied(half, half, (0, 0))
 
 
 def _root(factor: Float[Array, "d d"]) -> Float[Array, "d d"]:
@@ -107,12 +98,6 @@ def _root(factor: Float[Array, "d d"]) -> Float[Array, "d d"]:
 
 
 _inverse_of_one = one_by_one(lambda matrix: _inverse(matrix)[0], _inverse_whole)
-
-
-def _product(a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
-    """A contraction over one axis of each, with no transposition before it."""
-    dims = (((axis_a,), (axis_b,)), ((), ()))
-    return jax.lax.dot_general(a, b, dims, precision=_highest)
 
 
 def eigh(factor: Factor) -> tuple[Float[Array, " d"], Any]:

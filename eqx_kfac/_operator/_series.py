@@ -5,7 +5,8 @@ import lineax as lx
 from jaxtyping import Array, Float
 
 from . import _decompositions as decompositions
-from ._factor import eigh, matmul
+from ._factor import eigh
+from ._products import matmul
 from ._symmetric import AbstractSymmetricOperator
 
 

@@ -15,7 +15,8 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Float
 
 from . import _decompositions as decompositions
-from ._factor import matmul, outer
+from ._factor import outer
+from ._products import applied, matmul
 from ._symmetric import AbstractSymmetricOperator, sum_of_logs
 
 
@@ -29,22 +30,22 @@ class KroneckerBasis(eqx.Module):
     def coordinates(self, vector: Float[Array, "d_out d_in"]) -> Array:
         """$Q_G^T V Q_A$."""
         left, right = self.output_vectors, self.input_vectors
-        v = vector if left is None else matmul(left.T, vector)
-        return v if right is None else matmul(v, right)
+        v = vector if left is None else applied(left.T, vector)
+        return v if right is None else applied(v, right)
 
     def coordinates_outer(
         self, g: Float[Array, "rows d_out"], x: Float[Array, "rows d_in"]
     ) -> Array:
         r"""Coordinates in this basis of $\sum g x^\top$."""
         left, right = self.output_vectors, self.input_vectors
-        g = g if left is None else matmul(g, left)
-        return outer(g, x if right is None else matmul(x, right))
+        g = g if left is None else applied(g, left)
+        return outer(g, x if right is None else applied(x, right))
 
     def combination(self, coordinates: Float[Array, "d_out d_in"]) -> Array:
         """$Q_G V Q_A^T$."""
         left, right = self.output_vectors, self.input_vectors
-        v = coordinates if left is None else matmul(left, coordinates)
-        return v if right is None else matmul(v, right.T)
+        v = coordinates if left is None else applied(left, coordinates)
+        return v if right is None else applied(v, right.T)
 
 
 class DenseBasis(eqx.Module):

@@ -16,7 +16,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 from .._checks import AT_LEAST_0, check_array
 from .._complex import on_parts
 from . import _decompositions as decompositions
-from ._factor import matmul
+from ._products import matmul
 
 
 # So many columns of a matrix are computed at the same time.
