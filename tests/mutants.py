@@ -118,6 +118,8 @@ MUTANTS = [
     M("form/_dense.py", "matrix, column = matrix[..., :-1], matrix[..., -1]", "matrix, column = matrix[..., 1:], matrix[..., 0]", "forms"),
     M("form/_inputs.py", "return jnp.sum(weighted(self.x, weights), axis=axes, dtype=like.dtype)", "return jnp.sum(self.x, axis=axes, dtype=like.dtype)", "forms blocks"),
     M("form/_inputs.py", "return total + vectors.second(w, stack, like), None", "return vectors.second(w, stack, like), None", "forms"),
+    M("form/_inputs.py", "= 2**18, 2**24", "= 2**18, 2**18", "forms"),
+    M("form/_inputs.py", "cpu=cpu, default=default", "cpu=default, default=cpu", "forms"),
     M("form/_inputs.py", "for offset in range(0, k * d, d):", "for offset in reversed(range(0, k * d, d)):", "forms"),
     M("form/_convolution.py", "x = jnp.pad(x, [*none, *widths], _modes[self.mode])", "x = jnp.pad(x, [*none, *widths])", "forms"),
     M("form/_lookup.py", "jnp.where(x < 0, x + self.number, x)", "x", "forms"),

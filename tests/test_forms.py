@@ -408,7 +408,8 @@ def test_convolution(name):
 
 
 @pytest.mark.parametrize("most", [1, 100])
-def test_patches_in_several_parts(most, monkeypatch):
+@pytest.mark.parametrize("platform", ["cpu", "default"])
+def test_patches_in_several_parts(platform, most, monkeypatch):
     """However few patches may be written out at once, none is forgotten."""
     case = convolution("2d-groups")
     x = np.concatenate([case.x, -2 * case.x[:2]])  # (Of another length: not compiled.)
@@ -416,7 +417,10 @@ def test_patches_in_several_parts(most, monkeypatch):
     weights = np.arange(len(x), dtype=float)
     rows = patches(case.layer, x)
     head = random_head(case.layer.out_channels * rows.shape[1])
-    monkeypatch.setattr(kfac.form._inputs, "_PATCHES", most)
+    name = "_PATCHES_ON_CPU" if platform == "cpu" else "_PATCHES"
+    monkeypatch.setattr(kfac.form._inputs, name, most)
+    take = lambda *args, **ways: ways[platform](*args)
+    monkeypatch.setattr(jax.lax, "platform_dependent", take)
     layers = {"expand": kfac.convert(case.layer)}
     got = collect(layers, x, 1, head, False, weights)
     rows = np.concatenate([rows, np.ones((*rows.shape[:-1], 1))], -1)
@@ -425,6 +429,17 @@ def test_patches_in_several_parts(most, monkeypatch):
     got = factors_of(got["expand"]).input_factor
     assert error(got, want) < TOLERANCE
     assert error(got, want[::-1]) > DIFFERENT
+
+
+def test_more_patches_at_once_on_accelerators():
+    """A loop over parts that fit into a CPU's cache would be hundreds of kernels."""
+    inputs = kfac.form.Patches(
+        jnp.ones((64, 8, 32, 32)), kfac.form.Window((3, 3), (1, 1), (1, 1))
+    )
+    like = jax.ShapeDtypeStruct((72, 72), jnp.float64)
+    traced = jax.jit(lambda: inputs.second(None, 0, like)).trace()
+    loops = lambda name: "while" in traced.lower(lowering_platforms=(name,)).as_text()
+    assert loops("cpu") and not loops("cuda") and not loops("tpu")
 
 
 #

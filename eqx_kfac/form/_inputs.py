@@ -17,7 +17,9 @@ from .._misc import accumulator, moment, trailing
 from .._module import PlainModule
 
 
-_PATCHES = 2**18  # How many numbers of patches are written out at once.
+# How many numbers of patches are written out at once: what fits into a CPU's cache, and
+# what keeps a GPU busy for longer than it takes to start it.
+_PATCHES_ON_CPU, _PATCHES = 2**18, 2**24
 
 
 class AbstractInputs(PlainModule):
@@ -226,9 +228,24 @@ class Patches(AbstractInputs):
         return jnp.sum(weighted(sums, weights), axis=axes, dtype=like.dtype)
 
     def second(self, weights: Weights, stack: int, like: Like) -> Inexact[Array, "..."]:
-        number = self._pieces(stack)
+        cpu, default = (
+            ft.partial(self._second, stack=stack, like=like, number=number)
+            for number in (
+                self._pieces(stack, _PATCHES_ON_CPU),
+                self._pieces(stack, _PATCHES),
+            )
+        )
+        if cpu.keywords == default.keywords:
+            return cpu(self.x, weights)
+        return jax.lax.platform_dependent(self.x, weights, cpu=cpu, default=default)
+
+    def _second(
+        self, x: Array, weights: Weights, stack: int, like: Like, number: int
+    ) -> Array:
+        """From so many parts of the examples."""
         if number == 1:
-            return Vectors(self.vectors()).second(weights, stack, like)
+            rows = Patches(x, self.window).vectors()
+            return Vectors(rows).second(weights, stack, like)
 
         # Some examples after the other: patches take as many times the memory of the
         # input as the kernel has entries, and are used once. (Every n-th example, so
@@ -242,12 +259,12 @@ class Patches(AbstractInputs):
             vectors = Vectors(Patches(x, self.window).vectors())
             return total + vectors.second(w, stack, like), None
 
-        pieces = split(self.x), None if weights is None else split(weights)
+        pieces = split(x), None if weights is None else split(weights)
         return jax.lax.scan(add, zeros_of(like), pieces)[0]
 
-    def _pieces(self, stack: int) -> int:
+    def _pieces(self, stack: int, most: int) -> int:
         """Into how many parts the examples are divided so that the patches of one part
-        fit into a cache, or nearly so."""
+        have `most` numbers, or nearly so."""
         if self.lead == stack or explicit_sharding(jax.typeof(self.x)) is not None:
             return 1
         places = self.window.positions(self.x.shape[self.lead + 1 :])
@@ -255,7 +272,7 @@ class Patches(AbstractInputs):
         size = math.prod(self.x.shape[: self.lead] + places) * entries
         examples = self.x.shape[stack]
         numbers = [n for n in range(1, examples + 1) if examples % n == 0]
-        return next((n for n in numbers if size <= n * _PATCHES), examples)
+        return next((n for n in numbers if size <= n * most), examples)
 
     def vectors(self) -> Inexact[Array, "*rows d_in"]:
         return jnp.moveaxis(self._flat(self.window.unfold(self.x)), self.lead, -1)

@@ -49,13 +49,35 @@ def gradient(problem: Problem) -> Contender:
     )
 
 
+def jitted(step: Callable[[Any, Any], Any], steps: int) -> Callable[[Any, Any], Any]:
+    """`step(fixed, carry)` so many times, as one program."""
+
+    def run(fixed, carry):
+        if steps == 1:
+            return step(fixed, carry)
+        arrays, static = eqx.partition(carry, eqx.is_array)
+
+        def body(arrays, _):
+            return eqx.filter(
+                step(fixed, eqx.combine(arrays, static)), eqx.is_array
+            ), None
+
+        arrays, _ = jax.lax.scan(body, arrays, None, steps)
+        return eqx.combine(arrays, static)
+
+    return eqx.filter_jit(run, donate="all-except-first")
+
+
 def from_optax(
-    name: str, make: Callable[[], optax.GradientTransformation], problem: Problem
+    name: str,
+    make: Callable[[], optax.GradientTransformation],
+    problem: Problem,
+    steps: int = 1,
 ) -> Contender:
+    """With so many steps a call."""
     optimizer = make()
 
-    @eqx.filter_jit(donate="all-except-first")
-    def run(args, carry):
+    def step(args, carry):
         model, state = carry
         grads = eqx.filter_grad(lambda m: problem.loss_fn(m, *args).value)(model)
         params = eqx.filter(model, eqx.is_inexact_array)
@@ -66,8 +88,13 @@ def from_optax(
         model = revert(problem)
         return model, optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 
+    run = jitted(step, steps)
     return Contender(
-        name, init, lambda c, _: run(problem.args, c), state=lambda carry: carry[1]
+        name,
+        init,
+        lambda carry, _: run(problem.args, carry),
+        state=lambda carry: carry[1],
+        steps_per_call=steps,
     )
 
 
@@ -108,16 +135,17 @@ def optimizer(
 
 
 def ours(
-    name: str, problem: Problem, chosen: kfac.KFAC, packed: bool = False
+    name: str, problem: Problem, chosen: kfac.KFAC, packed: bool = False, steps: int = 1
 ) -> Contender:
+    """With so many steps a call, all with the same key."""
+
     def make():
-        @eqx.filter_jit(donate="all-except-first")
-        def run(fixed, carry):
+        def step(fixed, carry):
             args, key = fixed
             model, state, _ = chosen.step(problem.loss_fn, *carry, *args, key=key)
             return model, state
 
-        return run
+        return jitted(step, steps)
 
     def init():
         model = copied(problem.model)
@@ -131,6 +159,7 @@ def ours(
         lambda carry, number: run((problem.args, keys[number % PERIOD]), carry),
         state=lambda carry: carry[1],
         lower=lambda: make().lower((problem.args, keys[0]), init()),
+        steps_per_call=steps,
     )
 
 

@@ -1,6 +1,7 @@
 """One command for a GPU that is at hand for half an hour: what steps of `KFAC()` cost
 beside Adam, Muon and, if it can be imported, kfac-jax (milliseconds, seconds to compile,
-memory), and whether the tests of factors, inverses and steps pass there.
+memory), one by one and in a scan; and whether the tests of factors, inverses and steps
+pass there.
 
     python tests/benchmarks/gpu.py --out gpu.md      # 25 minutes
     python tests/benchmarks/gpu.py --minutes 10      # fewer rounds; what is left is named
@@ -37,7 +38,8 @@ import eqx_kfac as kfac
 
 
 ROOT = Path(__file__).parents[2]
-TESTS = ["factorise", "inverses", "estimators", "layers", "optimizer", "adaptive"]
+SCANNED = IDLE  # So that a call can be one at which nothing is due.
+TESTS = "products factorise inverses estimators layers optimizer adaptive".split()
 
 
 def gpt(width: int, depth: int, heads: int, vocabulary: int, *shape: int) -> Problem:
@@ -70,6 +72,12 @@ CONTENDERS: dict[str, Callable[[Problem], Contender | None]] = {
     "Adam": lambda p: contenders.from_optax("Adam", lambda: optax.adam(1e-3), p),
     "Muon": lambda p: contenders.from_optax("Muon", lambda: optax.contrib.muon(1e-3), p),
     "KFAC()": lambda p: contenders.ours("KFAC()", p, kfac.KFAC()),
+    f"Adam, {SCANNED} steps in a scan": lambda p: contenders.from_optax(
+        "Adam", lambda: optax.adam(1e-3), p, SCANNED
+    ),
+    f"KFAC(), {SCANNED} steps in a scan": lambda p: contenders.ours(
+        "KFAC()", p, kfac.KFAC(), steps=SCANNED
+    ),
     "kfac-jax": lambda p: contenders.peer(p, adaptive=False),
 }
 
@@ -170,7 +178,9 @@ def benchmark(options: argparse.Namespace) -> str:
         "|---" * 8 + "|",
     ]
     print("\n".join(lines))
-    seconds = 0.0 if options.toy else 60 * options.minutes / 12 / len(cases)
+    seconds = (
+        0.0 if options.toy else 60 * options.minutes / 3 / len(cases) / len(CONTENDERS)
+    )
     for case in cases:
         adam: dict[str, Any] = {}
         for contender in CONTENDERS:
