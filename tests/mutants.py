@@ -41,6 +41,7 @@ MUTANTS = [
     M("_optimizer/_optax.py", "others = steepest(updates), state", "others = updates, state", "complex"),
     # Layers without curvature so far.
     M("_inverse/_precondition.py", "jnp.where(still, 0, solution)", "solution", "run"),
+    M("_optimizer/_after.py", "(state.refactorise | (rules.damping is not None))", "(rules.damping is not None)", "reliability"),
     M("_optimizer/_kfac.py", "state.refactorise | first)", "state.refactorise)", "run"),
     M("_optimizer/_trial.py", "missed = without & self.averaged.fresh", "missed = without", "run"),
     M("_optimizer/_collect.py", "jnp.full_like(first, whole)", "jnp.full_like(first, True)", "run"),

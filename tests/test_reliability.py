@@ -441,6 +441,30 @@ def test_a_velocity_that_is_not_finite_is_forgotten():
     assert not bool(info.rejected) and any(map(np.any, arrays(state.velocity)))
 
 
+def test_a_factorisation_that_is_asked_for_waits_for_a_good_step():
+    """It comes with the next step that is not rejected, and once."""
+    case = CASES["periods"]
+    data, _ = injected(case, {}, 0)
+    data["x"][8] = np.nan
+    params, state, _ = run(case, data)[6]  # Neither 7, nor 8, nor 10 is a third step.
+    model = eqx.combine(params, make_model(case))
+    step = eqx.filter_jit(one_step)
+
+    def after(asked):
+        now = model, eqx.tree_at(lambda s: s.refactorise, state, jnp.asarray(asked))
+        told = []
+        for t in (8, 7, 10):
+            before = now[1].inverse
+            *now, info = step(case.optimizer, *now, {n: a[t] for n, a in data.items()})
+            kept = same(before, now[1].inverse)
+            told.append((bool(info.rejected), kept, bool(now[1].refactorise)))
+        return told
+
+    assert after(True)[:2] == [(True, True, True), (False, False, False)]
+    assert after(False)[:2] == [(True, True, False), (False, True, False)]
+    assert after(True)[2][1:] == after(False)[2][1:]
+
+
 @pytest.mark.parametrize("field", ["increase", "update"])
 def test_finite_curvature_of_a_rejected_step_counts(field):
     """Where only the step was bad, the batch was not: its curvature is averaged in, and
