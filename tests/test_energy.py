@@ -395,7 +395,7 @@ def test_a_ground_state_is_found(block):
 def test_vmc_takes_other_choices():
     optimizer = kfac.KFAC.vmc(damping=1e-2)
     assert isinstance(optimizer.fisher, kfac.Centred) and optimizer.damping == 1e-2
-    assert optimizer.curvature_period == optimizer.inverse_period == 1
+    assert optimizer.curvature_period == optimizer.inverse_period == 10
     assert kfac.KFAC.vmc() == kfac.KFAC.vmc()  # Compiled once.
     with pytest.raises(TypeError, match="unknown"):
         kfac.KFAC.vmc(unknown=1)

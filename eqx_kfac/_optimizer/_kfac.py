@@ -235,7 +235,7 @@ class KFAC(eqx.Module):
         Steps are those of stochastic reconfiguration: the covariance
         ([`eqx_kfac.Centred`][]), a learning rate of $0.1 / (1 + t / 1000)$ per Hartree at
         step $t$, a constant damping and norm constraint, no momentum. Curvature is
-        estimated, and inverted, at every step. The parameters to evaluate are
+        estimated, and inverted, at every tenth step. The parameters to evaluate are
         [`eqx_kfac.averaged`][]. The blocks of the model have to be able to subtract a
         mean: [`eqx_kfac.TNT`][], [`eqx_kfac.Diagonal`][], [`eqx_kfac.Full`][].
 
@@ -266,8 +266,8 @@ class KFAC(eqx.Module):
             damping=3e-3,
             fisher=Centred(),
             norm_constraint=0.03,
-            curvature_period=1,
-            inverse_period=1,
+            curvature_period=10,
+            inverse_period=10,
         )
         return cls(**{**chosen, **choices})
 
