@@ -139,7 +139,7 @@ MUTANTS = [
     M("_operator/_products.py", "-size % _ALIGNED", "0 * size", "products"),
     M("_operator/_products.py", "or default_precision() in _FULL", "", "products"),
     M("_operator/_products.py", "tpu=product(jax.lax.Precision.HIGH)", "tpu=product(None)", "products"),
-    M("_operator/_spectral.py", "return v if right is None else matmul(v, right.T)", "return v if right is None else matmul(v, right)", "inverses"),
+    M("_operator/_spectral.py", "return v if right is None else applied(v, right.T)", "return v if right is None else applied(v, right)", "inverses"),
     M("_operator/_series.py", "gains.reshape(-1)[None, :], basis.T)", "gains.reshape(-1)[None, :] ** 2, basis.T)", "series"),
     M("_operator/_symmetric.py", "return product + jnp.asarray(self.damping, v.dtype) * v", "return product", "operators block_diagonal"),
     # Solvers.

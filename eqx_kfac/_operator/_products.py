@@ -15,6 +15,7 @@ from .._jax import default_precision
 Axes = tuple[int, int]
 
 _ALIGNED = 8  # Numbers in bfloat16 that are read at once.
+# What `jax.default_matmul_precision` is, for who wants full products in float32.
 _FULL = {"highest", "float32", "F32_F32_F32"}
 
 
@@ -32,12 +33,12 @@ def contraction(a: Array, b: Array, axes: Axes) -> Array:
 def applied(a: Array, b: Array, axes: Axes = (1, 0)) -> Array:
     r"""The product of two matrices of which one *applies* an inverse, or a basis, to a
     gradient. In float32 it is exact to about $10^{-5}$ of its norm: training was the same
-    as with full precision, and up to a sixth worse with TensorFloat-32 ($3 \cdot
-    10^{-4}$). On NVIDIA's GPUs this takes three products of the two halves in bfloat16,
-    which together take a third of the time of a full one; on TPUs, `HIGH` is the same.
+    as with full precision, and up to a third worse with TensorFloat-32 ($3 \cdot
+    10^{-4}$). On NVIDIA's GPUs these are three products of halves in bfloat16, which
+    together take a third of the time of a full one; on TPUs, `HIGH` is the same.
 
-    A user who asks for full products by `jax.default_matmul_precision("highest")` gets
-    these."""
+    Products are full in float64, on explicit meshes, and for users who ask for them by
+    `jax.default_matmul_precision("highest")`."""
     a, b = (x.astype(jnp.result_type(a, b)) for x in (a, b))
     single = a.dtype == jnp.float32
     placed = any(explicit_sharding(jax.typeof(x)) is not None for x in (a, b))
