@@ -120,7 +120,7 @@ MUTANTS = [
     M("form/_inputs.py", "return jnp.sum(weighted(self.x, weights), axis=axes, dtype=like.dtype)", "return jnp.sum(self.x, axis=axes, dtype=like.dtype)", "forms blocks"),
     M("form/_inputs.py", "return total + vectors.second(w, stack, like), None", "return vectors.second(w, stack, like), None", "forms"),
     M("form/_inputs.py", "= 2**18, 2**24", "= 2**18, 2**18", "forms"),
-    M("form/_inputs.py", "cpu=cpu, default=default", "cpu=default, default=cpu", "forms"),
+    M("form/_inputs.py", "cpu=of(cpu), default=of(elsewhere)", "cpu=of(elsewhere), default=of(cpu)", "forms"),
     M("form/_inputs.py", "for offset in range(0, k * d, d):", "for offset in reversed(range(0, k * d, d)):", "forms"),
     M("form/_convolution.py", "x = jnp.pad(x, [*none, *widths], _modes[self.mode])", "x = jnp.pad(x, [*none, *widths])", "forms"),
     M("form/_lookup.py", "jnp.where(x < 0, x + self.number, x)", "x", "forms"),
@@ -129,7 +129,7 @@ MUTANTS = [
     # Operators.
     M("_operator/_kronecker.py", "return left(self.output_factor, right(vector, self.input_factor))", "return left(self.output_factor.T, right(vector, 2 * self.input_factor))", "inverses"),
     M("_operator/_kronecker.py", "return jnp.outer(values(self.output_factor), values(self.input_factor))", "return jnp.outer(values(self.output_factor), 1 + values(self.input_factor))", "inverses"),
-    M("_operator/_factor.py", "return applied(half, half, (0, 0))", "return half", "factorise"),
+    M("_operator/_factor.py", "return applied(x, x, (0, 0))", "return x", "factorise"),
     M("_operator/_factor.py", "corner = first + contraction(below, beside, (0, 0))", "corner = first", "factorise"),
     M("_operator/_factor.py", "schur = factor[half:, half:] - contraction(below, below, (1, 1))", "schur = factor[half:, half:]", "factorise"),
     M("_operator/_products.py", "[b1, b2, b1]", "[b1, b1, b2]", "products"),

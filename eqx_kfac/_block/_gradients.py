@@ -15,6 +15,7 @@ from .._checks import check_count
 from .._custom_types import Layer, Like
 from .._devices import gathered, zeros_of
 from .._misc import accumulator, moment
+from .._operator import matmul
 from ..form import AbstractForm, Rows
 from ._base import AbstractCentredBlock, AbstractPerExampleBlock, sizes_and_zeros
 from ._collector import Statistics
@@ -196,5 +197,4 @@ def example_gradients(
         examples = math.prod(a.shape[stack:axes])
         return a.reshape(*a.shape[:stack], examples, -1, a.shape[-1])
 
-    highest = jax.lax.Precision.HIGHEST
-    return jnp.matmul(flat(g).mT, flat(x), precision=highest)
+    return matmul(flat(g).mT, flat(x))

@@ -66,8 +66,7 @@ def _inverse(factor: Float[Array, "d d"], root: bool = False) -> tuple[Array, An
     decomposition."""
     size = factor.shape[0]
     if size <= _WHOLE:
-        lower = _root(factor)
-        x = triangular_solve(lower, identity(factor), left_side=True, lower=True)
+        x = _inverse_root(factor)
         return contraction(x, x, (0, 0)), x
     half = size // 2
     first, x = _inverse(factor[:half, :half], root=True)
@@ -87,14 +86,15 @@ def _inverse_whole(factor: Float[Array, "d d"]) -> Float[Array, "d d"]:
     """The inverse of a factor by one triangular solve and one product: for GPUs, whose
     decompositions are fast enough, and for which every product of another shape takes
     seconds to compile. Each triangular solve takes longer than a decomposition."""
-    half = triangular_solve(_root(factor), identity(factor), left_side=True, lower=True)
-    return applied(half, half, (0, 0))
+    x = _inverse_root(factor)
+    return applied(x, x, (0, 0))
 
 
-def _root(factor: Float[Array, "d d"]) -> Float[Array, "d d"]:
-    """The Cholesky factor."""
+def _inverse_root(factor: Float[Array, "d d"]) -> Float[Array, "d d"]:
+    """The inverse of the Cholesky factor."""
     # A transposed symmetric matrix is the same one, in the order that LAPACK reads.
-    return cholesky(factor.T, symmetrize_input=False)
+    lower = cholesky(factor.T, symmetrize_input=False)
+    return triangular_solve(lower, identity(factor), left_side=True, lower=True)
 
 
 _inverse_of_one = one_by_one(lambda matrix: _inverse(matrix)[0], _inverse_whole)

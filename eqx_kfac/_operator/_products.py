@@ -24,10 +24,19 @@ def matmul(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def contraction(a: Array, b: Array, axes: Axes) -> Array:
-    """The product of two matrices along any axis of each, in full precision, and with no
-    transposition before it."""
-    return _contraction(a, b, axes, jax.lax.Precision.HIGHEST)
+def contraction(
+    a: Array,
+    b: Array,
+    axes: Axes,
+    precision: jax.lax.Precision = jax.lax.Precision.HIGHEST,
+    dtype: DTypeLike | None = None,
+) -> Array:
+    """The product of two matrices along any axis of each, in full precision unless said
+    otherwise, and with no transposition before it."""
+    dims = (((axes[0],), (axes[1],)), ((), ()))
+    return jax.lax.dot_general(
+        a, b, dims, precision=precision, preferred_element_type=dtype
+    )
 
 
 def applied(a: Array, b: Array, axes: Axes = (1, 0)) -> Array:
@@ -50,7 +59,7 @@ def applied(a: Array, b: Array, axes: Axes = (1, 0)) -> Array:
 @ft.partial(jax.jit, static_argnums=2)  # Equal layers are traced once.
 def _applied(a: Array, b: Array, axes: Axes) -> Array:
     def product(precision):
-        return lambda a, b: _contraction(a, b, axes, precision)
+        return lambda a, b: contraction(a, b, axes, precision)
 
     return jax.lax.platform_dependent(
         a,
@@ -73,7 +82,7 @@ def in_three_passes(a: Array, b: Array, axes: Axes) -> Array:
     first = jnp.concatenate([a1, a1, a2], axes[0])
     second = jnp.concatenate([b1, b2, b1], axes[1])
     default = jax.lax.Precision.DEFAULT  # Whatever a user has chosen for float32.
-    whole = _contraction(first, second, axes, default, jnp.float32)
+    whole = contraction(first, second, axes, default, jnp.float32)
     return whole[: a.shape[1 - axes[0]], : b.shape[1 - axes[1]]]
 
 
@@ -83,16 +92,3 @@ def _halves(x: Array) -> tuple[Array, Array]:
     # A compiler may leave out a cast there and back, but not this.
     high = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
-
-
-def _contraction(
-    a: Array,
-    b: Array,
-    axes: Axes,
-    precision: jax.lax.Precision,
-    dtype: DTypeLike | None = None,
-) -> Array:
-    dims = (((axes[0],), (axes[1],)), ((), ()))
-    return jax.lax.dot_general(
-        a, b, dims, precision=precision, preferred_element_type=dtype
-    )

@@ -24,6 +24,7 @@ from .._devices import varying_axes
 from .._fisher import AbstractFisher, check_separate
 from .._loss import Sum
 from .._misc import accumulator
+from .._operator import matmul
 from .._program import analyse
 from .._tag import check_tagged, fill_rows, RowShapes
 from ..form import AbstractForm, join
@@ -87,7 +88,7 @@ class Captured(eqx.Module):
 
         def product(g):
             g = g.reshape(*g.shape[:axes], -1, g.shape[-1]).astype(x.dtype)
-            return jnp.matmul(g.mT, x, precision="highest")
+            return matmul(g.mT, x)
 
         return jax.lax.map(product, g) if self.several else product(g)
 

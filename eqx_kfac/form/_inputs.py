@@ -228,24 +228,18 @@ class Patches(AbstractInputs):
         return jnp.sum(weighted(sums, weights), axis=axes, dtype=like.dtype)
 
     def second(self, weights: Weights, stack: int, like: Like) -> Inexact[Array, "..."]:
-        cpu, default = (
-            ft.partial(self._second, stack=stack, like=like, number=number)
-            for number in (
-                self._pieces(stack, _PATCHES_ON_CPU),
-                self._pieces(stack, _PATCHES),
-            )
+        cpu, elsewhere = (
+            self._pieces(stack, most) for most in (_PATCHES_ON_CPU, _PATCHES)
         )
-        if cpu.keywords == default.keywords:
-            return cpu(self.x, weights)
-        return jax.lax.platform_dependent(self.x, weights, cpu=cpu, default=default)
+        of = lambda number: lambda: self._second(weights, stack, like, number)
+        if cpu == elsewhere:
+            return of(cpu)()
+        return jax.lax.platform_dependent(cpu=of(cpu), default=of(elsewhere))
 
-    def _second(
-        self, x: Array, weights: Weights, stack: int, like: Like, number: int
-    ) -> Array:
+    def _second(self, weights: Weights, stack: int, like: Like, number: int) -> Array:
         """From so many parts of the examples."""
         if number == 1:
-            rows = Patches(x, self.window).vectors()
-            return Vectors(rows).second(weights, stack, like)
+            return Vectors(self.vectors()).second(weights, stack, like)
 
         # Some examples after the other: patches take as many times the memory of the
         # input as the kernel has entries, and are used once. (Every n-th example, so
@@ -259,7 +253,7 @@ class Patches(AbstractInputs):
             vectors = Vectors(Patches(x, self.window).vectors())
             return total + vectors.second(w, stack, like), None
 
-        pieces = split(x), None if weights is None else split(weights)
+        pieces = split(self.x), None if weights is None else split(weights)
         return jax.lax.scan(add, zeros_of(like), pieces)[0]
 
     def _pieces(self, stack: int, most: int) -> int:

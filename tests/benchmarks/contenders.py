@@ -189,36 +189,6 @@ def ours_flattened(problem: Problem, adaptive: bool) -> Contender:
     )
 
 
-def ours_in_scan(problem: Problem, adaptive: bool, steps: int) -> Contender:
-    """Many steps as one program."""
-    chosen = optimizer(adaptive)
-
-    @eqx.filter_jit(donate="all-except-first")
-    def run(fixed, carry):
-        args, keys = fixed
-        arrays, static = eqx.partition(carry, eqx.is_array)
-
-        def body(arrays, key):
-            model, state = eqx.combine(arrays, static)
-            model, state, _ = chosen.step(problem.loss_fn, model, state, *args, key=key)
-            return eqx.filter((model, state), eqx.is_array), None
-
-        arrays, _ = jax.lax.scan(body, arrays, keys)
-        return eqx.combine(arrays, static)
-
-    def init():
-        model = copied(problem.model)
-        return model, chosen.init(model)
-
-    keys = jax.random.split(jax.random.key(0), steps)
-    return Contender(
-        f"K-FAC, {kind(adaptive)}, in scan",
-        init,
-        lambda carry, _: run((problem.args, keys), carry),
-        steps_per_call=steps,
-    )
-
-
 def kind(adaptive: bool) -> str:
     return "adaptive" if adaptive else "fixed"
 

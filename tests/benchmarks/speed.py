@@ -103,7 +103,9 @@ def measure(
     if tiny:
         steps = 20 * PERIOD
         all_ += [contenders.ours_flattened(problem, a) for a in (False, True)]
-        all_ += [contenders.ours_in_scan(problem, a, steps) for a in (False, True)]
+        for a in (False, True):
+            name, chosen = f"K-FAC, {kind(a)}, in scan", contenders.optimizer(a)
+            all_.append(contenders.ours(name, problem, chosen, steps=steps))
     some = [p for products in floor.products(problem).values() for p in products]
     rates = floor.Rates(some)
     rates.look()
