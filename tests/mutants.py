@@ -105,7 +105,7 @@ MUTANTS = [
     M("_loss/_energy.py", "away = away - self._mean(away)", "pass", "energy"),
     M("_loss/_energy.py", "return sum_over(total, axes) / sum_over(count, axes)", "return total / count", "energy"),
     M("_block/_kronecker.py", "number = math.prod(g.shape[stack:-1])", "number = g.shape[stack]", "transformations"),
-    M("_block/_gradients.py", "return jnp.matmul(flat(g).mT, flat(x), precision=highest)", "return jnp.matmul(flat(g).mT, flat(x), precision=highest) / flat(x).shape[-2]", "blocks"),
+    M("_block/_gradients.py", "return matmul(flat(g).mT, flat(x))", "return matmul(flat(g).mT, flat(x)) / flat(x).shape[-2]", "blocks"),
     M("_block/_gradients.py", "math.prod(g.shape[stack + batch_axes : -1]) > 1", "math.prod(g.shape[stack + batch_axes : -1]) > 2", "blocks"),
     M("_block/_gradients.py", "moments = self.moments(gradients, gradients.ndim - 3, like)", "moments = self.moments(gradients, gradients.ndim - 3, like)\n        moments = jtu.tree_map(lambda m: m / 2, moments)", "program"),
     M("_block/_diagonal.py", "moment(g**2, x**2, stack", "moment(g**2, x, stack", "blocks"),
