@@ -3,7 +3,9 @@ MNIST (if `data` is given), scikit-learn's digits, the text of Python's own libr
 generated data."""
 
 import gzip
+import re
 import sysconfig
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -333,23 +335,45 @@ def predict(model, tokens):
     return kfac.SoftmaxCrossEntropy(logits, tokens[:, 1:])
 
 
-def text(length: int) -> np.ndarray:
-    """Pieces of the sources of Python's own library, `[n, length]`."""
+def sources() -> str:
+    """Those of Python's own library."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(folder.glob("[a-h]*.py"))
-    raw = "".join(path.read_text(errors="ignore") for path in paths).encode(
-        "ascii", "ignore"
-    )
-    raw = np.frombuffer(raw, np.uint8)
+    return "".join(path.read_text(errors="ignore") for path in paths)
+
+
+def _pieces(symbols: np.ndarray, length: int) -> np.ndarray:
+    cut = symbols[: len(symbols) // length * length]
+    return cut.astype(np.int32).reshape(-1, length)
+
+
+def characters(length: int) -> np.ndarray:
+    """Pieces of a text, `[n, length]`, as numbers of 80 characters."""
+    raw = np.frombuffer(sources().encode("ascii", "ignore"), np.uint8)
     common = np.sort(np.argsort(-np.bincount(raw, minlength=128))[:80])
-    symbols = np.clip(np.searchsorted(common, raw), 0, 79).astype(np.int32)
-    return symbols[: len(raw) // length * length].reshape(-1, length)
+    return _pieces(np.clip(np.searchsorted(common, raw), 0, 79), length)
+
+
+def words(length: int, vocabulary: int) -> np.ndarray:
+    """Pieces of a text, `[n, length]`, as numbers of its most frequent words and signs,
+    and one more number for all others."""
+    text = re.findall(r"\w+|[^\w\s]", sources())
+    frequent = Counter(text).most_common(vocabulary - 1)
+    numbers = {word: i for i, (word, _) in enumerate(frequent)}
+    other = vocabulary - 1
+    return _pieces(np.array([numbers.get(word, other) for word in text]), length)
 
 
 def transformer(key, data):
-    train, test = _split(text(65), test=0.05)
+    train, test = _split(characters(65), test=0.05)
     model = Transformer(80, 64, 64, key)
     return Race("transformer", 32, model, None, predict, train, test)
+
+
+def language_model(key, data):
+    train, test = _split(words(33, 4096), test=0.05)
+    model = Transformer(4096, 32, 64, key)
+    return Race("words", 16, model, None, predict, train, test)
 
 
 ALL = [
@@ -366,6 +390,7 @@ ALL = [
     mixer,
     gru,
     transformer,
+    language_model,
 ]
 
 

@@ -1,8 +1,9 @@
 """If only the optimizer is changed, is one sooner at a better loss? `KFAC()`, one setting
 for all problems, against optimizers whose learning rate is the best of a grid for each
-problem, with warm-up and a cosine to zero; all with the same seconds of steps.
+problem, with warm-up and a cosine to zero; all with the same seconds of steps, and then,
+each at that rate, with the same number of steps.
 
-    python tests/benchmarks/races.py --data folder/of/mnist --out runs/races
+    python tests/benchmarks/races.py --data folder/of/mnist --out runs/races --steps 500
     python tests/benchmarks/races.py --problems gru curves --seconds 5 --seeds 1
     python tests/benchmarks/races.py --toy          # does everything run?
 
@@ -122,6 +123,17 @@ METHODS = [
 ]
 
 
+class Budget(NamedTuple):
+    """What a run may spend: seconds, or steps."""
+
+    amount: float
+    steps: bool = False
+
+    def part(self, seconds: float, steps: int) -> float:
+        """Which part of it is spent."""
+        return (steps if self.steps else seconds) / self.amount
+
+
 class Run(NamedTuple):
     problem: str
     method: str
@@ -153,7 +165,7 @@ def batches(race: Race, seed: int) -> Iterator[tuple]:
             yield tuple(a[order[i : i + race.batch]] for a in race.train)
 
 
-def run(race: Race, method: Method, rate: Any, seed: int, seconds: float) -> Run:
+def run(race: Race, method: Method, rate: Any, seed: int, budget: Budget) -> Run:
     init, step, final = method.make(race, rate)
     copied = lambda tree: jax.tree.map(
         lambda a: jnp.array(a) if eqx.is_array(a) else a, tree
@@ -191,12 +203,12 @@ def run(race: Race, method: Method, rate: Any, seed: int, seconds: float) -> Run
     first = losses(carry, memory, *some)
     looks.append(first)
     times.append(0.0)
-    while spent < seconds:
+    while (part := budget.part(spent, i)) < 1:
         start = time.perf_counter()
-        carry, memory, _ = take(carry, memory, source, i, spent / seconds)
+        carry, memory, _ = take(carry, memory, source, i, part)
         spent += time.perf_counter() - start
         i += 1
-        if spent >= seconds * len(looks) / 30:
+        if budget.part(spent, i) >= len(looks) / 30:
             looks.append(losses(carry, memory, *some))
             times.append(spent)
     train, test = zip(*[map(float, look) for look in looks])
@@ -204,10 +216,10 @@ def run(race: Race, method: Method, rate: Any, seed: int, seconds: float) -> Run
 
 
 class Book:
-    """All runs so far, in a file."""
+    """All runs so far that may spend the same, in a file."""
 
-    def __init__(self, path: Path | None):
-        self.path, self.runs = path, {}
+    def __init__(self, path: Path | None, budget: Budget):
+        self.path, self.budget, self.runs = path, budget, {}
         if path is not None and path.exists():
             found = [Run(*entry) for entry in json.loads(path.read_text())]
             self.runs = {self.key(run): run for run in found}
@@ -216,12 +228,10 @@ class Book:
     def key(run: Run) -> tuple:
         return run.problem, run.method, run.rate, run.seed
 
-    def get(
-        self, race: Race, method: Method, rate: Any, seed: int, seconds: float
-    ) -> Run:
+    def get(self, race: Race, method: Method, rate: Any, seed: int) -> Run:
         key = race.name, method.name, rate, seed
         if key not in self.runs:
-            made = run(race, method, rate, seed, seconds)
+            made = run(race, method, rate, seed, self.budget)
             self.runs[key] = made
             jax.clear_caches()
             told = f"  {race.name:20} {method.name:26} {rate or '':<8} seed {seed}: "
@@ -230,6 +240,9 @@ class Book:
             if self.path is not None:
                 self.path.write_text(json.dumps(list(self.runs.values())))
         return self.runs[key]
+
+    def of_seeds(self, races: list[Race], method: Method, rate: Any) -> list[Run]:
+        return [self.get(race, method, rate, seed) for seed, race in enumerate(races)]
 
 
 def best(runs: list[Run]) -> Run:
@@ -285,6 +298,7 @@ def main() -> None:
     parser.add_argument("--problems", nargs="*", help="some of them, by function name")
     parser.add_argument("--methods", nargs="*", help="some of them, by name")
     parser.add_argument("--seconds", type=float, default=12.0, help="of steps, a run")
+    parser.add_argument("--steps", type=int, default=0, help="and so many steps, a run")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--data", type=Path, help="a folder with MNIST's test set")
     parser.add_argument("--out", type=Path, help="a folder for results and pictures")
@@ -292,6 +306,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.toy:
         options.problems, options.seconds, options.seeds = ["regression"], 0.2, 1
+        options.steps = 5
     builds = [
         b
         for b in race_problems.ALL
@@ -301,25 +316,34 @@ def main() -> None:
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(options.out / "compiled"))
-    book = Book(None if options.out is None else options.out / "races.json")
-    finished = {}
+    in_seconds = book(options.out, "races", Budget(options.seconds))
+    in_steps = None
+    if options.steps:
+        in_steps = book(options.out, "steps", Budget(options.steps, steps=True))
+    finished, stepped = {}, {}
     for build in builds:
-        of_method = {}
+        races = [race_problems.race(build, s, options.data) for s in range(options.seeds)]
+        of_method, steps_of_method = {}, {}
         for method in methods:
-            race = race_problems.race(build, 0, options.data)
             rates = method.rates[:2] if options.toy else method.rates
-            grid = [book.get(race, method, r, 0, options.seconds) for r in rates]
-            chosen = best(grid)
-            runs = [chosen]
-            for seed in range(1, options.seeds):
-                other = race_problems.race(build, seed, options.data)
-                runs.append(book.get(other, method, chosen.rate, seed, options.seconds))
-            of_method[method.name] = runs
-        finished[race.name] = of_method
-    print(table(finished))
+            grid = [in_seconds.get(races[0], method, r, 0) for r in rates]
+            rate = best(grid).rate
+            of_method[method.name] = in_seconds.of_seeds(races, method, rate)
+            if in_steps is not None:  # At the rate that was best in seconds.
+                steps_of_method[method.name] = in_steps.of_seeds(races, method, rate)
+        finished[races[0].name] = of_method
+        stepped[races[0].name] = steps_of_method
+    told = table(finished)
+    if in_steps is not None:
+        told += f"\n\nAfter {options.steps} steps:\n\n{table(stepped)}"
+    print(told)
     if options.out is not None:
-        (options.out / "races.md").write_text(table(finished) + "\n")
+        (options.out / "races.md").write_text(told + "\n")
         draw(finished, options.out / "races.png")
+
+
+def book(folder: Path | None, name: str, budget: Budget) -> Book:
+    return Book(None if folder is None else folder / f"{name}.json", budget)
 
 
 if __name__ == "__main__":
