@@ -128,19 +128,9 @@ def counted(w, g):
     mean = sum(w[t] for t in own) / len(own)
     there = sum(sizes[t] for t in own)
     if there == 0:
-        counts = [w[t] if t in own else mean for t in range(len(w))]
-    else:
-        relative = [size * sum(w[t] for t in own) / there for size in sizes]
-        counts = [w[t] if t in own else min(mean, relative[t]) for t in range(len(w))]
-    if max(sizes) == 0:
-        return [w[t] if t in own else 0.0 for t in range(len(w))]
-    return [c * moved for c, moved in zip(counts, with_gradient(g), strict=True)]
-
-
-def with_gradient(g):
-    """Which rows of one example have a gradient; all, if none has."""
-    sizes = [float(v @ v) for v in g]
-    return [max(sizes) == 0 or size > 1e-28 * max(sizes) for size in sizes]
+        return [w[t] if t in own else mean * (sizes[t] > 0) for t in range(len(w))]
+    per_size = sum(w[t] for t in own) / there
+    return [w[t] if t in own else min(mean, sizes[t] * per_size) for t in range(len(w))]
 
 
 def expected(make, examples, how=counted):
@@ -167,10 +157,8 @@ def test_rows_count_by_their_gradients(weights, causal):
     assert_near(factors(got), expected(make, examples))
     mixing = got[1].input_factor, got[3].input_factor
     by_weight = expected(make, examples, lambda w, g: w)
-    if causal and np.array_equal(weights, PADDED):
-        assert_near(factors(got[1:]), by_weight[1:])
-        # The first query has one key to choose from: whatever it is, it cannot matter.
-        assert_differs(got[0].input_factor, by_weight[0][0])
+    if causal and weights is PADDED:
+        assert_near(factors(got), by_weight)
     elif not causal:
         assert_differs(mixing[0], by_weight[1][0])
     alike = expected(make, examples, lambda w, g: np.ones(T))
@@ -269,108 +257,3 @@ def test_no_key_is_needed_to_know_which_inputs_count():
     for ours, theirs in zip(got, sampled, strict=True):
         a, b = np.asarray(ours.input_factor), np.asarray(theirs.input_factor)
         assert np.vdot(a, b) > 0.95 * np.linalg.norm(a) * np.linalg.norm(b)
-
-
-class Reader(eqx.Module):
-    """Reads the first position only, behind the mixing, as of a class token."""
-
-    body: Attention
-    positions: int = eqx.field(static=True)
-
-    def __call__(self, x):
-        return self.body(x)[: self.positions]
-
-
-def read(model, x, y):
-    return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y[:, : model.positions])
-
-
-SHARINGS = pytest.mark.parametrize("sharing", [kfac.Expand(), kfac.Reduce()])
-
-
-@SHARINGS
-@FISHERS
-def test_positions_without_a_gradient_are_no_rows(sharing, fisher):
-    """Behind the last mixing, blocks are those of the positions that are read; of one
-    example and one position, exact."""
-    block = kfac.Kronecker(sharing)
-    model = Reader(Attention(block=block), 1)
-    *_, hidden, last = collect(read, fisher, model, TOKENS, TARGETS).body.layers
-    of_all = Reader(Attention(block=block), T)
-    *_, other_hidden, other_last = collect(
-        read, fisher, of_all, TOKENS, TARGETS
-    ).body.layers
-    assert_differs(hidden.input_factor, other_hidden.input_factor)
-    assert_differs(last.input_factor, other_last.input_factor)
-    inputs = jax.vmap(kfac.revert(model.body).inputs)(TOKENS)
-    for got, x in ((hidden, inputs[2]), (last, inputs[3])):
-        rows = np.concatenate([np.asarray(x)[:, 0], np.ones((B, 1))], axis=1)
-        assert_near(got.input_factor, rows.T @ rows / B)
-    report = kfac.verify(read, model, TOKENS[:1], TARGETS[:1], fisher=fisher)
-    exact = {check.path: check.exact for check in report.layers}
-    assert exact[".body.layers[2]"] and exact[".body.layers[3]"]
-
-
-def test_examples_without_any_gradient_count():
-    """The inputs of a layer are known even where nothing is left to be learnt; and which
-    rows count does not depend on other examples."""
-    model, counts = Reader(Attention(), 1), np.array([1.0, 0.0, 1.0, 0.0])
-
-    def loss_fn(model, x):  # Outputs of some examples do not move.
-        z = jax.vmap(model)(x)[:, 0]
-        fixed = jax.lax.stop_gradient(z)
-        return kfac.SquaredError(jnp.where(counts[:, None] > 0, z, fixed), 0 * z)
-
-    *_, last = collect(loss_fn, kfac.Exact(), model, TOKENS).body.layers
-    inputs = np.asarray(jax.vmap(kfac.revert(model.body).inputs)(TOKENS)[3])
-    rows = [
-        row for x, c in zip(inputs, counts, strict=True) for row in x[: 1 if c else T]
-    ]
-    rows = np.concatenate([rows, np.ones((len(rows), 1))], axis=1)
-    assert_near(last.input_factor, rows.T @ rows / len(rows))
-    model = jax.tree.map(jnp.zeros_like, model)  # Nothing has a gradient.
-    first, *_ = collect(loss_fn, kfac.Exact(), model, TOKENS).body.layers
-    rows = np.concatenate([TOKENS.reshape(-1, D), np.ones((B * T, 1))], axis=1)
-    assert_near(first.input_factor, rows.T @ rows / (B * T))
-
-
-@pytest.mark.parametrize("size", [0.0, 1e-20, 1e-3])
-def test_rounding_is_no_gradient(size):
-    """What comes back to a position may be what is left of two terms that cancel."""
-
-    def loss_fn(model, x):
-        z = jax.vmap(jax.vmap(model))(x)
-        return kfac.SquaredError(z[:, 0] + size * jnp.sum(z[:, 1:], axis=1), 0 * z[:, 0])
-
-    model = kfac.Linear(D, K, key=jax.random.key(0))
-    got = collect(loss_fn, kfac.Exact(), model, TOKENS).input_factor
-    rows = TOKENS[:, : T if size == 1e-3 else 1].reshape(-1, D)
-    rows = np.concatenate([rows, np.ones((len(rows), 1))], axis=1)
-    assert_near(got, rows.T @ rows / len(rows))
-
-
-def test_all_outputs_tell_which_rows_count():
-    """Of the exact Fisher, the first column reaches one position only."""
-    model = kfac.Linear(D, K, key=jax.random.key(0))
-
-    def loss_fn(model, x):
-        z = jax.vmap(jax.vmap(model))(x)
-        return kfac.SquaredError(z.reshape(B, -1), 0 * z.reshape(B, -1))
-
-    for fisher in (kfac.Exact(), kfac.Exact(batch_size=2)):
-        got = collect(loss_fn, fisher, model, TOKENS).input_factor
-        rows = np.concatenate([TOKENS.reshape(-1, D), np.ones((B * T, 1))], axis=1)
-        assert_near(got, rows.T @ rows / (B * T))
-
-
-def test_all_positions_of_a_convolution_are_rows():
-    conv = kfac.Conv1d(D, K, 1, key=jax.random.key(0), use_bias=False)
-
-    def loss_fn(model, x):
-        z = jax.vmap(model)(x)[..., 0]
-        return kfac.SquaredError(z, 0 * z)
-
-    got = collect(loss_fn, kfac.Exact(), conv, np.swapaxes(TOKENS, 1, 2)).input_factor
-    rows = TOKENS.reshape(-1, D)
-    assert_near(got, rows.T @ rows / len(rows))
-    assert_differs(got, TOKENS[:, 0].T @ TOKENS[:, 0] / B)

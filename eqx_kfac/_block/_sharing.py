@@ -5,7 +5,6 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from .._checks import check_count
-from .._misc import accumulator, trailing
 from .._module import PlainModule
 from ..form import Rows
 
@@ -38,10 +37,6 @@ class Expand(AbstractSharing):
     Exact for deep linear networks with a loss term at every position (a language model);
     the usual choice for convolutions.
 
-    A position without any gradient is no row, if others of its example have one. (Behind
-    the last attention of a network that reads a class token, only that token matters.)
-    Of a convolution, all positions are rows.
-
     ??? cite "Reference"
 
         R. Eschenhagen et al., *Kronecker-Factored Approximate Curvature for Modern
@@ -51,7 +46,7 @@ class Expand(AbstractSharing):
     mixes_positions = False
 
     def __call__(self, rows: Rows) -> Rows:
-        return _with_gradients(rows, rows.stack + 1)
+        return rows
 
 
 class TensorNormal(AbstractSharing):
@@ -92,8 +87,7 @@ class Reduce(AbstractSharing):
     $$A = \frac1R \sum_n \bar x_n \bar x_n^\top, \quad \bar x_n = \operatorname{mean}_s
     \bar x_{ns}, \qquad G = \frac1N \sum_n g_n g_n^\top, \quad g_n = \sum_s g_{ns}$$
 
-    where $R$ counts the examples that pass through the layer, and positions without any
-    gradient are left out, as by [`eqx_kfac.Expand`][].
+    where $R$ counts the examples that pass through the layer.
 
     It is exact for deep linear networks that pool over positions before the loss (a
     vision transformer). Its moments are as many times cheaper as there are positions.
@@ -119,8 +113,8 @@ class Reduce(AbstractSharing):
         self.batch_axes = check_count("batch_axes", batch_axes, 1)
 
     def __call__(self, rows: Rows) -> Rows:
-        axes = rows.stack + self.batch_axes
-        x, g, weights, *_ = _with_gradients(rows, axes)
+        x, g, weights, stack, *_ = rows
+        axes = stack + self.batch_axes
         shared = tuple(range(axes, g.ndim - 1))
         if not shared:
             return rows
@@ -129,20 +123,3 @@ class Reduce(AbstractSharing):
             weights = jnp.max(weights, axis=tuple(range(axes, weights.ndim)))
         g = jnp.sum(g, axis=shared)
         return rows._replace(x=mean, g=g, weights=weights)
-
-
-def _with_gradients(rows: Rows, axes: int) -> Rows:
-    r"""Rows of which positions without a gradient count for nothing: their product $g
-    x^\top$ is zero, whatever $x$ is. The first `axes` of their axes are no positions. If
-    a whole example has no gradient, all its positions count: the inputs of a layer are
-    known even where nothing is left to be learnt."""
-    if rows.x.overlapping or rows.g.ndim - 1 <= axes:
-        return rows
-    size = jnp.max(jnp.abs(rows.g), axis=-1)
-    largest = jnp.max(size, axis=tuple(range(axes, size.ndim)), keepdims=True)
-    # What cancels may leave rounding behind.
-    counts = (size > 4 * jnp.finfo(size.dtype).eps * largest) | (largest == 0)
-    weights = counts.astype(accumulator(size.dtype))
-    if rows.weights is not None:
-        weights = weights * trailing(rows.weights, weights)
-    return rows._replace(weights=weights)

@@ -79,17 +79,14 @@ class Linearisation(PlainModule):
             statistics = map_tags(_statistics, back)
             return self._centred(statistics, back) if fisher.centred else statistics
 
+        statistics = pull(0)
         if number == 1:
-            return pull(0)
+            return statistics
+
         # What depends on inputs alone is the same in every pullback; the rest adds up.
-        # (Whether and how much a row counts depends on a gradient: one will do, in which
-        # all outputs take part.)
-        probe = fisher.probe(self.objective.losses)
-        if probe is None:
-            inputs = pull(0)
-        else:
-            back = self.pull(_scaled(self._scales(), probe))
-            inputs = map_tags(_statistics, back)
+        # (Rows without a weight of their own count by a gradient: one will do.)
+        probe = self._probe(fisher)
+        inputs = statistics if probe is None else map_tags(_statistics, probe)
         zeros = _outputs(map_tags(_statistics, self.model))
         outputs = _sum(lambda i: _outputs(pull(i)), number, fisher.batch_size, zeros)
         return jtu.tree_map(
@@ -129,6 +126,15 @@ class Linearisation(PlainModule):
             return self.pull(_scaled(scales, cotangents))
 
         return pull, fisher.number(self.objective.losses)
+
+    def _probe(self, fisher: AbstractFisher) -> Model | None:
+        """What comes back from a cotangent in which all outputs take part, if there are
+        weights."""
+        losses = self.objective.losses
+        if all(loss.weights is None for loss in losses):
+            return None
+        probe = fisher.probe(losses)
+        return None if probe is None else self.pull(_scaled(self._scales(), probe))
 
     def l2(self) -> Model:
         """The curvature of all `L2` terms: the mean of its diagonal over every layer."""

@@ -46,9 +46,9 @@ class AbstractFisher(eqx.Module):
         """Cotangent `index`, for the outputs of every loss, without weights."""
 
     def probe(self, losses: Sequence[AbstractLoss]) -> list[PyTree[Array]] | None:
-        """One cotangent in which all outputs take part. Which rows of a layer's inputs
-        have a gradient, and by how much those count whose own loss terms have no weight,
-        is told by what comes back from it. `None`: the first one serves."""
+        """One cotangent in which all outputs take part. Rows of a layer's inputs whose
+        own loss terms have no weight count by their gradients, given this cotangent.
+        `None`: the first one serves."""
         return None
 
     def check(self, model: Model) -> None:

@@ -5,7 +5,6 @@ import abc
 import functools as ft
 import math
 from collections.abc import Iterator
-from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -26,15 +25,7 @@ _PATCHES_ON_CPU, _PATCHES = 2**18, 2**24
 class AbstractInputs(PlainModule):
     """Rows of inputs, of which their moments are wanted. `weights` belong to examples:
     they have the first axes of the rows, or are `None`. `like` is the abstract value of
-    the result.
-
-    **Fields:**
-
-    - `overlapping`: whether neighbouring rows see the same inputs, so that rows with
-        weights of their own have to be written out.
-    """
-
-    overlapping: ClassVar[bool] = False
+    the result."""
 
     @abc.abstractmethod
     def first(
@@ -221,7 +212,6 @@ class Patches(AbstractInputs):
 
     x: Inexact[Array, "..."]
     window: Window
-    overlapping = True
 
     @property
     def lead(self) -> int:
