@@ -16,7 +16,8 @@ class Extent(eqx.Module):
     \frac{\langle \delta, \nabla h' - \nabla h \rangle}
     {\langle \delta, \hat F \delta \rangle}\Bigr),$$
 
-    up to the noise of the batches, and to what the Hessian differs from the Fisher.
+    up to what the Hessian differs from the Fisher. (Rather too many: what a step fits of
+    the noise of its own batch is a difference between the gradients, too.)
 
     **Fields:**
 

@@ -83,7 +83,8 @@ class TrustRegion(AbstractTrustRegion):
     with $\kappa$ the average of $\langle \delta, \nabla h' - \nabla h \rangle /
     \langle \delta, \hat F \delta \rangle$ over the last steps, of gradients before and
     after each; it is in the state (`extent.coupling`). With the default, it is active
-    where something is wrong; a smaller one helps where many layers add up. Gradients
+    where something is wrong. (Where many layers add up, and a network stays at its first
+    loss, a `velocity_factor` of 1 helps more than a smaller one.) Gradients
     measure the Hessian, which is near the Fisher if the outputs of all losses are natural
     parameters (logits, the means of a fixed variance). If they are not, as with a
     variance that is learnt, or if nobody knows, as in `update`, there is no such bound.

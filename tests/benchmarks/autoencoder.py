@@ -35,7 +35,11 @@ TARGETS = {
 }
 
 
-COLOURS = ae.COLOURS | {"KFAC()": ae.COLOURS["K-FAC"], "kfac-jax": "#00798c"}
+COLOURS = ae.COLOURS | {
+    "KFAC()": ae.COLOURS["K-FAC"],
+    "KFAC.full_batch()": "#6a4c93",
+    "kfac-jax": "#00798c",
+}
 
 
 class Entry(NamedTuple):
@@ -52,6 +56,7 @@ def entries() -> list[Entry]:
     ]
     ours = [
         *untuned,
+        Entry("KFAC.full_batch()", "batch 1000", ae.full_batch),
         Entry("K-FAC, adaptive", "batch 1000", ae.adaptive),
         Entry("K-FAC, adaptive", "batch 500", lambda: ae.adaptive(500)),
         Entry("K-FAC, fixed", "batch 1000", ae.fixed),

@@ -128,6 +128,11 @@ def untuned(batch: int = 500) -> Trainer:
     return kfac_trainer("K-FAC", kfac.KFAC(), batch)
 
 
+def full_batch(batch: int = 1000) -> Trainer:
+    optimizer = kfac.KFAC.full_batch()
+    return kfac_trainer("KFAC.full_batch()", optimizer, batch)
+
+
 def adaptive(batch: int = 1000) -> Trainer:
     part = min(125, batch)  # Of a batch, for curvature.
     quadratic = kfac.QuadraticModel(examples=part)
