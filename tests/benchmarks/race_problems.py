@@ -26,6 +26,7 @@ class Race(NamedTuple):
     loss_fn: Callable[..., Any]  # (model, memory, *batch) -> (loss, memory)
     train: tuple[np.ndarray, ...]
     test: tuple[np.ndarray, ...]
+    looked_at: int = 1000  # Of how many examples a loss is printed.
 
 
 def pictures(data: Path | None) -> tuple[np.ndarray, np.ndarray]:
@@ -373,7 +374,7 @@ def transformer(key, data):
 def language_model(key, data):
     train, test = _split(words(33, 4096), test=0.05)
     model = Transformer(4096, 32, 64, key)
-    return Race("words", 16, model, None, predict, train, test)
+    return Race("words", 16, model, None, predict, train, test, looked_at=100)
 
 
 ALL = [

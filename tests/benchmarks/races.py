@@ -181,7 +181,8 @@ def run(race: Race, method: Method, rate: Any, seed: int, budget: Budget) -> Run
         value = lambda arrays: race.loss_fn(final(carry), memory, *arrays)[0].value
         return value(train), value(test)
 
-    some = [tuple(jnp.asarray(a[:1000]) for a in s) for s in (race.train, race.test)]
+    number, both = race.looked_at, (race.train, race.test)
+    some = [tuple(jnp.asarray(a[:number]) for a in arrays) for arrays in both]
     keys = jax.random.key(seed)
 
     def begin():
