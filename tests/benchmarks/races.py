@@ -219,10 +219,11 @@ def run(race: Race, method: Method, rate: Any, seed: int, budget: Budget) -> Run
 class Book:
     """All runs so far that may spend the same, in a file."""
 
-    def __init__(self, path: Path | None, budget: Budget):
-        self.path, self.budget, self.runs = path, budget, {}
-        if path is not None and path.exists():
-            found = [Run(*entry) for entry in json.loads(path.read_text())]
+    def __init__(self, folder: Path | None, name: str, budget: Budget):
+        self.path = None if folder is None else folder / f"{name}.json"
+        self.budget, self.runs = budget, {}
+        if self.path is not None and self.path.exists():
+            found = [Run(*entry) for entry in json.loads(self.path.read_text())]
             self.runs = {self.key(run): run for run in found}
 
     @staticmethod
@@ -317,10 +318,10 @@ def main() -> None:
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(options.out / "compiled"))
-    in_seconds = book(options.out, "races", Budget(options.seconds))
+    in_seconds = Book(options.out, "races", Budget(options.seconds))
     in_steps = None
     if options.steps:
-        in_steps = book(options.out, "steps", Budget(options.steps, steps=True))
+        in_steps = Book(options.out, "steps", Budget(options.steps, steps=True))
     finished, stepped = {}, {}
     for build in builds:
         races = [race_problems.race(build, s, options.data) for s in range(options.seeds)]
@@ -341,10 +342,6 @@ def main() -> None:
     if options.out is not None:
         (options.out / "races.md").write_text(told + "\n")
         draw(finished, options.out / "races.png")
-
-
-def book(folder: Path | None, name: str, budget: Budget) -> Book:
-    return Book(None if folder is None else folder / f"{name}.json", budget)
 
 
 if __name__ == "__main__":
