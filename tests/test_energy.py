@@ -208,6 +208,77 @@ def test_centred_blocks_are_the_covariance(is_complex):
     assert np.linalg.norm(plain - want[0]) > 1e-2
 
 
+@eqx.filter_jit
+def summed_over_positions(model, x, e):
+    """A wavefunction of particles that share a network, which has a row for each."""
+    one = lambda row: jnp.sum(jax.vmap(model)(jnp.stack([row, row[::-1], row**2])))
+    return kfac.Energy(jax.vmap(one)(x), e)
+
+
+def partial_traces(matrix, d_out):
+    """The trace over the inputs of a layer's block, `[d_out, d_out]`."""
+    blocks = matrix.reshape(d_out, matrix.shape[0] // d_out, d_out, -1)
+    return np.einsum("aibi->ab", blocks)
+
+
+@KINDS
+def test_kronecker_less_the_mean_has_the_traces_over_inputs(is_complex):
+    model, e = network(kfac.Kronecker(), is_complex), energies(is_complex)
+    plain, centred = (collect(f, model, e) for f in (kfac.Exact(), kfac.Centred()))
+    o = 2 * jacobian(model).mean(axis=0)
+    means = [layers_of(np.outer(part, part), model) for part in (o.real, o.imag)]
+    for i, (layer, old, new) in enumerate(
+        zip(model.layers, plain.layers, centred.layers, strict=True)
+    ):
+        block, width = layer.tag.block, layer.weight.shape[0]
+        old, new = (np.asarray(block.operator(f).as_matrix()) for f in (old, new))
+        of_means = sum(part[i] for part in means)
+        found, want = (partial_traces(m, width) for m in (new, old - of_means))
+        np.testing.assert_allclose(found, want, atol=1e-12)
+        assert np.linalg.eigvalsh(new).min() > -1e-12
+        assert np.linalg.norm(partial_traces(old, width) - want) > 1e-2
+
+
+def test_kronecker_less_the_mean_where_examples_have_rows():
+    model = network(kfac.Kronecker())
+
+    @eqx.filter_jit
+    def factors(fisher, loss_fn, x, e):
+        return kfac.curvature(loss_fn, fisher)(model, x, e)
+
+    both = (kfac.Exact(), kfac.Centred())
+    plain, centred = (factors(f, summed_over_positions, X, REAL) for f in both)
+
+    @eqx.filter_jit
+    def gradients(x):
+        psi = lambda m, row: summed_over_positions(m, row[None], REAL[:1]).outputs[0, 0]
+        one = lambda row: eqx.filter_grad(psi)(kfac.revert(model), row)
+        return jax.vmap(one)(x)
+
+    for old, new, layer in zip(
+        plain.layers, centred.layers, gradients(X).layers, strict=True
+    ):
+        bias = np.asarray(layer.bias)[..., None]
+        each = 2 * np.concatenate([np.asarray(layer.weight), bias], axis=-1)
+        mean = each.mean(axis=0)
+        size = 3 * np.trace(np.asarray(old.input_factor))
+        want = np.asarray(old.output_factor) - mean @ mean.T / size
+        np.testing.assert_allclose(new.output_factor, want, atol=1e-12)
+        np.testing.assert_array_equal(new.input_factor, old.input_factor)
+        assert np.linalg.eigvalsh(np.asarray(new.output_factor)).min() > -1e-12
+    # One example is its own mean.
+    alone = factors(kfac.Centred(), loss_fn, X[:1], REAL[:1])
+    assert max(np.abs(f.output_factor).max() for f in alone.layers) < 1e-12
+
+
+def test_kronecker_less_the_mean_with_diagonal_sides():
+    whole = collect(kfac.Centred(), network(kfac.Kronecker()), REAL)
+    narrow = kfac.Kronecker(diagonal_input=True, diagonal_output=True)
+    diagonal = collect(kfac.Centred(), network(narrow), REAL)
+    for a, b in zip(whole.layers, diagonal.layers, strict=True):
+        np.testing.assert_allclose(np.diag(a.output_factor), b.output_factor, atol=1e-12)
+
+
 @KINDS
 def test_verify_compares_with_the_covariance(is_complex):
     model, e = network(is_complex=is_complex), energies(is_complex)
@@ -312,8 +383,10 @@ def test_other_shapes(shape):
 
 
 def test_where_centring_makes_no_sense():
-    with pytest.raises(ValueError, match=r"\.layers\[0\].*`kfac.TNT\(\)`"):
-        collect(kfac.Centred(), network(kfac.Kronecker()), REAL)
+    unable = (kfac.Reduce(), kfac.TensorNormal())
+    for block in (kfac.EKFAC(), *map(kfac.Kronecker, unable)):
+        with pytest.raises(ValueError, match=r"\.layers\[0\].*`kfac.TNT\(\)`"):
+            collect(kfac.Centred(), network(block), REAL)
     weighted = lambda m, x, e: kfac.Energy(log_psi(m, x), e, weights=jnp.ones(N))
     with pytest.raises(ValueError, match="one loss without weights"):
         eqx.filter_jit(kfac.curvature(weighted, kfac.Centred()))(network(), X, REAL)

@@ -127,13 +127,24 @@ class AbstractPerExampleBlock(AbstractBlock):
 
 class AbstractCentredBlock(AbstractBlock):
     """A block from which the mean of the examples' gradients may be subtracted, for
-    [`eqx_kfac.Centred`][]."""
+    [`eqx_kfac.Centred`][].
+
+    **Fields:**
+
+    - `subtracts_means`: whether it can, with the options that it has.
+    """
+
+    subtracts_means: ClassVar[bool] = True
 
     @abc.abstractmethod
-    def minus_example(
-        self, statistics: Statistics, gradient: Float[Array, "*stack d_out d_in"]
+    def minus_mean(
+        self,
+        statistics: Statistics,
+        mean: Float[Array, "*stack d_out d_in"],
+        count: Float[Array, ""],
     ) -> Statistics:
-        """The statistics without an example that has this gradient."""
+        r"""The statistics of `count` examples less those of so many that all have the
+        gradient `mean`."""
 
 
 class AbstractBasisBlock(AbstractBlock):

@@ -132,13 +132,17 @@ class AbstractGradientBlock(AbstractPerExampleBlock, AbstractCentredBlock):
         moments = self.moments(gradients, gradients.ndim - 3, like)
         return statistics._replace(outputs=Squares(None, moments))
 
-    def minus_example(
-        self, statistics: Statistics, gradient: Float[Array, "*stack d_out d_in"]
+    def minus_mean(
+        self,
+        statistics: Statistics,
+        mean: Float[Array, "*stack d_out d_in"],
+        count: Float[Array, ""],
     ) -> Statistics:
         squares = statistics.outputs.squares
         like = jtu.tree_map(jax.typeof, squares)
-        one = gradient[..., None, :, :].astype(accumulator(gradient.dtype))
-        moments = self.moments(one, gradient.ndim - 2, like)
+        # Moments are squares, so one example that is so much larger counts as many.
+        one = (jnp.sqrt(count) * mean)[..., None, :, :].astype(accumulator(mean.dtype))
+        moments = self.moments(one, mean.ndim - 2, like)
         squares = jtu.tree_map(jnp.subtract, squares, moments)
         return statistics._replace(outputs=Squares(None, squares))
 

@@ -1,3 +1,4 @@
+import functools as ft
 import math
 from typing import Any, NamedTuple
 
@@ -9,9 +10,9 @@ from .._checks import check_count, check_flag, check_instance
 from .._custom_types import Layer, Like, Weights
 from .._devices import zeros_of
 from .._misc import trailing
-from .._operator import diagonal, KroneckerOperator, vanishes
+from .._operator import diagonal, KroneckerOperator, matmul, vanishes
 from ..form import AbstractForm, Rows, Sizes, Vectors
-from ._base import AbstractBlock, AbstractFactors, sizes_and_zeros
+from ._base import AbstractCentredBlock, AbstractFactors, sizes_and_zeros
 from ._collector import filled_with_zeros, Statistics
 from ._sharing import AbstractSharing, Expand
 
@@ -64,7 +65,7 @@ class KroneckerFactors(AbstractFactors):
         return diagonal(self.input_factor), diagonal(self.output_factor), self.l2
 
 
-class Kronecker(AbstractBlock):
+class Kronecker(AbstractCentredBlock):
     r"""The Kronecker-factored block $G \otimes A$ of a layer $z = \bar W \bar x$:
 
     $$A = \frac1R \sum_\text{rows} \bar x \bar x^\top \in
@@ -145,6 +146,11 @@ class Kronecker(AbstractBlock):
     @property
     def mixes_positions(self) -> bool:  # pyright: ignore
         return self.sharing.mixes_positions
+
+    @property
+    def subtracts_means(self) -> bool:  # pyright: ignore
+        # Sums of rows over positions may be smaller than the gradient that they belong to.
+        return not (self.tied or self.sharing.balanced or self.sharing.mixes_positions)
 
     def empty(self) -> Statistics:
         return Statistics(inputs=InputMoments(), outputs=OutputMoments())
@@ -254,6 +260,29 @@ class Kronecker(AbstractBlock):
             )
         return KroneckerFactors(input_factor, output_factor, l2.astype(count.dtype))
 
+    def minus_mean(
+        self,
+        statistics: Statistics,
+        mean: Float[Array, "*stack d_out d_in"],
+        count: Float[Array, ""],
+    ) -> Statistics:
+        r"""$G - M M^\top / \operatorname{tr} A$, so that $G \otimes A$ has the trace, and
+        the trace over its inputs, that $G \otimes A$ had less those of the mean $M$. An
+        example's rows are independent for both factors, so its mean is a sum of as many
+        independent parts. (Positive semidefinite: $\lVert \sum \bar x (g \cdot v)
+        \rVert^2 \le \sum \lVert \bar x \rVert^2 \sum (g \cdot v)^2$.)"""
+        moments, second = statistics.inputs, statistics.outputs.second
+        sizes = _trace(_homogeneous(moments), moments.rows.ndim)
+        # `sizes` is of all rows: as many times tr A as an example has rows, and `count`.
+        share = count**2 * _inverse(sizes)
+        mean = mean.astype(second.dtype)
+        if second.ndim == moments.rows.ndim + 1:
+            of_mean = jnp.sum(mean**2, axis=-1)
+        else:
+            of_mean = matmul(mean, jnp.swapaxes(mean, -1, -2))
+        second = second - trailing(share, of_mean).astype(second.dtype) * of_mean
+        return statistics._replace(outputs=statistics.outputs._replace(second=second))
+
     def operator(self, factors: KroneckerFactors) -> KroneckerOperator:
         return KroneckerOperator(factors.output_factor, factors.input_factor)
 
@@ -271,16 +300,19 @@ def _nearest(*pairs: tuple[Array, Array], stack: int) -> tuple[Array, Array]:
     would meet every $A_v$: if one is the inputs of a use, and the other one its gradients
     in another use, these have no size in common.)"""
 
-    def traces(factor):
-        if factor.ndim == stack + 1:
-            return jnp.sum(factor, axis=-1)
-        return jnp.trace(factor, axis1=-2, axis2=-1)
-
+    trace = ft.partial(_trace, stack=stack)
     (g, a), *rest = pairs
-    G, A = trailing(traces(a), g) * g, trailing(traces(g), a) * a
+    G, A = trailing(trace(a), g) * g, trailing(trace(g), a) * a
     for g, a in rest:
-        G, A = G + trailing(traces(a), g) * g, A + trailing(traces(g), a) * a
-    return G, A * trailing(_inverse(traces(G)), A)
+        G, A = G + trailing(trace(a), g) * g, A + trailing(trace(g), a) * a
+    return G, A * trailing(_inverse(trace(G)), A)
+
+
+def _trace(factor: Float[Array, "..."], stack: int) -> Float[Array, "*stack"]:
+    """The trace of a factor, or of one of which only the diagonal is kept."""
+    if factor.ndim == stack + 1:
+        return jnp.sum(factor, axis=-1)
+    return jnp.trace(factor, axis1=-2, axis2=-1)
 
 
 def _sizes(rows: Rows, like: InputMoments) -> Float[Array, "*rows"]:

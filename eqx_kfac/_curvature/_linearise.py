@@ -109,9 +109,9 @@ class Linearisation(PlainModule):
             if not is_trainable(tag, layer):
                 return statistics
             total = tag.to_matrix(layer)
-            mean = total / jnp.sqrt(self.share.count).astype(total.dtype)
+            count = jnp.asarray(self.share.count, total.dtype)
             assert isinstance(tag.block, AbstractCentredBlock)  # Checked by `Centred`.
-            return tag.block.minus_example(statistics, mean)
+            return tag.block.minus_mean(statistics, total / count, count)
 
         return map_tags(layer_statistics, pulled, statistics)
 

@@ -1,4 +1,4 @@
-from .._block import AbstractCentredBlock
+from .._block import AbstractBlock, AbstractCentredBlock
 from .._custom_types import Model
 from .._misc import names
 from .._tag import tagged_layers
@@ -14,8 +14,15 @@ class Centred(Exact):
 
     This is the Fisher of a density whose norm is not known, such as
     $\lvert \psi \rvert^2$ (see [`eqx_kfac.Energy`][]). It is for blocks that are built
-    from single examples' gradients: `TNT`, `Full`, `Diagonal`, `Identity`. It supports
-    one loss, without weights, and uses the whole batch, because a part has another mean.
+    from single examples' gradients, `TNT`, `Full`, `Diagonal` and `Identity`, and for
+    `Kronecker` with `Expand`, whose $G \otimes A$ becomes
+
+    $$\left(G - \frac{M M^\top}{R \operatorname{tr} A}\right) \otimes A$$
+
+    with $M$ the layer's mean gradient, and $R$ the rows of an example: the Kronecker
+    product with the same $A$ that has the trace over inputs of $G \otimes A$ less those of
+    $R$ independent parts of the mean. It supports one loss, without weights, and uses
+    the whole batch, because a part has another mean.
 
     ??? cite "Reference"
 
@@ -29,12 +36,13 @@ class Centred(Exact):
     def check(self, model: Model) -> None:
         super().check(model)
         blocks = [(path, tag.block) for path, tag, _ in tagged_layers(model)]
-        others = [p for p, block in blocks if not isinstance(block, AbstractCentredBlock)]
+        others = [p for p, block in blocks if not _subtracts_means(block)]
         if others:
             raise ValueError(
                 "`kfac.Centred` takes the mean of examples' gradients away, which the "
                 f"blocks of {names(others)} do not know. Use `kfac.TNT()`, "
-                "`kfac.Full()`, `kfac.Diagonal()`, `kfac.Identity()`, or `kfac.Exact()`."
+                "`kfac.Full()`, `kfac.Diagonal()`, `kfac.Identity()`, or (where the "
+                "weight is not used transposed) `kfac.Kronecker()`; or `kfac.Exact()`."
             )
 
     def number(self, losses):
@@ -43,3 +51,7 @@ class Centred(Exact):
                 "`kfac.Centred` is of one loss without weights. Use `kfac.Exact()`."
             )
         return super().number(losses)
+
+
+def _subtracts_means(block: AbstractBlock) -> bool:
+    return isinstance(block, AbstractCentredBlock) and block.subtracts_means
