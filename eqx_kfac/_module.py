@@ -28,7 +28,9 @@ def member(node: Any, name: str) -> Any:
         elif isinstance(node, (list, tuple)) and part.isdecimal():
             found = node[int(part) :][:1]
         else:
-            found = [getattr(node, part)]
+            # A field, even where a property of the same name says something of it.
+            fields = vars(node) if isinstance(node, eqx.Module) else {}
+            found = [fields[part] if part in fields else getattr(node, part)]
         if not found:
             raise AttributeError(f"There is no `{name}`.")
         node = found[0]

@@ -604,14 +604,6 @@ def test_blocks_by_path():
         kfac.convert(filled(MLP), blocks={".b1": kfac.Diagonal()}, example=ROWS[0])
 
 
-def test_complex_arrays_are_two():
-    call = lambda m, x: m.v @ jnp.real(m.w @ x.astype(complex))
-    model = module(call, w=(2, 3), v=(2, 2))
-    model = eqx.tree_at(lambda m: m.w, model, model.w.astype(complex))
-    with pytest.raises(ValueError, match=r"\.w"):
-        plain_kfac(0.1).init(kfac.convert(model, example=ROWS[0]))
-
-
 def test_all_layers_are_named():
     def loss_fn(model, x):
         return of_outputs(jax.vmap(lambda x: model.w1 @ jnp.tanh(x @ model.w0))(x))

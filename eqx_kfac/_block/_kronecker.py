@@ -149,7 +149,7 @@ class Kronecker(AbstractCentredBlock):
 
     @property
     def subtracts_means(self) -> bool:  # pyright: ignore
-        # Sums of rows over positions may be smaller than the gradient that they belong to.
+        # What is summed over positions may be less than the gradient that it is of.
         return not (self.tied or self.sharing.balanced or self.sharing.mixes_positions)
 
     def empty(self) -> Statistics:

@@ -20,9 +20,9 @@ class Centred(Exact):
     $$\left(G - \frac{M M^\top}{R \operatorname{tr} A}\right) \otimes A$$
 
     with $M$ the layer's mean gradient, and $R$ the rows of an example: the Kronecker
-    product with the same $A$ that has the trace over inputs of $G \otimes A$ less those of
-    $R$ independent parts of the mean. It supports one loss, without weights, and uses
-    the whole batch, because a part has another mean.
+    product with the same $A$ that has the trace over inputs of $G \otimes A$ less those
+    of $R$ independent parts of the mean. It supports one loss, without weights, and
+    uses the whole batch, because a part has another mean.
 
     ??? cite "Reference"
 

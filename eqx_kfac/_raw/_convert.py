@@ -14,9 +14,10 @@ from jaxtyping import PyTree
 
 from .._block import AbstractBlock, check_block, Diagonal, Kronecker
 from .._checks import check_instance
+from .._complex import is_complex
 from .._custom_types import Layer, Model
 from .._misc import names
-from .._module import replaced
+from .._module import member, replaced
 from .._program import bypassed
 from .._tag import is_tagged, LayerError
 from ..form import AbstractForm, Parameters
@@ -24,6 +25,7 @@ from ..nn import Blocks, Choice, convert_layers, revert_layers
 from ._covered import check_followed, key_name
 from ._formed import Formed, formed, unformed
 from ._notes import Notes, Part, RawArray, tags_for
+from ._parts import HeldParts, joined, parts_of
 from ._watched import (
     map_watched,
     Marked,
@@ -112,12 +114,14 @@ def convert(
     by_uses, notes = example is not None, Notes()
     if by_uses or rest is not None:
         _check_anything(model)
-    model = _formed_layers(map_watched(plain, model), dict(layers or {}), choice)
+    model = _formed_layers(_unwatched(model), dict(layers or {}), choice)
     model = convert_layers(model, choice, lenient=by_uses)
     if by_uses:
         call = _Call(model, example, method)
-        model = _called_only(model, call)
+        model = _held(_called_only(model, call))
         call.look(lambda args: _noted(model, args, method, notes))
+    elif rest is not None:
+        model = _held(model)
     if by_uses or rest is not None:
         of_rest = Diagonal() if rest is None else rest
         model = _with_tags(model, notes, choice, of_rest)
@@ -133,7 +137,23 @@ def revert(model: _T) -> _T:
 
     - `model`: any PyTree; layers that are not tagged stay as they are.
     """
-    return revert_layers(_unformed_layers(map_watched(plain, model)))
+    return revert_layers(_unformed_layers(_unwatched(model)))
+
+
+def _unwatched(model: Model) -> Any:
+    return joined(map_watched(plain, model))
+
+
+def _held(model: Model) -> Any:
+    """The model with complex arrays as their parts."""
+
+    def split(module, _):
+        for name, array in _own_arrays(module):
+            if is_complex(array) and array.size > 0:
+                module = replaced(module, name, parts_of(array))
+        return module
+
+    return _rebuilt(split, model)
 
 
 def _formed_layers(
@@ -296,12 +316,22 @@ def _with_tags(model: Model, notes: Notes, choice: Choice, rest: AbstractBlock) 
 
     def with_own(module, path):
         own = plan.get(path, {})
+        module = _joined_but(module, {n for tag in own.values() for n in tag.form.names})
         inner = jtu.tree_leaves(vars(module), is_leaf=lambda n: isinstance(n, Watched))
         if own or any(isinstance(node, Watched) for node in inner):
             return watched(module, own)
         return module
 
     return _rebuilt(with_own, model)
+
+
+def _joined_but(module: Any, trained: set[str]) -> Any:
+    """A module with complex arrays in the place of parts without a tag."""
+    for name in {name.rpartition(".")[0] for name, _ in _own_arrays(module)}:
+        parts = member(module, name) if name else None
+        if isinstance(parts, HeldParts) and f"{name}.real" not in trained:
+            module = replaced(module, name, joined(parts))
+    return module
 
 
 def _rebuilt(fn: Callable, node: PyTree, path: str = "") -> Any:

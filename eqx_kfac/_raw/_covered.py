@@ -23,12 +23,15 @@ def check_covered(model: Model, fallback: object) -> None:
         return
     is_complex = [jnp.iscomplexobj(leaf) for _, leaf in leaves]
     paths = [path for path, _ in leaves]
-    numbers = [jtu.keystr(p) for p, c in zip(paths, is_complex, strict=True) if c]
+    numbers = [p for p, c in zip(paths, is_complex, strict=True) if c]
     if numbers:
+        shown = names(list(map(jtu.keystr, numbers)))
+        way = _way_to_convert(model, numbers)
         raise ValueError(
-            f"The parameters {names(numbers)} are complex numbers, of which no curvature "
-            "is collected. Keep their real and imaginary parts in two arrays; or freeze "
-            "them (`eqx.partition` them out of the model that is trained); or pass "
+            f"The parameters {shown} are complex numbers, of which curvature is "
+            f"collected as of pairs of real ones. Either {way}, which holds their real "
+            "and imaginary parts in two arrays; or do so yourself; or freeze them "
+            "(`eqx.partition` them out of the model that is trained); or pass "
             "`fallback=` with any optax transformation for them, such as "
             "`fallback=optax.adam(1e-3)`."
         )

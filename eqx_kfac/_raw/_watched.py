@@ -22,6 +22,7 @@ from ..form import AbstractForm, Convolution, Leaf, Lookup, Parameters, View
 from ..nn import Derived
 from ._axes import Axes
 from ._facts import AbstractVisitor, Fact, Term
+from ._parts import holds_parts, Joined, joined
 from ._sites import GROUPED, Site
 from ._walk import Walk
 
@@ -39,8 +40,9 @@ class Marked(NamedTuple):
 
 
 @ft.cache
-def watched_class(cls: type) -> type:
-    """A subclass of `cls` whose instances are watched."""
+def watched_class(cls: type, complex_fields: tuple[str, ...] = ()) -> type:
+    """A subclass of `cls` whose instances are watched, and have the parts of complex
+    arrays in some fields."""
 
     def intercepted(name):
         def method(self, *args, **kwargs):
@@ -53,7 +55,8 @@ def watched_class(cls: type) -> type:
 
         return ft.update_wrapper(method, _function(cls, name), updated=())
 
-    namespace = {name: intercepted(name) for name in _methods(cls)}
+    namespace: dict[str, Any] = {name: intercepted(name) for name in _methods(cls)}
+    namespace |= {name: Joined(name) for name in complex_fields}
     namespace |= {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
@@ -92,7 +95,8 @@ def _function(cls: type, name: str) -> Any:
 
 def _rebuilt(cls: type, fields: dict[str, Any]) -> Any:
     """A watched module, from a copy or a pickle."""
-    new = object.__new__(watched_class(cls))
+    complex_fields = tuple(name for name, f in fields.items() if holds_parts(f))
+    new = object.__new__(watched_class(cls, complex_fields))
     vars(new).update(fields)
     return new
 
@@ -190,7 +194,7 @@ def watched_call(module: Any, name: str, args: tuple, kwargs: dict[str, Any]) ->
 
     marked = map_watched(unwatched, module)
     if not tags:
-        return getattr(marked, name)(*args, **kwargs)
+        return getattr(joined(marked), name)(*args, **kwargs)
     return walked(marked, name, args, kwargs, Binder(tags))
 
 
@@ -226,10 +230,12 @@ def walked(
         filled = list(values)
         for i, array in zip(dynamic, arrays, strict=True):
             filled[i] = array
-        model = treedef.unflatten(filled[: len(leaves)])
+        model = joined(treedef.unflatten(filled[: len(leaves)]))
         args, kwargs = inputs_treedef.unflatten(filled[len(leaves) :])
         out = method_of(model, name)(*args, **kwargs)
-        if _has_own_parts(out, {id(filled[i]) for i in dynamic if i < len(leaves)}):
+        if _has_own_parts(
+            out, set(map(id, filter(eqx.is_array, jtu.tree_leaves(model))))
+        ):
             raise OwnParts
         arrays, others = eqx.partition(out, eqx.is_array)
         arrays, structure = jtu.tree_flatten(arrays)
