@@ -231,6 +231,41 @@ def test_more_damping_is_a_shorter_step():
     assert norms[1] < 0.1 * norms[0]
 
 
+@pytest.mark.parametrize(
+    "constraint", [1e-3, kfac.TrustRegion(), kfac.TrustRegion(velocity_factor=1)]
+)
+def test_caution_narrows_what_bounds_a_step(constraint):
+    """By ten times, as a squared length: with numbers, and with a region."""
+    optimizer = plain_kfac(10.0, damping=0.1, norm_constraint=constraint)
+    model, norms = mlp(), []
+    for caution in (1.0, 10.0):
+        state = optimizer.init(model)
+        state = eqx.tree_at(lambda s: s.rollback.caution, state, jnp.asarray(caution))
+        take = eqx.filter_jit(optimizer.step)
+        # The damping is the same: ten times as much, of a tenth.
+        state = eqx.tree_at(
+            lambda s: s.hyperparameters.damping,
+            state,
+            state.hyperparameters.damping / caution,
+        )
+        _, _, info = take(squared, model, state, X, Y, key=KEY)
+        norms.append(float(info.update_norm))
+    np.testing.assert_allclose(norms[0] / norms[1], 10**0.5, rtol=1e-4)
+
+
+def test_losses_that_have_diverged_are_not_usual():
+    """Each is ten times what was usual before them, and no more than that later."""
+    model, state = begun()
+    level = float(state.rollback.level)
+    away = [11.5, 11.4, 11.3, 11.2]
+    for i, size in enumerate(away):
+        model, state, (info,) = steps(model, state, 1, 0.0, size * level)
+        assert info.rejected and "divergence" in faults_of(info)
+        assert state.rollback.bad == i + 1
+        np.testing.assert_allclose(state.rollback.level, level, rtol=1e-6)
+    assert state.rollback.caution == 10
+
+
 def test_other_data_are_accepted():
     """If the loss is as large at the parameters that were good, it is not they."""
     model, state = begun()

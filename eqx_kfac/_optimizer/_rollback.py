@@ -14,15 +14,17 @@ from .._misc import by_path, is_none, tree_where
 
 class Rollback(eqx.Module):
     r"""The last good parameters, and what the loss has been. A loss that is above
-    $10 \max(L, 0.3)$ nats has diverged: $L$ is what about nine of ten losses were below,
+    $10 \max(L, 0.3)$ nats has diverged: $L$ is what about nine of ten other losses were
+    below,
 
     $$L \leftarrow \min(\max(|h|, 0.99 L), 1.1 L).$$
 
     A single batch may be to blame, so its step is not taken, and that is all. After four
     such losses in a row (or losses or gradients that are not finite), the parameters are
     to blame, and go back to the last ones at which the loss was below $L$; damping is
-    ten times what it was, and becomes less again by 2 % at every step that is taken.
-    After four more, the data are: the new level is what the loss now is.
+    ten times what it was, the bounds of a norm constraint a tenth, and either becomes
+    again what it was, by 2 % at every step that is taken. After four more, the data are:
+    the new level is what the loss now is.
 
     **Fields:**
 
@@ -30,7 +32,8 @@ class Rollback(eqx.Module):
     - `loss`: that of the last step at which it was finite and had not diverged.
     - `level`: $L$; 0 before there has been any loss.
     - `bad`: the number of such losses in a row, up to now.
-    - `caution`: what all damping is multiplied by, unless a rule adapts it.
+    - `caution`: what all damping is multiplied by, unless a rule adapts it, and what the
+        bounds of a norm constraint are divided by.
     """
 
     params: dict[str, Array]
@@ -69,7 +72,9 @@ class Rollback(eqx.Module):
         # The parameters have gone back, and the loss is what it was.
         accepted = (number >= 2 * _PATIENCE) & finite
         level = jnp.where((self.level > 0) & ~accepted, level, size)
-        level = jnp.where(finite, level, self.level)
+        # Losses that have diverged would soon be what is usual.
+        counts = finite & (~bad | accepted | (self.level == 0))
+        level = jnp.where(counts, level, self.level)
         good = ~bad & finite & (value.astype(level.dtype) <= level)
         back = (number == _PATIENCE) & (self.level > 0)
         less = jnp.where(rejected, self.caution, 0.98 * self.caution)
@@ -86,6 +91,10 @@ class Rollback(eqx.Module):
     def damped(self, strength: Any) -> Any:
         """More damping, for some steps after it has led back."""
         return jtu.tree_map(lambda d: d * self.caution.astype(d.dtype), strength)
+
+    def narrowed(self, bound: Float[Array, ""]) -> Float[Array, ""]:
+        """A smaller bound on a squared length, for some steps after one has led back."""
+        return bound / self.caution.astype(bound.dtype)
 
     def chosen(self, model: Model) -> Model:
         """`model`, or, if the last step has led back, its parameters of then."""

@@ -276,12 +276,14 @@ class Trial(PlainModule):
             return (rate, momentum), None
         norm = tree_dot(natural, self._gradient).astype(rate.dtype)
         if region is None:
-            scale = _at_most(state.norm_constraint, rate**2 * norm)
+            most = state.rollback.narrowed(state.norm_constraint)
+            scale = _at_most(most, rate**2 * norm)
             return (scale * rate, momentum), None
         if self._is_bounded_exactly:
             return (rate, momentum), state.extent
         terms = None if self.linearised is None else self.linearised.terms
-        most, most_of_velocity = region(state.norm_constraint, self.start.size, terms)
+        bounds = region(state.norm_constraint, self.start.size, terms)
+        most, most_of_velocity = map(state.rollback.narrowed, bounds)
         rate = _at_most(most, rate**2 * norm) * rate
         joint = tree_dot(state.velocity, self._gradient).astype(rate.dtype)
         assert state.extent is not None  # There is a region.
