@@ -202,8 +202,9 @@ class OwnParts(Exception):
     """A method returns modules that it has, or functions: these are called later."""
 
 
-def _has_own_parts(out: PyTree, own: set[int]) -> bool:
-    """Whether a function, or a module with any of these arrays, is in `out`."""
+def _has_own_parts(out: PyTree, model: Any) -> bool:
+    """Whether a function, or a module with any of the model's arrays, is in `out`."""
+    own = {id(leaf) for leaf in jtu.tree_leaves(model) if eqx.is_array(leaf)}
     is_module = lambda node: isinstance(node, eqx.Module)
     for node in jtu.tree_leaves(out, is_leaf=is_module):
         if is_module(node) and any(id(a) in own for a in jtu.tree_leaves(node)):
@@ -233,9 +234,7 @@ def walked(
         model = joined(treedef.unflatten(filled[: len(leaves)]))
         args, kwargs = inputs_treedef.unflatten(filled[len(leaves) :])
         out = method_of(model, name)(*args, **kwargs)
-        if _has_own_parts(
-            out, set(map(id, filter(eqx.is_array, jtu.tree_leaves(model))))
-        ):
+        if _has_own_parts(out, model):
             raise OwnParts
         arrays, others = eqx.partition(out, eqx.is_array)
         arrays, structure = jtu.tree_flatten(arrays)
