@@ -237,7 +237,8 @@ class KFAC(eqx.Module):
         step $t$, a constant damping and norm constraint, no momentum. Curvature is
         estimated, and inverted, at every tenth step. The parameters to evaluate are
         [`eqx_kfac.averaged`][]. The blocks of the model have to be able to subtract a
-        mean: [`eqx_kfac.TNT`][], [`eqx_kfac.Diagonal`][], [`eqx_kfac.Full`][].
+        mean: [`eqx_kfac.TNT`][], [`eqx_kfac.Kronecker`][], [`eqx_kfac.Diagonal`][],
+        [`eqx_kfac.Full`][].
 
         !!! Example
 

@@ -95,7 +95,9 @@ def convert(
     **Returns:**
 
     The model with the same leaves, the same outputs and the same files
-    (`eqx.tree_serialise_leaves`). Its modules are still instances of their classes.
+    (`eqx.tree_serialise_leaves`). Its modules are still instances of their classes. Only
+    a complex array of theirs is held as two real ones, which are what is trained; whoever
+    reads the field gets the complex array.
 
     **Raises:** `ValueError` for a type or a path in `blocks` that matches no layer, or if
     no array is in a module; `TypeError` if there is nothing to call.
