@@ -253,17 +253,85 @@ def test_caution_narrows_what_bounds_a_step(constraint):
     np.testing.assert_allclose(norms[0] / norms[1], 10**0.5, rtol=1e-4)
 
 
-def test_losses_that_have_diverged_are_not_usual():
-    """Each is ten times what was usual before them, and no more than that later."""
-    model, state = begun()
+def told(state, size):
+    """After a step at which the loss was said to be `size` times what is usual."""
+    _, state, (info,) = steps(mlp(), state, 1, 0.0, size * float(state.rollback.usual))
+    return state, "divergence" in faults_of(info)
+
+
+def test_losses_of_a_row_are_not_usual_for_each_other():
+    """Each is compared with what was usual before all of them. If they lead back, that
+    is what is usual again."""
+    _, state = begun()
     level = float(state.rollback.level)
-    away = [11.5, 11.4, 11.3, 11.2]
-    for i, size in enumerate(away):
-        model, state, (info,) = steps(model, state, 1, 0.0, size * level)
-        assert info.rejected and "divergence" in faults_of(info)
-        assert state.rollback.bad == i + 1
-        np.testing.assert_allclose(state.rollback.level, level, rtol=1e-6)
+    for i, size in enumerate([11.5, 11.4, 11.3, 11.2]):
+        state, diverged = told(state, size)
+        assert diverged and state.rollback.bad == i + 1
+        np.testing.assert_allclose(state.rollback.usual, level, rtol=1e-6)
     assert state.rollback.caution == 10
+    np.testing.assert_allclose(state.rollback.level, level, rtol=1e-6)
+
+
+@pytest.mark.parametrize("easy, hard, most", [(19, 1, 8), (40, 1, 15), (1, 3, 2)])
+def test_some_data_are_harder_than_others(easy, hard, most):
+    """Batches that always are so large are learnt from after a while."""
+    _, state = begun()
+    level, rounds = float(state.rollback.level), 0
+    rejected = hard
+    while rejected:
+        rejected = 0
+        for size in [0.5] * easy + [50.0] * hard:
+            _, state, (info,) = steps(mlp(), state, 1, 0.0, size * level)
+            rejected += bool(info.rejected)
+        rounds += 1
+        assert rounds <= most and state.rollback.caution == 1
+    assert rounds > 1
+
+
+def test_blocks_of_hard_data_are_no_explosion():
+    """Where the last good parameters are as bad, it is not the parameters."""
+    _, state = begun()
+    cautions = []
+    for _ in range(12):
+        for size in [1.0] * 20 + [50.0] * 5:
+            _, state, _ = steps(mlp(), state, 1, 0.0, size)
+        cautions.append(float(state.rollback.caution))
+    assert cautions == [1.0] * 12 and state.faults.divergence < 60
+    state, diverged = told(state, 1.0)
+    assert not diverged
+
+
+def test_steps_that_explode_again_and_again():
+    """What is usual grows each time, if only a little: the data may be to blame."""
+    _, state = begun()
+    level = float(state.rollback.level)
+    for i in range(3):
+        for size in [1e6] * 4 + [1.0]:
+            _, state, _ = steps(mlp(), state, 1, 0.0, size * level)
+        grown = 2.0**i
+        np.testing.assert_allclose(
+            state.rollback.level, level * grown, rtol=0.05 * i + 0.02
+        )
+
+
+@pytest.mark.parametrize("number", [3, 4, 6, 9])
+def test_there_is_nothing_to_go_back_to_yet(number):
+    """The first losses are finite, but nothing that follows from them."""
+
+    def steep(model, x, y):
+        """Of which the gradient is none."""
+        loss = kfac.SquaredError(jax.vmap(model)(x), y)
+        first = jnp.sum(eqx.filter(model, eqx.is_inexact_array).layers[0].weight)
+        return loss + 0 * jnp.sqrt(jnp.abs(first - jax.lax.stop_gradient(first)))
+
+    model, state = mlp(), PLAIN.init(mlp())
+    take = eqx.filter_jit(lambda *args: PLAIN.step(steep, *args, X, Y, key=KEY))
+    for _ in range(number):
+        model, state, info = take(model, state)
+        assert info.faults.gradient
+    assert_same_leaves(sorted_arrays(model), sorted_arrays(mlp()))
+    _, _, infos = steps(model, state, 5)
+    assert infos[-1].loss < infos[0].loss
 
 
 def test_other_data_are_accepted():

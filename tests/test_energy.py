@@ -387,6 +387,9 @@ def test_where_centring_makes_no_sense():
     for block in (kfac.EKFAC(), *map(kfac.Kronecker, unable)):
         with pytest.raises(ValueError, match=r"\.layers\[0\].*`kfac.TNT\(\)`"):
             collect(kfac.Centred(), network(block), REAL)
+    small = kfac.cast(network(), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"\.layers\[0\].*round to 16 bits"):
+        kfac.Centred().check(small)
     weighted = lambda m, x, e: kfac.Energy(log_psi(m, x), e, weights=jnp.ones(N))
     with pytest.raises(ValueError, match="one loss without weights"):
         eqx.filter_jit(kfac.curvature(weighted, kfac.Centred()))(network(), X, REAL)
@@ -473,4 +476,4 @@ def test_vmc_takes_other_choices():
     with pytest.raises(TypeError, match="unknown"):
         kfac.KFAC.vmc(unknown=1)
     with pytest.raises(ValueError, match=r"Use `kfac.TNT\(\)`"):
-        ground_state(optimizer, oscillating(kfac.Kronecker()), 1)
+        ground_state(optimizer, oscillating(kfac.EKFAC()), 1)

@@ -307,6 +307,65 @@ def test_functions_of_the_model():
     assert seen["['out.real']"].use == "never called"
 
 
+class OfItsTree(eqx.Module):
+    """A module whose call takes itself apart, and changes itself."""
+
+    weight: Any
+
+    def scaled(self, x):
+        return jnp.real(self.weight @ x.astype(complex))
+
+    def without_phase(self):
+        return eqx.tree_at(lambda m: m.weight, self, jnp.abs(self.weight).astype(complex))
+
+    def __call__(self, x):
+        size = sum(jnp.sum(jnp.abs(leaf)) for leaf in jtu.tree_leaves(self))
+        half = eqx.tree_at(lambda m: m.weight, self, self.weight / 2)
+        return half.scaled(x) / size + self.without_phase().scaled(x)
+
+
+class Around(eqx.Module):
+    """It has no complex array itself, and counts those within."""
+
+    inner: OfItsTree
+    scale: Any
+
+    def __call__(self, x):
+        return self.scale * self.inner(x) * len(jtu.tree_leaves(self))
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_modules_that_are_taken_apart(around):
+    model, x = OfItsTree(draw(2, 3, seed=6)), normal(5, 3, seed=7)
+    model = Around(model, normal(2, seed=8)) if around else model
+    ours = kfac.convert(model, example=x[0])
+    every = eqx.filter_jit(lambda m: jax.vmap(m)(x))
+    np.testing.assert_array_equal(every(ours), every(model))
+    report = kfac.verify(squared, ours, x)
+    assert all(np.max(check.unseen) < 1e-12 for check in report.layers)
+    inner = ours.inner if around else ours
+    changed = inner.without_phase()
+    assert isinstance(changed, OfItsTree) and np.all(np.imag(changed.weight) == 0)
+
+
+def test_layers_of_equinox_with_complex_numbers():
+    net = eqx.nn.MLP(3, 2, 4, 1, jnp.tanh, dtype=complex, key=jax.random.key(0))
+    model, x = kfac.convert(net, example=X[0, 0].astype(complex)), X[:, 0]
+    call = lambda m, x: jnp.real(jax.vmap(m)(x.astype(complex)))
+    every = eqx.filter_jit(call)
+    np.testing.assert_array_equal(every(model, x), every(net, x))
+    loss_fn = lambda m, x: kfac.SquaredError(call(m, x), jnp.ones((len(x), 2)))
+    assert kfac.summary(model).untagged == {}
+    report = kfac.verify(loss_fn, model, x)
+    assert all(np.max(check.unseen) < 1e-12 for check in report.layers)
+    assert bool(eqx.tree_equal(kfac.revert(model), net))
+    alone = kfac.convert(
+        {"complex": net, "real": kfac.Linear(3, 2, key=jax.random.key(1))}
+    )
+    with pytest.raises(ValueError, match="complex numbers.*example="):
+        kfac.KFAC().init(alone)
+
+
 class Spectral(eqx.Module):
     """A Fourier operator, whose weight is an array or a pair of its parts."""
 

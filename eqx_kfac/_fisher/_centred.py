@@ -45,6 +45,20 @@ class Centred(Exact):
                 "weight is not used transposed) `kfac.Kronecker()`; or `kfac.Exact()`."
             )
 
+        rounded = [
+            path
+            for path, tag, layer in tagged_layers(model)
+            for p in tag.form.parameters(layer)
+            if p is not None and p.dtype.itemsize < 4
+        ]
+        if rounded:
+            raise ValueError(
+                "`kfac.Centred` subtracts the mean of gradients, which the layers "
+                f"{names(list(dict.fromkeys(rounded)))} round to 16 bits: what is left "
+                "would be rounding. Train them in float32, `kfac.cast(model, "
+                "jnp.float32)`, or use `kfac.Exact()`."
+            )
+
     def number(self, losses):
         if len(losses) != 1 or losses[0].weights is not None:
             raise ValueError(

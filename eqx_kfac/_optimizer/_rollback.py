@@ -19,11 +19,14 @@ class Rollback(eqx.Module):
 
     $$L \leftarrow \min(\max(|h|, 0.99 L), 1.1 L).$$
 
-    A single batch may be to blame, so its step is not taken, and that is all. After four
-    such losses in a row (or losses or gradients that are not finite), the parameters are
-    to blame, and go back to the last ones at which the loss was below $L$; damping is
-    ten times what it was, the bounds of a norm constraint a tenth, and either becomes
-    again what it was, by 2 % at every step that is taken. After four more, the data are:
+    A single batch may be to blame, so its step is not taken, and that is all; $L$ is
+    doubled, so that batches that always are so large are learnt from after some of them,
+    if they are more than one in seventy. After four such losses in a row (or losses or
+    gradients that are not finite), the parameters are to blame: they go back to the last
+    ones at which the loss was below $L$, and $L$ to what it was; damping is ten times
+    what it was, the bounds of a norm constraint a tenth, and either becomes again what it
+    was, by 2 % at every step that is taken. If the loss there is as large, the data are
+    to blame: damping and bounds are as they were before, and after four more such losses
     the new level is what the loss now is.
 
     **Fields:**
@@ -42,9 +45,14 @@ class Rollback(eqx.Module):
     bad: Int[Array, ""]
     caution: Float[Array, ""]
 
+    @property
+    def usual(self) -> Float[Array, ""]:
+        """$L$ before the losses in a row that have diverged so far."""
+        return self.level / _RAISED ** (self.bad % _PATIENCE).astype(self.level.dtype)
+
     def diverged(self, value: Float[Array, ""]) -> Bool[Array, ""]:
         """Whether a loss, which may be anything, is many times what it has been."""
-        most = _MANY * jnp.maximum(self.level, _LEAST)
+        most = _MANY * jnp.maximum(self.usual, _LEAST)
         return (self.level > 0) & (value.astype(most.dtype) > most)
 
     @property
@@ -65,23 +73,27 @@ class Rollback(eqx.Module):
         rejected: Bool[Array, ""],
     ) -> "Rollback":
         """What is known after a step from `model`, where the loss was `value`."""
+        finite, began = jnp.isfinite(value), self.level > 0
         number = jnp.where(bad, self.bad + 1, 0).astype(self.bad.dtype)
-        finite = jnp.isfinite(value)
-        size = jnp.abs(value).astype(self.level.dtype)
-        level = jnp.clip(size, 0.99 * self.level, 1.1 * self.level)
-        # The parameters have gone back, and the loss is what it was.
+        back = (number == _PATIENCE) & began
         accepted = (number >= 2 * _PATIENCE) & finite
-        level = jnp.where((self.level > 0) & ~accepted, level, size)
-        # Losses that have diverged would soon be what is usual.
-        counts = finite & (~bad | accepted | (self.level == 0))
-        level = jnp.where(counts, level, self.level)
+        size = jnp.abs(value).astype(self.level.dtype)
+        # If steps lead away again and again, it is more likely that the data do.
+        again = jnp.where(self.caution > 1, _RAISED, 1.0).astype(size.dtype)
+        raised = jnp.where(finite, _RAISED * self.level, self.level)
+        level = jnp.where(
+            bad, raised, jnp.clip(size, 0.99 * self.level, 1.1 * self.level)
+        )
+        level = jnp.where(back, again * self.usual, level)
+        level = jnp.where(accepted | ~began, size, level)
+        level = jnp.where(finite | back, level, self.level)
         good = ~bad & finite & (value.astype(level.dtype) <= level)
-        back = (number == _PATIENCE) & (self.level > 0)
         less = jnp.where(rejected, self.caution, 0.98 * self.caution)
-        less = jnp.where(accepted, self.caution / _MORE, less)
+        less = jnp.where(number == _PATIENCE + 1, self.caution / _MORE, less)
         caution = jnp.where(back, self.caution * _MORE, jnp.maximum(less, 1))
+        # Until anything has been good, the first parameters are the best that is known.
         return Rollback(
-            params=tree_where(good, by_path(model), self.params),
+            params=tree_where(good | (finite & ~began), by_path(model), self.params),
             loss=jnp.where(bad | ~finite, self.loss, value.astype(self.loss.dtype)),
             level=level,
             bad=jnp.where(accepted, 0, number),
@@ -126,4 +138,5 @@ def init_rollback(model: Model) -> Rollback:
 _MANY = 10.0  # Times as large is no noise,
 _LEAST = 0.3  # unless it is noise of losses that are nearly zero, in nats.
 _PATIENCE = 4  # Losses in a row.
+_RAISED = 2.0  # By each batch that is too large, and was not led to.
 _MORE, _MOST = 10.0, 1e6  # Damping.

@@ -46,9 +46,11 @@ def watched_class(cls: type, complex_fields: tuple[str, ...] = ()) -> type:
 
     def intercepted(name):
         def method(self, *args, **kwargs):
-            if is_collecting(self):
+            call = watched_call if is_collecting(self) else None
+            call = call or (joined_call if _has_complex_fields(self) else None)
+            if call is not None:
                 try:
-                    return watched_call(self, name, args, kwargs)
+                    return call(self, name, args, kwargs)
                 except OwnParts:
                     pass
             return getattr(super(new, self), name)(*args, **kwargs)
@@ -64,6 +66,7 @@ def watched_class(cls: type, complex_fields: tuple[str, ...] = ()) -> type:
         "__annotations__": {"tag": dict},
         "__reduce__": lambda self: (_rebuilt, (cls, dict(vars(self)))),
         "tag": eqx.field(default=None),
+        "_complex_fields": complex_fields,
     }
     new = subclass(cls, Watched, namespace)
     return new
@@ -163,6 +166,20 @@ def is_collecting(module: Any) -> bool:
     return any(
         tag.collecting for node in watched_within(module) for tag in node.tag.values()
     )
+
+
+def _has_complex_fields(module: Any) -> bool:
+    return any(type(node)._complex_fields for node in watched_within(module))
+
+
+def joined_call(module: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A method of a watched module as it was: with complex arrays not only where it reads
+    fields, but also where it takes itself apart as a tree."""
+    model = joined(map_watched(plain, module))
+    out = getattr(model, name)(*args, **kwargs)
+    if _has_own_parts(out, model):
+        raise OwnParts
+    return out
 
 
 def watched_call(module: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -76,7 +76,7 @@ def convert_layers(model: _T, choice: "Choice", lenient: bool = False) -> _T:
 
     def swap(path, node):
         tagged = _tagged.get(type(node))
-        if tagged is None or not tagged.supports(node) or not _has_arrays(node):
+        if tagged is None or not tagged.supports(node) or not _has_real_arrays(node):
             return node
         block = choice(jtu.keystr(path), node, tagged.default)
         if block is None:
@@ -91,12 +91,12 @@ def convert_layers(model: _T, choice: "Choice", lenient: bool = False) -> _T:
     return jtu.tree_map(with_ties, model, is_leaf=_is_shared)
 
 
-def _has_arrays(layer: Layer) -> bool:
+def _has_real_arrays(layer: Layer) -> bool:
     """Whether the parameters of a layer are arrays, and not something that computes
-    them."""
+    them; and of real numbers, as tags are."""
     fields = [getattr(layer, name, None) for name in _PARAMETERS]
     arrays = [p for p in fields if p is not None and not isinstance(p, SharedNode)]
-    return all(hasattr(p, "shape") for p in arrays)
+    return all(hasattr(p, "shape") and not is_complex(p) for p in arrays)
 
 
 _PARAMETERS = "weight", "bias", "weight_ih", "weight_hh", "bias_n", "g", "negative_slope"
