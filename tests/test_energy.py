@@ -291,6 +291,14 @@ def test_verify_compares_with_the_covariance(is_complex):
     for check in report.layers:
         np.testing.assert_allclose(check.ratio, 1, rtol=1e-10)
         assert np.all(check.error > 1e-3)
+    kron = network(kfac.Kronecker(), is_complex)
+    report = kfac.verify(loss_fn, kron, X, e, fisher=kfac.Centred())
+    wanted = layers_of(covariance(jacobian(model)), model)
+    found = collect_matrices(kron, e)
+    for check, block, exact in zip(report.layers, found, wanted, strict=True):
+        np.testing.assert_allclose(check.ratio, np.trace(block) / np.trace(exact))
+        error = np.linalg.norm(np.asarray(block) - exact) / np.linalg.norm(exact)
+        np.testing.assert_allclose(check.error, error, rtol=1e-6)
     second = kfac.verify(loss_fn, model, X, e).layers[0]
     assert second.ratio == pytest.approx(1)
     moments = [np.trace(f.matrix) for f in collect(kfac.Exact(), model, e).layers]

@@ -78,7 +78,7 @@ class Rollback(eqx.Module):
         back = (number == _PATIENCE) & began
         accepted = (number >= 2 * _PATIENCE) & finite
         size = jnp.abs(value).astype(self.level.dtype)
-        # If steps lead away again and again, it is more likely that the data do.
+        # If it happens again and again, it is rather the data than the steps.
         again = jnp.where(self.caution > 1, _RAISED, 1.0).astype(size.dtype)
         raised = jnp.where(finite, _RAISED * self.level, self.level)
         level = jnp.where(
@@ -138,5 +138,5 @@ def init_rollback(model: Model) -> Rollback:
 _MANY = 10.0  # Times as large is no noise,
 _LEAST = 0.3  # unless it is noise of losses that are nearly zero, in nats.
 _PATIENCE = 4  # Losses in a row.
-_RAISED = 2.0  # By each batch that is too large, and was not led to.
+_RAISED = 2.0  # By each loss that has diverged, unless such losses lead back.
 _MORE, _MOST = 10.0, 1e6  # Damping.
