@@ -84,6 +84,8 @@ class AbstractBlock(AbstractCollector):
         of an example.
     - `two_sided`: whether the operator is a Kronecker product on canonical matrices, or
         is diagonal in a basis that is one.
+    - `subtracts_means`: whether the mean of the examples' gradients may be subtracted
+        from it, with the options that it has: then, it is an `AbstractCentredBlock`.
     - `derivatives`: whether it supports rows of derivatives, which have no bias
         (`rows.derivative`).
     """
@@ -91,6 +93,7 @@ class AbstractBlock(AbstractCollector):
     weighted: eqx.AbstractVar[bool]
     mixes_positions: eqx.AbstractVar[bool]
     two_sided: ClassVar[bool] = False
+    subtracts_means: ClassVar[bool] = False
 
     @abc.abstractmethod
     def factors(self, statistics: Statistics, count: Array, l2: Array) -> AbstractFactors:
@@ -127,12 +130,7 @@ class AbstractPerExampleBlock(AbstractBlock):
 
 class AbstractCentredBlock(AbstractBlock):
     """A block from which the mean of the examples' gradients may be subtracted, for
-    [`eqx_kfac.Centred`][].
-
-    **Fields:**
-
-    - `subtracts_means`: whether it can, with the options that it has.
-    """
+    [`eqx_kfac.Centred`][]."""
 
     subtracts_means: ClassVar[bool] = True
 

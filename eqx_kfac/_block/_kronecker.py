@@ -1,4 +1,3 @@
-import functools as ft
 import math
 from typing import Any, NamedTuple
 
@@ -8,9 +7,15 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from .._checks import check_count, check_flag, check_instance
 from .._custom_types import Layer, Like, Weights
-from .._devices import zeros_of
+from .._devices import over_stack, zeros_of
 from .._misc import trailing
-from .._operator import diagonal, KroneckerOperator, matmul, vanishes
+from .._operator import (
+    diagonal,
+    KroneckerOperator,
+    matmul,
+    trace_of_factor,
+    vanishes,
+)
 from ..form import AbstractForm, Rows, Sizes, Vectors
 from ._base import AbstractCentredBlock, AbstractFactors, sizes_and_zeros
 from ._collector import filled_with_zeros, Statistics
@@ -272,7 +277,8 @@ class Kronecker(AbstractCentredBlock):
         independent parts. (Positive semidefinite: $\lVert \sum \bar x (g \cdot v)
         \rVert^2 \le \sum \lVert \bar x \rVert^2 \sum (g \cdot v)^2$.)"""
         moments, second = statistics.inputs, statistics.outputs.second
-        sizes = _trace(_homogeneous(moments), moments.rows.ndim)
+        trace = over_stack(trace_of_factor, moments.rows.ndim)
+        sizes = trace(_homogeneous(moments))
         # `sizes` is of all rows: as many times tr A as an example has rows, and `count`.
         share = count**2 * _inverse(sizes)
         mean = mean.astype(second.dtype)
@@ -300,19 +306,12 @@ def _nearest(*pairs: tuple[Array, Array], stack: int) -> tuple[Array, Array]:
     would meet every $A_v$: if one is the inputs of a use, and the other one its gradients
     in another use, these have no size in common.)"""
 
-    trace = ft.partial(_trace, stack=stack)
+    trace = over_stack(trace_of_factor, stack)
     (g, a), *rest = pairs
     G, A = trailing(trace(a), g) * g, trailing(trace(g), a) * a
     for g, a in rest:
         G, A = G + trailing(trace(a), g) * g, A + trailing(trace(g), a) * a
     return G, A * trailing(_inverse(trace(G)), A)
-
-
-def _trace(factor: Float[Array, "..."], stack: int) -> Float[Array, "*stack"]:
-    """The trace of a factor, or of one of which only the diagonal is kept."""
-    if factor.ndim == stack + 1:
-        return jnp.sum(factor, axis=-1)
-    return jnp.trace(factor, axis1=-2, axis2=-1)
 
 
 def _sizes(rows: Rows, like: InputMoments) -> Float[Array, "*rows"]:

@@ -1,4 +1,3 @@
-from .._block import AbstractBlock, AbstractCentredBlock
 from .._custom_types import Model
 from .._misc import names
 from .._tag import tagged_layers
@@ -35,8 +34,8 @@ class Centred(Exact):
 
     def check(self, model: Model) -> None:
         super().check(model)
-        blocks = [(path, tag.block) for path, tag, _ in tagged_layers(model)]
-        others = [p for p, block in blocks if not _subtracts_means(block)]
+        layers = tagged_layers(model)
+        others = [path for path, tag, _ in layers if not tag.block.subtracts_means]
         if others:
             raise ValueError(
                 "`kfac.Centred` takes the mean of examples' gradients away, which the "
@@ -44,17 +43,16 @@ class Centred(Exact):
                 "`kfac.Full()`, `kfac.Diagonal()`, `kfac.Identity()`, or (where the "
                 "weight is not used transposed) `kfac.Kronecker()`; or `kfac.Exact()`."
             )
-
+        is_rounded = lambda p: p is not None and p.dtype.itemsize < 4
         rounded = [
             path
-            for path, tag, layer in tagged_layers(model)
-            for p in tag.form.parameters(layer)
-            if p is not None and p.dtype.itemsize < 4
+            for path, tag, layer in layers
+            if any(map(is_rounded, tag.form.parameters(layer)))
         ]
         if rounded:
             raise ValueError(
                 "`kfac.Centred` subtracts the mean of gradients, which the layers "
-                f"{names(list(dict.fromkeys(rounded)))} round to 16 bits: what is left "
+                f"{names(rounded)} round to 16 bits: what is left "
                 "would be rounding. Train them in float32, `kfac.cast(model, "
                 "jnp.float32)`, or use `kfac.Exact()`."
             )
@@ -65,7 +63,3 @@ class Centred(Exact):
                 "`kfac.Centred` is of one loss without weights. Use `kfac.Exact()`."
             )
         return super().number(losses)
-
-
-def _subtracts_means(block: AbstractBlock) -> bool:
-    return isinstance(block, AbstractCentredBlock) and block.subtracts_means

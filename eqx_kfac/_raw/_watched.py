@@ -2,6 +2,7 @@
 a call of them does is evaluated equation by equation, and the tags are bound where their
 arrays meet data."""
 
+import contextlib
 import functools as ft
 import inspect
 from collections.abc import Callable, Iterator
@@ -46,13 +47,11 @@ def watched_class(cls: type, complex_fields: tuple[str, ...] = ()) -> type:
 
     def intercepted(name):
         def method(self, *args, **kwargs):
-            call = watched_call if is_collecting(self) else None
-            call = call or (joined_call if _has_complex_fields(self) else None)
-            if call is not None:
-                try:
-                    return call(self, name, args, kwargs)
-                except OwnParts:
-                    pass
+            with contextlib.suppress(OwnParts):
+                if is_collecting(self):
+                    return watched_call(self, name, args, kwargs)
+                if _has_complex_fields(self):
+                    return joined_call(self, name, args, kwargs)
             return getattr(super(new, self), name)(*args, **kwargs)
 
         return ft.update_wrapper(method, _function(cls, name), updated=())
