@@ -215,6 +215,120 @@ def test_back_to_the_last_good_parameters(size):
     assert end.faults.divergence == (4 if size < 1e10 else 1)
 
 
+@pytest.mark.parametrize("constraint", [1e-3, kfac.TrustRegion()])
+def test_rare_batches_are_learnt_from_if_steps_are_bounded(constraint):
+    """One in a hundred is more than ten times as hard: too few to raise what is usual."""
+
+    def loss_fn(model, x, y, rare):
+        # Another target for other inputs, which nobody else needs.
+        x = x.at[:, 0].set(jnp.where(rare, 6.0, 0.0))
+        return kfac.SquaredError(jax.vmap(model)(x), jnp.where(rare, y + 6, y))
+
+    first = mlp()
+
+    def run(optimizer):
+        params, static = eqx.partition(first, eqx.is_array)
+
+        def body(carry, i):
+            params, state = carry
+            args = eqx.combine(params, static), state, X, Y, i % 100 == 99
+            key = jax.random.fold_in(KEY, i)
+            model, state, info = optimizer.step(loss_fn, *args, key=key)
+            return (eqx.filter(model, eqx.is_array), state), (info.loss, info.rejected)
+
+        start = params, optimizer.init(first)
+        return jax.lax.scan(body, start, jnp.arange(800))[1]
+
+    jitted = eqx.filter_jit(run)
+    found, rejected = jitted(plain_kfac(0.1, damping=0.1, norm_constraint=constraint))
+    rare = np.asarray(found)[99::100]
+    assert not np.any(rejected) and rare[0] > 30 and rare[-1] < 0.5 * rare[0]
+    # Without a bound, nothing says how far such a batch may lead.
+    found, rejected = jitted(plain_kfac(0.1, damping=0.1))
+    rare = np.asarray(found)[99::100]
+    assert np.all(rejected[99::100]) and rare[-1] > 0.9 * rare[0]
+
+
+def test_bounded_steps_go_back_as_well():
+    """After four losses in a row, from three of which a step was taken."""
+    optimizer = plain_kfac(0.1, damping=0.1, norm_constraint=kfac.TrustRegion())
+    take = eqx.filter_jit(ft.partial(optimizer.step, shifted))
+    one, none = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
+    model, state = mlp(), optimizer.init(mlp())
+    for i in range(5):
+        key = jax.random.fold_in(KEY, i)
+        model, state, _ = take(model, state, X, Y, one, none, key=key)
+    good = sorted_arrays(arrays(state.rollback.params))
+    found, coupling = [], float(state.extent.coupling)
+    for i in range(4):
+        shift = jnp.asarray(1e3, jnp.float32)
+        model, state, info = take(model, state, X, Y, one, shift, key=KEY)
+        found.append((bool(info.rejected), faults_of(info)))
+    assert found == 3 * [(False, set())] + [(True, {"divergence"})]
+    assert_same_leaves(sorted_arrays(model), good)
+    assert state.rollback.caution == 10 and float(state.extent.coupling) == coupling
+
+
+@pytest.mark.parametrize("scale, shift", [(1.0, 1e3), (0.0, 0.0), (1.5, 0.1)])
+def test_curvature_and_damping_follow_only_what_is_like_the_rest(scale, shift):
+    """Neither a batch whose loss is many times what it has been, nor one in which nothing
+    counts, though all is due; a batch that is somewhat harder does."""
+    optimizer = plain_kfac(
+        0.1, damping=kfac.LayerDamping(), norm_constraint=kfac.TrustRegion()
+    )
+    take = eqx.filter_jit(ft.partial(optimizer.step, shifted))
+    number = ft.partial(jnp.asarray, dtype=jnp.float32)
+    model, old = mlp(), optimizer.init(mlp())
+    for i in range(5):
+        key = jax.random.fold_in(KEY, i)
+        model, old, _ = take(model, old, X, Y, number(1), number(0), key=key)
+    _, new, info = take(model, old, X, Y, number(scale), number(shift), key=KEY)
+    assert not info.rejected
+    followed = [
+        not jtu.tree_all(jtu.tree_map(lambda a, b: np.array_equal(a, b), *parts))
+        for parts in (
+            (old.curvature, new.curvature),
+            (old.layer_damping, new.layer_damping),
+            (old.extent.coupling, new.extent.coupling),
+        )
+    ]
+    assert followed == ([True] * 3 if shift == 0.1 else [False] * 3)
+
+
+def test_first_curvature_is_that_of_any_batch():
+    """Of an empty one, too: there is nothing else."""
+    optimizer = plain_kfac(0.1, damping=0.1)
+    take = eqx.filter_jit(ft.partial(optimizer.step, shifted))
+    none, one = jnp.zeros((), jnp.float32), jnp.ones((), jnp.float32)
+    model, state, info = take(mlp(), optimizer.init(mlp()), X, Y, none, none, key=KEY)
+    assert not info.rejected and state.weight == 1
+    model, state, info = take(model, state, X, Y, one, none, key=KEY)
+    assert not info.rejected and info.update_norm > 0
+
+
+def test_estimates_from_elsewhere_are_held_against_the_loss_as_well():
+    optimizer = plain_kfac(0.1, damping=0.1, norm_constraint=kfac.TrustRegion())
+
+    @eqx.filter_jit
+    def take(model, state, shift):
+        loss_fn = lambda m: kfac.SquaredError(jax.vmap(m)(X), Y) + shift
+        found = kfac.value_grad_and_curvature(loss_fn)(model, key=KEY)
+        value, grads, curvature = found
+        updates, state = optimizer.update(
+            grads, state, model, curvature=curvature, value=value
+        )
+        return eqx.apply_updates(model, updates), state
+
+    model, state = mlp(), optimizer.init(mlp())
+    for _ in range(3):
+        model, state = take(model, state, jnp.zeros((), jnp.float32))
+    _, other = take(model, state, jnp.asarray(1e3, jnp.float32))
+    assert_same_leaves(arrays(other.curvature), arrays(state.curvature))
+    assert other.rejected == 0 and other.weight == state.weight
+    _, other = take(model, state, jnp.asarray(0.1, jnp.float32))
+    assert other.weight > state.weight
+
+
 def sorted_arrays(tree):
     return sorted(arrays(tree), key=lambda a: (a.shape, a.ravel()[0]))
 

@@ -32,7 +32,7 @@ def after(
     the state remembers why. `share`: that of the damping, for its rule."""
     rollback, back = state.rollback, jnp.zeros_like(info.rejected)
     if watched:
-        bad = info.faults.loss | info.faults.gradient | info.faults.divergence
+        bad = info.faults.loss | info.faults.gradient | rollback.diverged(info.loss)
         rollback = rollback.after(model, info.loss, bad, info.rejected)
         back = rollback.back
     # A velocity that led uphill starts again from zero: it would lead there for ever.

@@ -29,13 +29,20 @@ class Average(NamedTuple):
         """Which layers have none, so that nothing says how far they may go."""
         return ~self.known
 
-    def including(self, model: Model, new: Model | None, ema: Array) -> "Average":
-        """With an estimate from elsewhere, of this step's examples; with none, only what
-        there is already is fine."""
+    def including(
+        self,
+        model: Model,
+        new: Model | None,
+        ema: Array,
+        taken: Bool[Array, ""] | bool = True,
+    ) -> "Average":
+        """With an estimate from elsewhere, of this step's examples, if it is to be
+        `taken`; with none, only what there is already is fine."""
         if new is None:
             return self._replace(fine=self.fine & (self.weight > 0))
-        joined = include(*self[:2], model, new, ema, self.fine)
-        return self._with(*joined, jnp.ones_like(self.fine))
+        *joined, took = include(*self[:2], model, new, ema, self.fine & taken)
+        fine = took | (self.fine & jnp.logical_not(taken))
+        return self._with(*joined, fine, took)
 
     def _with(
         self,
@@ -58,9 +65,10 @@ def collect(
     burn_in: int,
     key: Key | None,
     due: Due,
+    taken: Bool[Array, ""],
 ) -> Average:
-    """The average with one more estimate, if one is due; with `burn_in` more if it is
-    the first."""
+    """The average with one more estimate, if one is due and to be `taken`; with `burn_in`
+    more if it is the first."""
     first = before.weight == 0
     whole = linearised.batch.first(fisher.examples) is linearised.batch
     fresh, unchanged = jnp.full_like(first, whole), first & ~first
@@ -82,4 +90,4 @@ def collect(
         number = jnp.where(first, 1 + burn_in, 1)
         return jax.lax.fori_loop(0, number, one_of_many, before)
 
-    return due.when(compute, before)
+    return due.when(compute, before, taken)

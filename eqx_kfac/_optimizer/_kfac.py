@@ -364,7 +364,7 @@ class KFAC(eqx.Module):
         value, aux, grads, rows = linearised.value_and_grads()
         begun = start(value, grads, state, self._rules, linearised=linearised)
         how = linearised, self.fisher, state.ema, self._burn_in, key, due
-        estimate = lambda before: collect(before, *how)
+        estimate = lambda before: collect(before, *how, begun.teaches)
         updates, state, info = self._updates(
             model, state, estimate, due, begun, rows, linearised
         )
@@ -407,7 +407,8 @@ class KFAC(eqx.Module):
         watched = value is not None and model is not None
         value = jnp.zeros(()) if value is None else jnp.asarray(value)
         begun = start(value, grads, state, self._rules, watched)
-        estimate = lambda before: before.including(grads, curvature, state.ema)
+        estimated = grads, curvature, state.ema, begun.teaches
+        estimate = lambda before: before.including(*estimated)
         due = Due.of(state, 1)
         updates, state, _ = self._updates(model, state, estimate, due, begun)
         return (state.rollback.led(updates, model) if watched else updates), state

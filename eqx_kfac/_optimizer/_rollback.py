@@ -19,15 +19,16 @@ class Rollback(eqx.Module):
 
     $$L \leftarrow \min(\max(|h|, 0.99 L), 1.1 L).$$
 
-    A single batch may be to blame, so its step is not taken, and that is all; $L$ is
-    doubled, so that batches that always are so large are learnt from after some of them,
-    if they are more than one in seventy. After four such losses in a row (or losses or
-    gradients that are not finite), the parameters are to blame: they go back to the last
-    ones at which the loss was below $L$, and $L$ to what it was; damping is ten times
-    what it was, the bounds of a norm constraint a tenth, and either becomes again what it
-    was, by 2 % at every step that is taken. If the loss there is as large, the data are
-    to blame: damping and bounds are as they were before, and after four more such losses
-    the new level is what the loss now is.
+    A single batch may be to blame: a rare class, or a mistake in the data. Its step is
+    taken if a norm constraint or a trust region bounds it, and otherwise not; $L$ is
+    doubled, so that without a bound, too, batches that always are so large are learnt
+    from after some of them, if they are more than one in seventy. After four such losses
+    in a row (or losses or gradients that are not finite), the parameters are to blame:
+    they go back to the last ones at which the loss was below $L$, and $L$ to what it was;
+    damping is ten times what it was, the bounds of a norm constraint a tenth, and either
+    becomes again what it was, by 2 % at every step that is taken. If the loss there is as
+    large, the data are to blame: damping and bounds are as they were before, and after
+    four more such losses the new level is what the loss now is.
 
     **Fields:**
 
@@ -54,6 +55,11 @@ class Rollback(eqx.Module):
         """Whether a loss, which may be anything, is many times what it has been."""
         most = _MANY * jnp.maximum(self.usual, _LEAST)
         return (self.level > 0) & (value.astype(most.dtype) > most)
+
+    def refuses(self, value: Float[Array, ""], bounded: bool) -> Bool[Array, ""]:
+        """Whether the step from such a loss is not taken: it leads back, or nothing
+        bounds it."""
+        return self.diverged(value) & (self.due | (not bounded))
 
     @property
     def due(self) -> Bool[Array, ""]:

@@ -76,8 +76,9 @@ class Faults(eqx.Module):
     )
     divergence = _fault(
         "divergence",
-        """The loss before the step was many times what it had been; or the parameters
-        went back to where it was good: see `kfac.Rollback`.""",
+        """The loss before the step was many times what it had been, and nothing bounded
+        the step; or the parameters went back to where it was good: see
+        `kfac.Rollback`.""",
     )
     factorisation = _fault(
         "factorisation", "It could not be inverted: the previous inverse is still used."

@@ -47,7 +47,10 @@ class Start(NamedTuple):
     grads: Model
     gradient_norm: Float[Array, ""]
     in_range: Bool[Array, ""]  # The numbers in the state.
-    diverged: Bool[Array, ""]  # The loss is many times what it has been.
+    refused: Bool[Array, ""]  # The loss has diverged: see `Rollback.refuses`.
+    # Whether curvature, damping and coupling follow this batch: not if its loss is unlike
+    # all others, or nothing is in it.
+    teaches: Bool[Array, ""]
     negative: Bool[Array, ""]  # A weight of a loss.
     watched: bool  # Whether that can be told, and the parameters can go back.
     is_surrogate: bool  # A loss without targets gives the curvature of the rest.
@@ -57,7 +60,7 @@ class Start(NamedTuple):
     def fine(self) -> Bool[Array, ""]:
         """Whether curvature of this batch is to be trusted."""
         finite = all_finite(self.value) & ~jnp.isnan(self.gradient_norm)
-        return self.in_range & finite & ~self.diverged & ~self.negative
+        return self.in_range & finite & ~self.refused & ~self.negative
 
 
 class Evaluation(NamedTuple):
@@ -108,7 +111,9 @@ class Trial(PlainModule):
             due = due._replace(period=1)
         size, grads = self.start.size, self.grads
         arguments = state.damping, self.curvature, self.model, size, grads
-        return due.when(ft.partial(rule, *arguments), state.layer_damping, self.finite)
+        compute = ft.partial(rule, *arguments)
+        learns = self.finite & self.start.teaches
+        return due.when(compute, state.layer_damping, learns)
 
     def strength(self, damping: Any, each: Model | None = None) -> Any:
         """What the preconditioner is damped with: a number, or one for `each` layer."""
@@ -215,7 +220,7 @@ class Trial(PlainModule):
             factorisation=self.finite & ~factorised,
             update=known & ~finite_update,
             increase=finite_update & self._risen(found.new_loss),
-            divergence=jnp.where(lost, leads_back, self.start.diverged),
+            divergence=jnp.where(lost, leads_back, self.start.refused),
         )
         return Info(
             loss=self.value,
@@ -288,6 +293,8 @@ class Trial(PlainModule):
         joint = tree_dot(state.velocity, self._gradient).astype(rate.dtype)
         assert state.extent is not None  # There is a region.
         before, coupling = state.extent.squared_length, state.extent.coupling_given(joint)
+        # The gradient of a batch that is unlike all others says nothing of the velocity.
+        coupling = jnp.where(self.start.teaches, coupling, state.extent.coupling)
         # The curvature may have changed since; but the inequality of Cauchy and Schwarz
         # holds in every metric.
         before = jnp.maximum(before, joint**2 / _positive(norm))
@@ -454,13 +461,18 @@ def start(
         )
         negative = linearised.has_negative_weights()
     watched = watched and not is_surrogate
+    bounded = state.norm_constraint is not None
+    norm = tree_norm(grads)
+    empty = (value == 0) & (norm == 0)  # As where all weights of a batch are zero.
+    unlike = (empty | state.rollback.diverged(value)) & watched
     return Start(
         value=value,
         size=jnp.full_like(value, jnp.inf) if is_surrogate else value,
         grads=grads,
-        gradient_norm=tree_norm(grads),
+        gradient_norm=norm,
         in_range=in_range(numbers),
-        diverged=state.rollback.diverged(value) & watched,
+        refused=state.rollback.refuses(value, bounded) & watched,
+        teaches=(state.weight == 0) | ~unlike,
         negative=negative,
         watched=watched,
         is_surrogate=is_surrogate,

@@ -294,10 +294,10 @@ class Block(eqx.Module):
     attention: eqx.nn.MultiheadAttention
     mlp: eqx.nn.MLP
 
-    def __init__(self, width, key):
+    def __init__(self, width, heads, key):
         keys = jax.random.split(key)
         self.norms = eqx.nn.LayerNorm(width), eqx.nn.LayerNorm(width)
-        self.attention = eqx.nn.MultiheadAttention(4, width, key=keys[0])
+        self.attention = eqx.nn.MultiheadAttention(heads, width, key=keys[0])
         self.mlp = eqx.nn.MLP(width, width, 4 * width, 1, jax.nn.gelu, key=keys[1])
 
     def __call__(self, h):
@@ -314,13 +314,13 @@ class Transformer(eqx.Module):
     norm: eqx.nn.LayerNorm
     out: eqx.nn.Linear
 
-    def __init__(self, symbols, length, width, key):
-        keys = jax.random.split(key, 5)
+    def __init__(self, symbols, length, width, key, depth=2, heads=4):
+        keys = jax.random.split(key, 3 + depth)
         self.tokens = eqx.nn.Embedding(symbols, width, key=keys[0])
         self.places = eqx.nn.Embedding(length, width, key=keys[1])
-        self.blocks = [Block(width, k) for k in keys[2:4]]
+        self.blocks = [Block(width, heads, k) for k in keys[2:-1]]
         self.norm = eqx.nn.LayerNorm(width)
-        self.out = eqx.nn.Linear(width, symbols, key=keys[4])
+        self.out = eqx.nn.Linear(width, symbols, key=keys[-1])
 
     def __call__(self, tokens):
         h = jax.vmap(self.tokens)(tokens)
@@ -336,10 +336,10 @@ def predict(model, tokens):
     return kfac.SoftmaxCrossEntropy(logits, tokens[:, 1:])
 
 
-def sources() -> str:
+def sources(pattern: str = "[a-h]*.py") -> str:
     """Those of Python's own library."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(folder.glob("[a-h]*.py"))
+    paths = [p for p in sorted(folder.glob(pattern)) if "packages" not in str(p)]
     return "".join(path.read_text(errors="ignore") for path in paths)
 
 
@@ -348,9 +348,9 @@ def _pieces(symbols: np.ndarray, length: int) -> np.ndarray:
     return cut.astype(np.int32).reshape(-1, length)
 
 
-def characters(length: int) -> np.ndarray:
+def characters(length: int, text: str) -> np.ndarray:
     """Pieces of a text, `[n, length]`, as numbers of 80 characters."""
-    raw = np.frombuffer(sources().encode("ascii", "ignore"), np.uint8)
+    raw = np.frombuffer(text.encode("ascii", "ignore"), np.uint8)
     common = np.sort(np.argsort(-np.bincount(raw, minlength=128))[:80])
     return _pieces(np.clip(np.searchsorted(common, raw), 0, 79), length)
 
@@ -366,7 +366,7 @@ def words(length: int, vocabulary: int) -> np.ndarray:
 
 
 def transformer(key, data):
-    train, test = _split(characters(65), test=0.05)
+    train, test = _split(characters(65, sources()), test=0.05)
     model = Transformer(80, 64, 64, key)
     return Race("transformer", 32, model, None, predict, train, test)
 
@@ -377,6 +377,14 @@ def language_model(key, data):
     return Race("words", 16, model, None, predict, train, test, looked_at=100)
 
 
+def large_transformer(key, data):
+    """For an accelerator: 25 million parameters, 16,384 characters a batch."""
+    train, test = _split(characters(257, sources("**/*.py")), test=0.01)
+    model = Transformer(80, 256, 512, key, depth=8, heads=8)
+    return Race("large transformer", 64, model, None, predict, train, test, looked_at=100)
+
+
+LARGE = [large_transformer]
 ALL = [
     dense,
     small_batch,

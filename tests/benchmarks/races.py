@@ -5,6 +5,7 @@ each at that rate, with the same number of steps.
 
     python tests/benchmarks/races.py --data folder/of/mnist --out runs/races --steps 500
     python tests/benchmarks/races.py --problems gru curves --seconds 5 --seeds 1
+    python tests/benchmarks/races.py --problems large_transformer   # on an accelerator
     python tests/benchmarks/races.py --toy          # does everything run?
 
 Compiling is not counted, nor looking at the losses. Grids run on the first seed, the best
@@ -309,11 +310,10 @@ def main() -> None:
     if options.toy:
         options.problems, options.seconds, options.seeds = ["regression"], 0.2, 1
         options.steps = 5
-    builds = [
-        b
-        for b in race_problems.ALL
-        if not options.problems or b.__name__ in options.problems
-    ]
+    builds = race_problems.ALL
+    if options.problems:
+        known = [*race_problems.ALL, *race_problems.LARGE]
+        builds = [b for b in known if b.__name__ in options.problems]
     methods = [m for m in METHODS if not options.methods or m.name in options.methods]
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
