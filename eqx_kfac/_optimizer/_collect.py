@@ -40,9 +40,10 @@ class Average(NamedTuple):
         `taken`; with none, only what there is already is fine."""
         if new is None:
             return self._replace(fine=self.fine & (self.weight > 0))
-        *joined, took = include(*self[:2], model, new, ema, self.fine & taken)
+        joined = include(*self[:2], model, new, ema, self.fine & taken)
+        curvature, weight, took = joined
         fine = took | (self.fine & jnp.logical_not(taken))
-        return self._with(*joined, fine, took)
+        return self._with(curvature, weight, fine, took)
 
     def _with(
         self,
