@@ -144,19 +144,20 @@ def shifted(model, x, y, scale, shift):
 
 
 PLAIN = plain_kfac(0.1, damping=0.1, averaging=0.9)
+BOUNDED = plain_kfac(0.1, damping=0.1, norm_constraint=kfac.TrustRegion())
 
 
 @eqx.filter_jit
-def step(model, state, scale=1.0, shift=0.0):
+def step(model, state, scale=1.0, shift=0.0, optimizer=PLAIN):
     key = jax.random.fold_in(KEY, state.step)
     numbers = jnp.asarray(scale, jnp.float32), jnp.asarray(shift, jnp.float32)
-    return PLAIN.step(shifted, model, state, X, Y, *numbers, key=key)
+    return optimizer.step(shifted, model, state, X, Y, *numbers, key=key)
 
 
-def steps(model, state, number, *numbers):
+def steps(model, state, number, *numbers, optimizer=PLAIN):
     infos = []
     for _ in range(number):
-        model, state, info = step(model, state, *numbers)
+        model, state, info = step(model, state, *numbers, optimizer=optimizer)
         infos.append(info)
     return model, state, infos
 
@@ -251,22 +252,15 @@ def test_rare_batches_are_learnt_from_if_steps_are_bounded(constraint):
 
 def test_bounded_steps_go_back_as_well():
     """After four losses in a row, from three of which a step was taken."""
-    optimizer = plain_kfac(0.1, damping=0.1, norm_constraint=kfac.TrustRegion())
-    take = eqx.filter_jit(ft.partial(optimizer.step, shifted))
-    one, none = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
-    model, state = mlp(), optimizer.init(mlp())
-    for i in range(5):
-        key = jax.random.fold_in(KEY, i)
-        model, state, _ = take(model, state, X, Y, one, none, key=key)
-    good = sorted_arrays(arrays(state.rollback.params))
-    found, coupling = [], float(state.extent.coupling)
-    for i in range(4):
-        shift = jnp.asarray(1e3, jnp.float32)
-        model, state, info = take(model, state, X, Y, one, shift, key=KEY)
-        found.append((bool(info.rejected), faults_of(info)))
+    run = ft.partial(steps, optimizer=BOUNDED)
+    model, state, _ = run(mlp(), BOUNDED.init(mlp()), 5)
+    end, after, infos = run(model, state, 4, 1.0, 1e3)
+    found = [(bool(info.rejected), faults_of(info)) for info in infos]
     assert found == 3 * [(False, set())] + [(True, {"divergence"})]
-    assert_same_leaves(sorted_arrays(model), good)
-    assert state.rollback.caution == 10 and float(state.extent.coupling) == coupling
+    good = sorted_arrays(arrays(state.rollback.params))
+    assert_same_leaves(sorted_arrays(end), good)
+    assert after.rollback.caution == 10
+    assert after.extent.coupling == state.extent.coupling
 
 
 @pytest.mark.parametrize("scale, shift", [(1.0, 1e3), (0.0, 0.0), (1.5, 0.1)])
@@ -276,13 +270,8 @@ def test_curvature_and_damping_follow_only_what_is_like_the_rest(scale, shift):
     optimizer = plain_kfac(
         0.1, damping=kfac.LayerDamping(), norm_constraint=kfac.TrustRegion()
     )
-    take = eqx.filter_jit(ft.partial(optimizer.step, shifted))
-    number = ft.partial(jnp.asarray, dtype=jnp.float32)
-    model, old = mlp(), optimizer.init(mlp())
-    for i in range(5):
-        key = jax.random.fold_in(KEY, i)
-        model, old, _ = take(model, old, X, Y, number(1), number(0), key=key)
-    _, new, info = take(model, old, X, Y, number(scale), number(shift), key=KEY)
+    model, old, _ = steps(mlp(), optimizer.init(mlp()), 5, optimizer=optimizer)
+    _, new, info = step(model, old, scale, shift, optimizer)
     assert not info.rejected
     followed = [
         not jtu.tree_all(jtu.tree_map(lambda a, b: np.array_equal(a, b), *parts))
@@ -297,29 +286,24 @@ def test_curvature_and_damping_follow_only_what_is_like_the_rest(scale, shift):
 
 def test_first_curvature_is_that_of_any_batch():
     """Of an empty one, too: there is nothing else."""
-    optimizer = plain_kfac(0.1, damping=0.1)
-    take = eqx.filter_jit(ft.partial(optimizer.step, shifted))
-    none, one = jnp.zeros((), jnp.float32), jnp.ones((), jnp.float32)
-    model, state, info = take(mlp(), optimizer.init(mlp()), X, Y, none, none, key=KEY)
+    model, state, info = step(mlp(), PLAIN.init(mlp()), 0.0)
     assert not info.rejected and state.weight == 1
-    model, state, info = take(model, state, X, Y, one, none, key=KEY)
+    _, _, info = step(model, state)
     assert not info.rejected and info.update_norm > 0
 
 
 def test_estimates_from_elsewhere_are_held_against_the_loss_as_well():
-    optimizer = plain_kfac(0.1, damping=0.1, norm_constraint=kfac.TrustRegion())
-
     @eqx.filter_jit
     def take(model, state, shift):
         loss_fn = lambda m: kfac.SquaredError(jax.vmap(m)(X), Y) + shift
         found = kfac.value_grad_and_curvature(loss_fn)(model, key=KEY)
         value, grads, curvature = found
-        updates, state = optimizer.update(
+        updates, state = BOUNDED.update(
             grads, state, model, curvature=curvature, value=value
         )
         return eqx.apply_updates(model, updates), state
 
-    model, state = mlp(), optimizer.init(mlp())
+    model, state = mlp(), BOUNDED.init(mlp())
     for _ in range(3):
         model, state = take(model, state, jnp.zeros((), jnp.float32))
     _, other = take(model, state, jnp.asarray(1e3, jnp.float32))

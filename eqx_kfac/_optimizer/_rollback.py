@@ -56,10 +56,10 @@ class Rollback(eqx.Module):
         most = _MANY * jnp.maximum(self.usual, _LEAST)
         return (self.level > 0) & (value.astype(most.dtype) > most)
 
-    def refuses(self, value: Float[Array, ""], bounded: bool) -> Bool[Array, ""]:
-        """Whether the step from such a loss is not taken: it leads back, or nothing
-        bounds it."""
-        return self.diverged(value) & (self.due | (not bounded))
+    def refuses(self, is_bounded: bool) -> Bool[Array, ""]:
+        """Whether no step is taken from a loss that has diverged: it leads back, or
+        nothing bounds the step."""
+        return self.due | (not is_bounded)
 
     @property
     def due(self) -> Bool[Array, ""]:

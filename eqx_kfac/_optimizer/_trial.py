@@ -461,18 +461,18 @@ def start(
         )
         negative = linearised.has_negative_weights()
     watched = watched and not is_surrogate
-    bounded = state.norm_constraint is not None
+    is_bounded = state.norm_constraint is not None
     norm = tree_norm(grads)
-    empty = (value == 0) & (norm == 0)  # As where all weights of a batch are zero.
-    unlike = (empty | state.rollback.diverged(value)) & watched
+    diverged = state.rollback.diverged(value) & watched
+    empty = (value == 0) & (norm == 0) & watched  # As where all weights are zero.
     return Start(
         value=value,
         size=jnp.full_like(value, jnp.inf) if is_surrogate else value,
         grads=grads,
         gradient_norm=norm,
         in_range=in_range(numbers),
-        refused=state.rollback.refuses(value, bounded) & watched,
-        teaches=(state.weight == 0) | ~unlike,
+        refused=diverged & state.rollback.refuses(is_bounded),
+        teaches=(state.weight == 0) | ~(diverged | empty),
         negative=negative,
         watched=watched,
         is_surrogate=is_surrogate,

@@ -337,9 +337,10 @@ def predict(model, tokens):
 
 
 def sources(pattern: str = "[a-h]*.py") -> str:
-    """Those of Python's own library."""
+    """Those of Python's own library, without what is installed beside it."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    paths = [p for p in sorted(folder.glob(pattern)) if "packages" not in str(p)]
+    others = {"site-packages", "dist-packages"}
+    paths = [p for p in sorted(folder.glob(pattern)) if not others & {*p.parts}]
     return "".join(path.read_text(errors="ignore") for path in paths)
 
 
