@@ -9,7 +9,7 @@ FloatScalar: TypeAlias = Float[Array, ""]
 IntScalar: TypeAlias = Int[Array, ""]
 Key: TypeAlias = PRNGKeyArray | Shaped[Array, "2"]
 # A number, or a schedule: a function of the step.
-Numeric: TypeAlias = ArrayLike | Callable[[Any], Any]
+Numeric: TypeAlias = ArrayLike | Callable[[IntScalar], ArrayLike]
 # What a loss function takes beside the model.
 Args: TypeAlias = Sequence[Any]
 Kwargs: TypeAlias = dict[str, Any]
