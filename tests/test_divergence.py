@@ -77,9 +77,9 @@ class Adapted(eqx.Module):
 class OfCurvatureAlone(kfac.LayerDamping):
     """It does not look at gradients."""
 
-    def __call__(self, damping, curvature, model, value, grads):
+    def __call__(self, damping, curvature, model, value, grads, terms):
         grads = jtu.tree_map(jnp.zeros_like, grads)
-        return super().__call__(damping, curvature, model, value, grads)
+        return super().__call__(damping, curvature, model, value, grads, terms)
 
 
 @eqx.filter_jit

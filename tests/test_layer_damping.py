@@ -74,11 +74,11 @@ def curvature_of(model):
 
 
 @eqx.filter_jit
-def applied(rule, damping, curvature, model, value=ONE, grads=None):
+def applied(rule, damping, curvature, model, value=ONE, grads=None, terms=None):
     """One program for all rules of which only arrays differ."""
     if grads is None:
         grads = jtu.tree_map(jnp.zeros_like, eqx.filter(model, eqx.is_array))
-    return rule(jnp.asarray(damping), curvature, model, value, grads)
+    return rule(jnp.asarray(damping), curvature, model, value, grads, terms)
 
 
 def as_arrays(rule):
@@ -149,6 +149,36 @@ def test_the_formula(block, rule):
     # Of the first and last rule, the same everywhere, of the other, nowhere.
     assert len(np.unique(flat.round(12))) == (1 if rule is not RULES[1] else flat.size)
     assert np.all(flat == MOST) == (rule is RULES[2])
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["fraction", "stiffness", "most"])
+@pytest.mark.parametrize("terms, part", [(1, 1), (128, 1), (1280, 0.1), (None, 1)])
+def test_the_fraction_falls_with_the_number_of_terms(rule, terms, part):
+    model, curvature = of_block(kfac.Kronecker())
+    arguments = as_arrays(rule), MOST, curvature, model
+    got = jtu.tree_leaves(applied(*arguments, terms=terms))
+    part = part if rule is RULES[0] else 1
+    for g, w in zip(got, jtu.tree_leaves(applied(*arguments)), strict=True):
+        np.testing.assert_allclose(g, part * w, rtol=1e-12)
+
+
+def test_a_step_counts_its_terms():
+    """Twice the batch, with every example twice: the same but for their number."""
+    model = make_model(kfac.Kronecker())
+    double = [jnp.concatenate([a, a]) for a in (X, Y)]
+    found = []
+    for x, y, few_terms in [(X, Y, len(X)), (*double, len(X)), (*double, 2 * len(X))]:
+        damping = kfac.LayerDamping(MOST, 1e-3, few_terms=few_terms, stiffness=1e3)
+        optimizer = kfac.KFAC(0.1, damping=damping, fisher=EXACT)
+        state = begun(optimizer, model)
+        _, state, _ = eqx.filter_jit(optimizer.step)(loss_fn, model, state, x, y)
+        found.append(np.concatenate([np.ravel(a) for a in _leaves(state)]))
+    np.testing.assert_allclose(found[1], found[0] / 2, rtol=1e-6)
+    np.testing.assert_allclose(found[2], found[0], rtol=1e-6)
+
+
+def _leaves(state):
+    return jtu.tree_leaves(state.layer_damping)
 
 
 @pytest.mark.parametrize("rule", RULES[:2], ids=["fraction", "stiffness"])
@@ -344,7 +374,7 @@ def test_a_chain_of_time_steps():
     plain = kfac.factors.KroneckerFactors(jnp.asarray(a), jnp.asarray(g), chain.l2)
     alone = applied(rule, most, plain, layer)
     assert applied(rule, most, chain, series) == alone != most
-    jaxpr = jax.make_jaxpr(rule)(most, chain, series, ONE, series)
+    jaxpr = jax.make_jaxpr(rule)(most, chain, series, ONE, series, None)
     assert max(v.aval.size for e in jaxpr.eqns for v in e.outvars) <= 31**2
 
 
@@ -392,6 +422,8 @@ def test_what_is_refused():
         kfac.KFAC(quadratic, quadratic, kfac.LayerDamping())
     with pytest.raises(ValueError, match="curvature_fraction"):
         kfac.LayerDamping(curvature_fraction=0.0)
+    with pytest.raises(ValueError, match="few_terms"):
+        kfac.LayerDamping(few_terms=0)
     with pytest.raises(TypeError, match="learning_rate"):
         kfac.KFAC(kfac.LayerDamping())
     with pytest.raises(ValueError, match="damping=LayerDamping.*needs the `model`"):

@@ -3,11 +3,12 @@
 import abc
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float
 
-from .._checks import AT_LEAST_0, check_number, POSITIVE
+from .._checks import AT_LEAST_0, check_count, check_number, POSITIVE
 from .._custom_types import Layer, Model, Scalar
 from .._devices import over_stack, zeros_as_from
 from .._misc import inner, total
@@ -34,27 +35,30 @@ class AbstractLayerDamping(AbstractRule):
         model: Model,
         value: Float[Array, ""],
         grads: Model,
+        terms: int | None,
     ) -> Model:
         """The damping of every layer with factors (and of each layer of a stack),
         whenever they are factorised: a tree shaped like the model, with a number for
-        every layer. `value` and `grads` are the loss of the batch and its gradient."""
+        every layer. `value` and `grads` are the loss of the batch and its gradient,
+        `terms` the number of its terms if that is known."""
 
 
 class LayerDamping(AbstractLayerDamping):
     r"""Damping that is chosen for every layer whenever its curvature is factorised:
 
-    $$\lambda_l = \min\Bigl(\lambda \min(1, |h|)^p, \; r \,
+    $$\lambda_l = \min\Bigl(\lambda \min(1, |h|)^p, \; r \min(1, m / N) \,
     \frac{\sum_k s_k}{\sum_k t_k}, \;
     \kappa \, \frac{\sqrt{t_l}}{\lVert \theta_l \rVert}\Bigr), \qquad
     t_l = \max(\operatorname{tr} \hat F_l, \lVert \nabla_l h \rVert^2), \quad
     s_l = \max(\operatorname{tr} \hat F_l^2, \lVert \nabla_l h \rVert^4)$$
 
-    with $h$ the loss of the batch (in nats). The first term lets a regression converge:
+    with $h$ the loss of the batch (in nats) and $N$ the number of its terms. The first term lets a regression converge:
     its Fisher does not depend on the loss, and what is left to be learnt in the end lies
     where there is little of it. The second term is a part of the typical curvature of the
     whole network: if a network fits its data, its Fisher vanishes, and a fixed damping
-    would stop it. The third term bounds, relative to the parameters, a step that is
-    determined by damping alone: in a gradient of $N$ examples,
+    would stop it. Damping keeps noise out of a step, and the more terms a gradient has,
+    the less there is: the part falls as $1 / N$ from $m$ terms on. The third term bounds, relative to the parameters, a step that is
+    determined by damping alone: in a gradient of $N$ terms,
     $\sqrt{\operatorname{tr} \hat F_l / N}$ is noise, and noise then moves a layer by at
     most $\alpha / (\kappa \sqrt N)$ of its norm. If a signal has faded in the depth of a
     network, or because its data are of a small scale, a fixed damping would hold the
@@ -86,6 +90,7 @@ class LayerDamping(AbstractLayerDamping):
     curvature_fraction: Scalar
     stiffness: Scalar
     loss_power: Scalar
+    few_terms: int = eqx.field(static=True)
 
     def __init__(
         self,
@@ -93,6 +98,7 @@ class LayerDamping(AbstractLayerDamping):
         curvature_fraction: Scalar = 0.1,
         stiffness: Scalar = 0.3,
         loss_power: Scalar = 0.5,
+        few_terms: int = 128,
     ):
         r"""**Arguments:**
 
@@ -101,6 +107,8 @@ class LayerDamping(AbstractLayerDamping):
             network.
         - `stiffness`: $\kappa > 0$: the larger, the less a layer may move.
         - `loss_power`: $p \ge 0$, the power of the loss. 0 leaves the loss out.
+        - `few_terms`: $m$: up to this number of loss terms, their number does not
+            matter.
 
         **Raises:** `ValueError` for a number out of its range.
         """
@@ -114,6 +122,7 @@ class LayerDamping(AbstractLayerDamping):
         self.loss_power = check_number(
             "loss_power", loss_power, AT_LEAST_0, schedule=False
         )
+        self.few_terms = check_count("few_terms", few_terms, 1)
 
     @property
     def initial(self) -> Scalar:
@@ -127,9 +136,11 @@ class LayerDamping(AbstractLayerDamping):
         model: Model,
         value: Float[Array, ""],
         grads: Model,
+        terms: int | None,
     ) -> Model:
         r"""$\lambda_l$ for every layer with factors (and for each of a stack), given
-        $\lambda$, the loss, and its gradient."""
+        $\lambda$, the loss, its gradient, and the number of its terms if that is
+        known."""
 
         matrices = map_tags(_matrix, grads)
         found, treedef = flatten_tags(_measured, model, curvature, matrices)
@@ -137,7 +148,9 @@ class LayerDamping(AbstractLayerDamping):
         each = [m for m in measures if m is not None]
         traces = sum(jnp.sum(m.trace) for m in each)
         squares = sum(jnp.sum(m.squares) for m in each)
-        share = self.curvature_fraction * squares / jnp.where(traces > 0, traces, 1)
+        many = 1.0 if terms is None else min(1.0, self.few_terms / max(terms, 1))
+        fraction = self.curvature_fraction * many
+        share = fraction * squares / jnp.where(traces > 0, traces, 1)
         share = jnp.where(jnp.isnan(share), jnp.inf, share)  # Both have overflowed.
 
         size = jnp.minimum(1, jnp.abs(value)).astype(damping.dtype) ** self.loss_power
@@ -162,7 +175,7 @@ def init_layer_damping(
     if rule is None:
         return None
     number = jnp.zeros((), float)
-    return zeros_as_from(rule, number, curvature, model, number, model)
+    return zeros_as_from(rule, number, curvature, model, number, model, None)
 
 
 def _matrix(tag: Tag, layer: Layer) -> Array | None:

@@ -110,7 +110,7 @@ class Trial(PlainModule):
         if due.turns > 1:  # Some are factorised at every step.
             due = due._replace(period=1)
         size, grads = self.start.size, self.grads
-        arguments = state.damping, self.curvature, self.model, size, grads
+        arguments = state.damping, self.curvature, self.model, size, grads, self._terms
         compute = ft.partial(rule, *arguments)
         learns = self.finite & self.start.teaches
         return due.when(compute, state.layer_damping, learns)
@@ -267,6 +267,11 @@ class Trial(PlainModule):
         return self.start.grads
 
     @property
+    def _terms(self) -> int | None:
+        """The number of terms of the loss, if that is known."""
+        return None if self.linearised is None else self.linearised.terms
+
+    @property
     def _gradient(self) -> Model:
         """The gradient of the tagged parameters."""
         return partition_tagged(self.grads)[0]
@@ -286,8 +291,7 @@ class Trial(PlainModule):
             return (scale * rate, momentum), None
         if self._is_bounded_exactly:
             return (rate, momentum), state.extent
-        terms = None if self.linearised is None else self.linearised.terms
-        bounds = region(state.norm_constraint, self.start.size, terms)
+        bounds = region(state.norm_constraint, self.start.size, self._terms)
         most, most_of_velocity = map(state.rollback.narrowed, bounds)
         rate = _at_most(most, rate**2 * norm) * rate
         joint = tree_dot(state.velocity, self._gradient).astype(rate.dtype)
