@@ -75,7 +75,7 @@ def expressions():
 
 @eqx.filter_jit
 def answers(model, text):
-    """What it says in the places of the results, given all that is before."""
+    """The model's answers in the places of the results, given all that is before."""
     return jnp.argmax(jax.vmap(model)(text[:, :-1]), axis=-1)[:, 5:8]
 
 

@@ -4,13 +4,13 @@ import eqx_kfac as kfac
 
 
 class AsMatrices(kfac.KFAC):
-    """It preconditions all gradients as matrices."""
+    """An optimizer that preconditions all gradients as matrices."""
 
     _by_rows = False
 
 
 class Packed(kfac.KFAC):
-    """Its states are packed from the start."""
+    """An optimizer whose states are packed from the start."""
 
     def init(self, model):
         return kfac.packed(super().init(model))

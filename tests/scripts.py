@@ -21,14 +21,14 @@ def blocks(page: Path, language: str) -> list[tuple[int, str]]:
 
 
 def plain_environment() -> dict[str, str]:
-    """As in a user's shell, float32 and one device; but compiled as the tests are."""
+    """A user's shell, with float32 and one device; but compiled as the tests are."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     flags = [f for f in env["XLA_FLAGS"].split() if "device_count" not in f]
     return {**env, "XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
 
 
 def run(script: Path, *arguments: str, cache: Path | None = None) -> str:
-    """What it prints, without a warning; `cache`: a folder for what is compiled."""
+    """What a script prints, without a warning; `cache`: a folder for what is compiled."""
     kept = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     kept |= {} if cache is None else {"JAX_COMPILATION_CACHE_DIR": str(cache)}
     done = subprocess.run(

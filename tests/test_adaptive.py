@@ -903,7 +903,7 @@ def with_cliff(model, x, y, beyond):
 
 
 def allowing(most):
-    """It rejects steps by another threshold."""
+    """The guarded optimizer, with another threshold."""
     return eqx.tree_at(lambda o: o.guard.tolerance, guarded, jnp.array(most, float))
 
 
@@ -1027,7 +1027,7 @@ def loss_after(model, update, x, y):
 
 
 def test_decoupled_weight_decay():
-    """It shrinks weights by learning rate times decay, beside the update."""
+    """Weights shrink by learning rate times decay, beside the update."""
     model, state = after_two_steps()
     batch = *make_targets(2), jnp.array(0.0)
     ends = []

@@ -201,7 +201,7 @@ def test_steps_are_those_of_pairs_of_real_parameters(damping, standard_promotion
 
 
 def test_optax_faces(standard_promotion):
-    """They take gradients as JAX has them."""
+    """The faces for optax take gradients as JAX has them."""
 
     @eqx.filter_jit
     def updates_of(model):

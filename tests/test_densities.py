@@ -129,7 +129,7 @@ def factors_of(model, tree):
 
 
 def blocks_of(matrix, model):
-    """Those of the layers, on canonical matrices: rows of weights, with the bias."""
+    """The layers' blocks, on canonical matrices: rows of weights, with the bias."""
     found, start = [], 0
     for layer in layers_of(model):
         rows, columns = layer.weight.shape
@@ -154,7 +154,7 @@ def second_moment(scores, weights=None):
 
 @pytest.mark.parametrize("name", FLOWS)
 def test_flows_are_densities(name):
-    """They integrate to one."""
+    """The flows' densities integrate to one."""
     points = np.linspace(-12, 12, 241)
     x = np.stack(np.meshgrid(points, points), axis=-1).reshape(-1, D)
     model, evaluate = (

@@ -216,7 +216,7 @@ def test_updates_where_nothing_is_tracked():
 
 
 def gathered_loss(model, x, y):
-    """As on an explicit mesh, where every layer needs its weights in full."""
+    """The loss on an explicit mesh, where every layer needs its weights in full."""
     whole = lambda a: jax.sharding.reshard(a, P(*[None] * a.ndim))
     params, static = eqx.partition(model, eqx.is_inexact_array)
     return loss_fn(eqx.combine(jtu.tree_map(whole, params), static), x, y)

@@ -75,7 +75,7 @@ class Adapted(eqx.Module):
 
 
 class OfCurvatureAlone(kfac.LayerDamping):
-    """It does not look at gradients."""
+    """A rule that does not look at gradients."""
 
     def __call__(self, damping, curvature, model, value, grads, terms):
         grads = jtu.tree_map(jnp.zeros_like, grads)

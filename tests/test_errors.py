@@ -402,7 +402,7 @@ def test_a_tagged_layer_within_a_tagged_layer(entry):
 
 
 class Computed(eqx.Module):
-    """Its weight is half of what is trained, or that itself."""
+    """A layer whose weight is half of what is trained, or that itself."""
 
     half: jax.Array
     tag: kfac.Tag
@@ -646,7 +646,7 @@ for case in {cases}:
 
 
 def test_choices_of_the_wrong_type():
-    """As a user sees it, without type checking."""
+    """The messages that a user sees, without type checking."""
     source = program.format(cases=list(wrong_types))
     run = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, timeout=120

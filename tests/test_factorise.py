@@ -288,7 +288,7 @@ def test_turns_are_of_about_equal_work():
 
 @pytest.mark.parametrize("members, most, parts", [(6, 5, 3), (24, 5, 4), (7, 5, 1)])
 def test_turns_of_a_stack(members, most, parts):
-    """As many as the largest divisor; other layers have the turns that are left."""
+    """A stack has as many turns as the largest divisor; other layers have the rest."""
     make = lambda key: kfac.Linear(4, 4, key=key)
     stack = lambda: eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), members))
     model = eqx.filter_jit(lambda: [stack(), make(jax.random.key(1))])()

@@ -151,7 +151,7 @@ def random_head(size, seed=0):
 
 
 def pooling_head(channels, positions):
-    """As many rows as there are outputs, of which the first `channels` pool."""
+    """A matrix with as many rows as outputs, of which the first `channels` pool."""
     head = np.zeros((channels * positions,) * 2)
     for c in range(channels):
         head[c, c * positions : (c + 1) * positions] = 1 / positions

@@ -556,8 +556,8 @@ def fisher_root(program: Program, out: Any) -> Any:
 
 
 def derivatives(fn: Any, shape: tuple[int, ...]) -> Any:
-    """Those of `fn` in every entry of an argument of that shape, at zero, along the last
-    axis: [outputs, *shape]."""
+    """The derivatives of `fn` in every entry of an argument of that shape, at zero, along
+    the last axis: [outputs, *shape]."""
     units = np.eye(int(np.prod(shape))).reshape(-1, *shape)
     columns = [fn(1j * STEP * unit).imag / STEP for unit in units]
     return np.stack(columns, axis=-1).reshape(-1, *shape)

@@ -159,8 +159,8 @@ def test_full_of_one_layer_is_a_dense_solve():
 
 
 def test_of_leaving_an_example_out():
-    """What it is to mean: of a linear regression that is trained without an example,
-    the change of a loss."""
+    """Influence is the change of a loss when a linear regression is trained without an
+    example."""
     many = normal(200, 3, seed=4), normal(200, 2, seed=5)
 
     def trained(model, x, t):

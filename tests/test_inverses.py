@@ -251,7 +251,7 @@ def test_derivatives_with_respect_to_the_vector(solver, dense, rng):
 
 @pytest.mark.parametrize("size", [1023, 1026])
 def test_large_factor(size, rng):
-    """It is inverted by halves of halves, of odd sizes too."""
+    """A large factor is inverted by halves of halves, of odd sizes too."""
     root = rng.normal(size=(size, size)) / size**0.5
     factor = root @ root.T + 0.1 * np.eye(size)
     operator = kfac.operators.KroneckerOperator(jnp.ones((1, 1)), jax.device_put(factor))

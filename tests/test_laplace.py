@@ -254,7 +254,7 @@ def test_one_prior_for_each_layer():
 
 
 def test_l2_is_a_prior():
-    """It is not counted twice, and `None` takes it for the prior."""
+    """An `L2` term is not counted twice, and `None` takes it for the prior."""
     model, curvature = fitted("kronecker")
 
     def with_l2(model, x, t):

@@ -111,3 +111,17 @@ def test_no_test_file_imports_another():
     for path in (ROOT / "tests").glob("test_*.py"):
         found = re.search(r"^from (tests|)\.test_", path.read_text(), re.MULTILINE)
         assert found is None, path
+
+
+PRONOUNS = {"as", "it", "its", "such", "that", "these", "they", "those"}
+
+
+@pytest.mark.parametrize("folder", ["eqx_kfac", "examples", "tests"])
+def test_a_docstring_says_what_it_is_about(folder):
+    """No docstring begins with a pronoun: a reader may not have read the name before."""
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = ast.get_docstring(node) if isinstance(node, kinds) else None
+            first = (text or "-").split(maxsplit=1)[0]
+            assert first.strip(",:").lower() not in PRONOUNS, (path, text)

@@ -22,7 +22,7 @@ from .plain import plain_kfac
 
 @pytest.fixture(autouse=True)
 def unchecked():
-    """As a user sees it: the tests' type checker would answer first."""
+    """No type checking, as for a user: the tests' type checker would answer first."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -804,7 +804,7 @@ class Outside(eqx.Module):
 
 
 def test_a_parameter_outside_of_the_vmap():
-    """It is one already."""
+    """The parameter is a `Parameter` already."""
     model = Outside(kfac.Parameter(jnp.ones(3)), kfac.Linear(3, 2, key=jr.key(0)))
 
     def loss_fn(model, x, y):

@@ -571,7 +571,7 @@ def test_factor_of_a_sharded_batch(kind):
     ],
 )
 def test_many_parameters_and_examples_in_float32(kind):
-    """As many as XLA needs to go wrong in, against the same in float64."""
+    """So many numbers as XLA needs to go wrong in, against the same in float64."""
     make = lambda key: eqx.nn.MLP(10, 5, 16, 1, jnp.tanh, dtype=jnp.float32, key=key)
     mlp = eqx.filter_jit(make)(jr.key(0))
     x = normal(200, 10, seed=1, dtype=jnp.float32)

@@ -280,7 +280,7 @@ def test_numbers_out_of_range(face, name):
 
 @pytest.mark.parametrize("face", faces)
 def test_without_parameters(face):
-    """As optax allows it."""
+    """Optax allows updates without parameters."""
     optimizer, model = faces[face](), make_model()
     _, grads, curvature = value_grad_and_curvature(model, *make_data())
     opt_state, update = optimizer.init(params_of(model)), eqx.filter_jit(optimizer.update)

@@ -828,7 +828,7 @@ def test_fallback_updates_are_applied_unchanged(standard_promotion):
 
 
 def test_a_fallback_whose_state_changes_its_type(standard_promotion):
-    """As if Adam's moments of half precision were float32 after a step."""
+    """A state like that of Adam whose moments of half precision end as float32."""
     half = lambda params: jtu.tree_map(lambda p: jnp.zeros(p.shape, jnp.float16), params)
     wider = lambda g, s, _=None: (g, jtu.tree_map(lambda s, g: s + g, s, g))
     fallback = optax.GradientTransformation(half, wider)

@@ -113,7 +113,7 @@ def test_vmap_is_a_stack():
 
 
 def test_derivatives():
-    """Those of a function of the triangle: entries off the diagonal count twice."""
+    """Derivatives of a function of the triangle: entries off the diagonal count twice."""
     rectangle = pack_one(symmetric_matrix(4, dtype=np.float64)).rectangle
     total = lambda r: jnp.sum(kfac.operators.Packed(r).matrix())
     twice = pack_one(2 - np.eye(4)).rectangle

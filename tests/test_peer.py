@@ -152,7 +152,7 @@ def peer_objective(loss, l2):
 
 
 def as_they_like_it(fn):
-    """They rely on implicit promotion of types and ranks, and may warn."""
+    """Peers rely on implicit promotion of types and ranks, and may warn."""
 
     @ft.wraps(fn)
     def wrapper(*args):

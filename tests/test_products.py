@@ -74,7 +74,7 @@ def test_three_passes_of_any_size():
 
 
 def test_batches_and_derivatives():
-    """As of any product."""
+    """Batches and derivatives are those of any product."""
     a, b = operands((3, 5, 2), (1, 0))
     passes = lambda a, b: _products.in_three_passes(a, b, (1, 0))
     several = jax.vmap(passes, (0, None))(jnp.stack([a, 2 * a]), b)

@@ -345,7 +345,7 @@ def curvature_of_all_blocks(unrolled):
 
 @pytest.mark.parametrize("index", range(len(BLOCKS)))
 def test_unrolled_from_a_constant_state(index):
-    """As in a scan, in which every step acts on every example."""
+    """The same as in a scan, in which every step acts on every example."""
     unrolled, scan = curvature_of_all_blocks(True), curvature_of_all_blocks(False)
     assert same(unrolled[index], scan[index])
 

@@ -82,7 +82,7 @@ def test_models_without_a_module(name):
 
 
 class Held(eqx.Module):
-    """Such arrays, held in a module: what is advised."""
+    """Arrays held in a module, as is advised."""
 
     own: dict
 

@@ -324,7 +324,7 @@ class OfItsTree(eqx.Module):
 
 
 class Around(eqx.Module):
-    """It has no complex array itself, and counts those within."""
+    """A module without a complex array of its own, which counts those within."""
 
     inner: OfItsTree
     scale: Any

@@ -209,7 +209,7 @@ def test_stack_beside_the_dense_blocks():
 
 
 def test_ensemble():
-    """As each of its members."""
+    """An ensemble computes what each of its members computes."""
     make = lambda key: kfac.convert(with_noise(key), example=ROWS[0])
 
     def with_noise(key):

@@ -55,7 +55,7 @@ def run_python(*pages: Path) -> str:
 
 
 def test_readme_runs():
-    """What it shows of a state is what it prints."""
+    """What README shows of a state is what its code prints."""
     assert len(blocks(readme, "python")) == 3
     printed = run_python(readme)
     ((_, shown),) = blocks(readme, "text")
@@ -149,7 +149,7 @@ def test_api_pages_have_everything_public():
 
 
 def test_listed_members_are_shown():
-    """Those that a class inherits are left out unless the page asks for them."""
+    """Members that a class inherits are left out unless the page asks for them."""
     entry = r"^::: eqx_kfac\.(\w+)\n    options:\n((?:        .*\n)+)"
     for page in pages:
         for name, options in re.findall(entry, page.read_text(), re.MULTILINE):

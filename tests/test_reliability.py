@@ -442,7 +442,7 @@ def test_a_velocity_that_is_not_finite_is_forgotten():
 
 
 def test_a_factorisation_that_is_asked_for_waits_for_a_good_step():
-    """It comes with the next step that is not rejected, and once."""
+    """A factorisation comes with the next step that is not rejected, and once."""
     case = CASES["periods"]
     data, _ = injected(case, {}, 0)
     data["x"][8] = np.nan
@@ -525,7 +525,7 @@ def test_rejection_with_donated_buffers():
 
 
 class Tokens(eqx.Module):
-    """Its embedding has no tag: the fallback trains it."""
+    """A network whose embedding has no tag: the fallback trains it."""
 
     embedding: eqx.nn.Embedding
     mlp: eqx.nn.MLP

@@ -375,7 +375,7 @@ def some(*shape):
 
 @ft.cache
 def sum_of_losses(numbers):
-    """As a function of the second coefficient: what the library says; and the blocks and
+    """What the library says, as a function of the second coefficient; and the blocks and
     losses of both heads."""
     xs = [some(n, 5) for n in numbers]
     ts = [some(n, d) for n, d in zip(numbers, (3, 2), strict=True)]

@@ -308,7 +308,7 @@ def test_where_nothing_passed_there_is_no_curvature(kind):
 
 @kinds
 def test_damping_enters_the_factors(kind):
-    """As if they were damped, and the transition of one step to the next with them."""
+    """The factors are damped, and the transition of one step to the next with them."""
     operator, _ = make_operator(kind, 6)
     v, damping = normal(2, 3, seed=3), 0.1
     solution = solved(operator, v, damping=damping)

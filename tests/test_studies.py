@@ -21,7 +21,7 @@ def run(script, *arguments, cache=None):
 
 @pytest.mark.parametrize("script", names)
 def test_options_are_called_the_same(script, monkeypatch):
-    """They all have these, and say what each is, and its default."""
+    """All studies have these options, and say what each is, and its default."""
     path = folder / script
     monkeypatch.syspath_prepend(str(folder))
     parse = runpy.run_path(str(path), run_name="example")["parse"]

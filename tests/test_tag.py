@@ -246,7 +246,7 @@ def test_jvp_without_slots_is_not_bound():
 
 
 def test_linear_twin():
-    """Its JVP is itself; its batch is itself."""
+    """The JVP of a tag is itself; its batch is itself."""
     tag, y, x = make_tag(), normal(1, D_OUT), normal(2, D_IN)
 
     def derivative(y_dot, tag_dot):
@@ -589,7 +589,7 @@ def test_one_forward_pass(fisher, weighted):
 
 
 def test_the_gradient_comes_without_statistics():
-    """They are of the Fisher's one pullback: five for each of two layers."""
+    """Statistics are of the Fisher's one pullback: five for each of two layers."""
     found = equations_of(collecting(kfac.Empirical()), make_mlp(), *examples())
     assert primitives(found).count(statistic_p) == 2 * 5
     two = equations_of(collecting(kfac.MonteCarlo(2)), make_mlp(), *examples())

@@ -13,7 +13,7 @@ import eqx_kfac as kfac
 
 
 def test_constructors(getkey):
-    """Those of Equinox, and a block."""
+    """Layers take the arguments of Equinox, and a block."""
     layers = [
         kfac.Linear(2, 3, key=getkey()),
         kfac.Linear("scalar", 3, use_bias=False, key=getkey(), block=kfac.Full()),

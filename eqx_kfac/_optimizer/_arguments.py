@@ -62,7 +62,7 @@ def _check_state(method: str, model: Model, state: Any, order: str) -> None:
 
 
 def _shown(node: PyTree) -> str:
-    """What it is, in a few words."""
+    """A description of a node in a few words."""
     if isinstance(node, jax.Array):
         return f"an array of type {node.dtype} and shape {node.shape}"
     name = getattr(node, "__name__", None)

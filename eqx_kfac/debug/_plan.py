@@ -166,7 +166,7 @@ def _centred_column(losses: Any, index: Any, key: Key | None) -> Any:
 
 
 def _centred_signs(losses: Any, index: Any, key: Key | None) -> Any:
-    """Such columns times random signs."""
+    """The columns that `_centred_column` makes, times random signs."""
     (loss,) = losses
     key = jax.random.fold_in(jax.random.key(2), index)
     dtype = loss.term_weights.dtype

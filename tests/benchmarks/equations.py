@@ -127,7 +127,7 @@ def helmholtz(rng: np.random.Generator) -> Problem:
 
 
 def allen_cahn(rng: np.random.Generator) -> Problem:
-    """Its right-hand side is made for a solution that is known."""
+    """Allen and Cahn's equation, with a right-hand side made for a known solution."""
 
     def solution(x):
         wave = 0.3 * jnp.sin(3 * PI * x[0]) * x[1]
@@ -338,7 +338,7 @@ def with_lbfgs(problem: Problem, network: Any, seconds: float, seed: int) -> flo
 
 
 def rules() -> kfac.KFAC:
-    """Those of the K-FAC paper."""
+    """The rules of the K-FAC paper."""
     rule = kfac.QuadraticModel()
     return kfac.KFAC(rule, rule, kfac.LevenbergMarquardt(initial=1.0))
 

@@ -337,7 +337,7 @@ def predict(model, tokens):
 
 
 def sources(pattern: str = "[a-h]*.py") -> str:
-    """Those of Python's own library, without what is installed beside it."""
+    """The text of Python's own library, without what is installed beside it."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     others = {"site-packages", "dist-packages"}
     paths = [p for p in sorted(folder.glob(pattern)) if not others & {*p.parts}]
