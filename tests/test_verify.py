@@ -358,7 +358,8 @@ def test_along_all_vectors(fisher):
 @pytest.mark.parametrize("memory", [1e9, 1000])
 def test_estimates(monkeypatch, fisher, memory):
     """Estimates agree with the dense figures, up to their standard errors, which are
-    small; those of another block do not. With little memory, fewer vectors are held at a time."""
+    small; those of another block do not. With little memory, fewer vectors are held at
+    a time."""
     monkeypatch.setattr(_plan, "ALL", 0.0)
     few = _parts.random_vectors
     many = lambda *args: few(*args)._replace(number=1000)

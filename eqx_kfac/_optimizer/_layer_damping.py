@@ -52,12 +52,13 @@ class LayerDamping(AbstractLayerDamping):
     t_l = \max(\operatorname{tr} \hat F_l, \lVert \nabla_l h \rVert^2), \quad
     s_l = \max(\operatorname{tr} \hat F_l^2, \lVert \nabla_l h \rVert^4)$$
 
-    with $h$ the loss of the batch (in nats) and $N$ the number of its terms. The first term lets a regression converge:
-    its Fisher does not depend on the loss, and what is left to be learnt in the end lies
-    where there is little of it. The second term is a part of the typical curvature of the
-    whole network: if a network fits its data, its Fisher vanishes, and a fixed damping
-    would stop it. Damping keeps noise out of a step, and the more terms a gradient has,
-    the less there is: the part falls as $1 / N$ from $m$ terms on. The third term bounds, relative to the parameters, a step that is
+    with $h$ the loss of the batch (in nats) and $N$ the number of its terms. The first
+    term lets a regression converge: its Fisher does not depend on the loss, and what is
+    left to be learnt in the end lies where there is little of it. The second term is a
+    part of the typical curvature of the whole network: if a network fits its data, its
+    Fisher vanishes, and a fixed damping would stop it. Damping keeps noise out of a step,
+    and the more terms a gradient has, the less noise there is: this part falls as $1 / N$
+    from $m$ terms on. The third term bounds, relative to the parameters, a step that is
     determined by damping alone: in a gradient of $N$ terms,
     $\sqrt{\operatorname{tr} \hat F_l / N}$ is noise, and noise then moves a layer by at
     most $\alpha / (\kappa \sqrt N)$ of its norm. If a signal has faded in the depth of a
