@@ -1,4 +1,4 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray, Shaped
@@ -10,6 +10,8 @@ IntScalar: TypeAlias = Int[Array, ""]
 Key: TypeAlias = PRNGKeyArray | Shaped[Array, "2"]
 # A number, or a schedule: a function of the step.
 Numeric: TypeAlias = ArrayLike | Callable[[IntScalar], ArrayLike]
+# The arguments of `eqx_kfac.KFAC`, by name: numbers, schedules, rules, other objects.
+Choices: TypeAlias = Mapping[str, Any]
 # What a loss function takes beside the model.
 Args: TypeAlias = Sequence[Any]
 Kwargs: TypeAlias = dict[str, Any]

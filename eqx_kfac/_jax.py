@@ -10,12 +10,20 @@ from typing import Any, TypeAlias
 import equinox as eqx
 import jax
 from jax.core import eval_jaxpr as eval_jaxpr, Tracer as Tracer
-from jax.extend.core import Jaxpr as Jaxpr, JaxprEqn, Primitive as Primitive
+from jax.extend.core import (
+    Jaxpr as Jaxpr,
+    JaxprEqn,
+    Literal as Literal,
+    Primitive as Primitive,
+    Var,
+)
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jaxtyping import Array, PyTree
 
 
 Equation = JaxprEqn
+# A variable of a program, or a number that is written into it.
+Atom: TypeAlias = Var | Literal
 # An array, or a symbolic zero.
 Tangent: TypeAlias = Any
 # An array, or what a transposition is to find the cotangent of.

@@ -172,13 +172,10 @@ def test_a_step_counts_its_terms():
         optimizer = kfac.KFAC(0.1, damping=damping, fisher=EXACT)
         state = begun(optimizer, model)
         _, state, _ = eqx.filter_jit(optimizer.step)(loss_fn, model, state, x, y)
-        found.append(np.concatenate([np.ravel(a) for a in _leaves(state)]))
+        dampings = jtu.tree_leaves(state.layer_damping)
+        found.append(np.concatenate([np.ravel(a) for a in dampings]))
     np.testing.assert_allclose(found[1], found[0] / 2, rtol=1e-6)
     np.testing.assert_allclose(found[2], found[0], rtol=1e-6)
-
-
-def _leaves(state):
-    return jtu.tree_leaves(state.layer_damping)
 
 
 @pytest.mark.parametrize("rule", RULES[:2], ids=["fraction", "stiffness"])

@@ -1,11 +1,11 @@
 """What may be chosen for K-FAC: numbers, schedules of numbers, rules, and parts. Choices
 are mappings from the names of arguments to what was passed for them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from .._checks import check_count, check_instance, check_number
-from .._custom_types import Model
+from .._custom_types import Choices, Model
 from .._fisher import AbstractFisher
 from .._solver import AbstractDampedSolver, Cholesky
 from ._damping import AbstractDamping
@@ -39,27 +39,27 @@ class Option(NamedTuple):
         looks at every step anyway.
     """
 
-    check: Callable[[str, Any], Any]
+    check: Callable[[str, object], None]
     kinds: tuple[type, ...] = ()
     optional: bool = False
-    auto: tuple[Any, Any] | None = None
+    auto: tuple[object, object] | None = None
 
 
-def _number(name: str, value: Any) -> None:
+def _number(name: str, value: object) -> None:
     # A rule in the wrong place can be called, but is no schedule.
     schedule = not isinstance(value, (AbstractRule, AbstractHyperparameter))
     check_number(name, value, getattr(RANGES, name), schedule)
 
 
-def _period(name: str, value: Any) -> None:
+def _period(name: str, value: object) -> None:
     check_count(name, value, 1)
 
 
-def _part(kind: type, example: str) -> Callable[[str, Any], None]:
+def _part(kind: type, example: str) -> Callable[[str, object], None]:
     return lambda name, value: check_instance(name, value, kind, example)
 
 
-def _fallback(name: str, value: Any) -> None:
+def _fallback(name: str, value: object) -> None:
     methods = [getattr(value, method, None) for method in ("init", "update")]
     if not all(map(callable, methods)):
         raise TypeError(
@@ -109,7 +109,7 @@ class Rules(NamedTuple):
         return self.step is not None or self.damping is not None
 
 
-def rules_of(choices: Mapping[str, Any]) -> Rules:
+def rules_of(choices: Choices) -> Rules:
     """The rules among some choices."""
 
     def rule(name: str, cls: type[_Rule]) -> _Rule | None:
@@ -125,7 +125,7 @@ def rules_of(choices: Mapping[str, Any]) -> Rules:
     )
 
 
-def resolved(choices: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
+def resolved(choices: Choices) -> tuple[dict[str, Any], frozenset[str]]:
     """The choices, with something in the place of `"auto"`; and which periods are only
     for later, after first steps at which more is due."""
     ruled = rules_of(choices).look
@@ -145,7 +145,7 @@ def _is_auto(value: object) -> bool:
     return isinstance(value, str) and value == "auto"
 
 
-def check_choices(choices: Mapping[str, Any]) -> None:
+def check_choices(choices: Choices) -> None:
     """Raises for choices of the wrong kind, out of their range, or that exclude each
     other."""
     for name, value in choices.items():
@@ -156,9 +156,7 @@ def check_choices(choices: Mapping[str, Any]) -> None:
     _check_together(choices, rules_of(choices))
 
 
-def check_without_loss(
-    choices: Mapping[str, Any], where: str, *also: type[AbstractRule]
-) -> None:
+def check_without_loss(choices: Choices, where: str, *also: type[AbstractRule]) -> None:
     """Raises for choices that need the loss function, or the model, at every step; and
     for rules of the kinds `also`."""
     names = ("learning_rate", "momentum", "damping", "guard")
@@ -177,7 +175,7 @@ def check_without_loss(
         )
 
 
-def check_given(choices: Mapping[str, Any], model: Model, value: Any) -> None:
+def check_given(choices: Choices, model: Model, value: object) -> None:
     """Raises if an argument of `update` is `None` that a choice needs."""
     rules = rules_of(choices)
     needs = [
@@ -196,7 +194,7 @@ def check_given(choices: Mapping[str, Any], model: Model, value: Any) -> None:
             )
 
 
-def _check_together(choices: Mapping[str, Any], rules: Rules) -> None:
+def _check_together(choices: Choices, rules: Rules) -> None:
     length, momentum = rules.learning_rate, rules.momentum
     if length is not None and choices.get("norm_constraint") is not None:
         raise ValueError(

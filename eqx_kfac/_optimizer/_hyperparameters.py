@@ -141,7 +141,7 @@ class WeightDecay(AbstractHyperparameter):
         self.mask = mask
 
 
-def chosen_by(optimizer: Any) -> Hyperparameters:
+def chosen_by(optimizer: eqx.Module) -> Hyperparameters:
     """What an optimizer was constructed with: each a number, a schedule, or a rule."""
     return Hyperparameters(*[getattr(optimizer, f) for f in Hyperparameters._fields])
 

@@ -149,8 +149,9 @@ class LayerDamping(AbstractLayerDamping):
         each = [m for m in measures if m is not None]
         traces = sum(jnp.sum(m.trace) for m in each)
         squares = sum(jnp.sum(m.squares) for m in each)
-        many = 1.0 if terms is None else min(1.0, self.few_terms / max(terms, 1))
-        fraction = self.curvature_fraction * many
+        few = self.few_terms
+        part = 1.0 if terms is None else few / max(few, terms)
+        fraction = self.curvature_fraction * part
         share = fraction * squares / jnp.where(traces > 0, traces, 1)
         share = jnp.where(jnp.isnan(share), jnp.inf, share)  # Both have overflowed.
 

@@ -7,12 +7,14 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
+from jaxtyping import PyTree
 
+from .._custom_types import Choices
 from .._jax import Tracer
 from ._schedule import Staggered
 
 
-def shown(value: Any) -> str:
+def shown(value: PyTree) -> str:
     """A number as such; anything else (of several steps, or while tracing), by type."""
     if eqx.is_array(value) and value.ndim == 0 and not isinstance(value, Tracer):
         number = value.item()  # Zero has no sign.
@@ -20,12 +22,12 @@ def shown(value: Any) -> str:
     return eqx.tree_pformat(value, struct_as_array=True)
 
 
-def on_one_line(value: Any) -> str:
+def on_one_line(value: PyTree) -> str:
     """How a choice would be written in a call, however long that is."""
     return eqx.tree_pformat(value, width=10**4)
 
 
-def optimizer_said(choices: Mapping[str, Any], early: frozenset[str]) -> str:
+def optimizer_said(choices: Choices, early: frozenset[str]) -> str:
     """All that was chosen, with what stands in the place of `"auto"`. `early`: the
     periods that begin shorter."""
     said = {name: _choice(value) for name, value in choices.items()}
@@ -75,7 +77,7 @@ def _lines(title: str, lines: Mapping[str, str | None]) -> str:
     return "\n".join([title, *(f"  {name:<{width}}  {kept[name]}" for name in kept)])
 
 
-def _choice(value: Any) -> str | None:
+def _choice(value: PyTree) -> str | None:
     if value is None:
         return None
     if callable(value) and not isinstance(value, eqx.Module):
@@ -106,7 +108,7 @@ def _numbers(state: Any) -> str:
     return said
 
 
-def _extent(dampings: Any) -> str:
+def _extent(dampings: PyTree) -> str:
     """The least and the greatest damping of a layer, if all of them are here."""
     leaves = jtu.tree_leaves(dampings)
     if not leaves or not all(map(_is_here, leaves)):
@@ -117,7 +119,7 @@ def _extent(dampings: Any) -> str:
     return f"; of the layers {extent}" * bool(most > 0)  # None has been chosen at first.
 
 
-def _is_here(leaf: Any) -> bool:
+def _is_here(leaf: object) -> bool:
     return isinstance(leaf, np.ndarray) or (
         isinstance(leaf, jax.Array)
         and not isinstance(leaf, Tracer)
@@ -125,6 +127,6 @@ def _is_here(leaf: Any) -> bool:
     )
 
 
-def _megabytes(tree: Any) -> str:
+def _megabytes(tree: PyTree) -> str:
     leaves = [leaf for leaf in jtu.tree_leaves(tree) if hasattr(leaf, "dtype")]
     return f"{sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / 1e6:.3g}"

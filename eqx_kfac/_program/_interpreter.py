@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._jax import Equation, Tracer
+from .._jax import Equation, Literal, Tracer
 
 
 class Value(NamedTuple):
@@ -114,7 +114,7 @@ class Interpreter:
         known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs]))
 
         def read(atom):
-            return self._literal(atom) if hasattr(atom, "val") else known[atom]
+            return self._literal(atom) if isinstance(atom, Literal) else known[atom]
 
         for eqn in jaxpr.eqns:
             values = [read(atom) for atom in eqn.invars]

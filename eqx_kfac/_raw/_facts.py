@@ -4,13 +4,19 @@ data, and which are arrays of parameters in other clothes."""
 import abc
 import collections
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, ArrayLike, PyTree
 
+from .._jax import Atom, Jaxpr, Literal
 from ._axes import Axes, Factor
 from ._sites import Site
+
+
+# In which order the entries of a bias are: the sizes to which it is reshaped, and which
+# axis of these comes first, second, ... then.
+Order: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Term(NamedTuple):
@@ -19,7 +25,7 @@ class Term(NamedTuple):
     parameter: int
     axes: Axes
     stack: int = 0  # How many of its leading axes loops go along.
-    scale: Any = None  # A number by which it is multiplied.
+    scale: ArrayLike | None = None  # A number by which it is multiplied.
 
 
 class Pending(NamedTuple):
@@ -35,14 +41,14 @@ class Fact(NamedTuple):
     data: bool = False  # It depends on data.
     terms: tuple[Term, ...] = ()
     pending: Pending | None = None
-    uniform: Any = None  # All its entries are this number.
+    uniform: ArrayLike | None = None  # All its entries are this number.
 
 
 class AbstractVisitor(abc.ABC):
     """Is told what happens to arrays of parameters."""
 
     @abc.abstractmethod
-    def site(self, site: Site, z: Array, bias: Term | None, order: Any) -> Array:
+    def site(self, site: Site, z: Array, bias: Term | None, order: Order | None) -> Array:
         """An array multiplies data: `z`, arranged for the form, with its bias added if
         there is one (whose entries are in this `order`). Returns `z`, tagged perhaps."""
 
@@ -63,25 +69,25 @@ class AbstractVisitor(abc.ABC):
 class Frame:
     """The values of one jaxpr's variables, and what is known of them."""
 
-    def __init__(self, visitor: AbstractVisitor, jaxpr: Any):
+    def __init__(self, visitor: AbstractVisitor, jaxpr: Jaxpr):
         self.visitor = visitor
         self.known = {}
         atoms = [a for eqn in jaxpr.eqns for a in eqn.invars] + list(jaxpr.outvars)
-        self.counts = collections.Counter(a for a in atoms if not hasattr(a, "val"))
+        self.counts = collections.Counter(a for a in atoms if not isinstance(a, Literal))
 
-    def read(self, atom: Any) -> tuple[Any, Fact]:
-        if hasattr(atom, "val"):
+    def read(self, atom: Atom) -> tuple[Any, Fact]:
+        if isinstance(atom, Literal):
             return atom.val, Fact(uniform=atom.val if np.ndim(atom.val) == 0 else None)
         return self.known[atom]
 
-    def write(self, names: Sequence[Any], values: Sequence, facts: Sequence) -> None:
+    def write(self, names: Sequence[Atom], values: Sequence, facts: Sequence) -> None:
         self.known.update(zip(names, zip(values, facts, strict=True), strict=True))
 
-    def alone(self, atom: Any) -> bool:
+    def alone(self, atom: Atom) -> bool:
         """Whether a variable is used only once."""
-        return hasattr(atom, "val") or self.counts[atom] == 1
+        return isinstance(atom, Literal) or self.counts[atom] == 1
 
-    def settle(self, atoms: Sequence[Any]) -> None:
+    def settle(self, atoms: Sequence[Atom]) -> None:
         """Nothing will be added to these results any more."""
         for atom in atoms:
             value, fact = self.read(atom)
@@ -90,7 +96,11 @@ class Frame:
                 self.known[atom] = tagged, Fact(True)
 
     def tagged(
-        self, z: Array, pending: Pending, bias: Term | None = None, order: Any = None
+        self,
+        z: Array,
+        pending: Pending,
+        bias: Term | None = None,
+        order: Order | None = None,
     ) -> Array:
         """A result, with the bias that was added to it, as the visitor returns it."""
         there = _as_first(z, pending)
@@ -122,7 +132,7 @@ def _place(factor: Factor) -> tuple[int, int]:
     return factor.axis, -factor.stride
 
 
-def bias_order(pending: Pending, bias: Term) -> Any:
+def bias_order(pending: Pending, bias: Term) -> Order | None:
     """What is added along exactly those axes of a result that belong to the array: in
     which order its entries are, as `(sizes, order)`: reshaped to these sizes, its axes in
     this order are those of the arranged result. `None` if it is no bias."""
@@ -155,7 +165,7 @@ def product(factors: Sequence[Factor]) -> int:
 
 def added(terms: Sequence[Term]) -> tuple[Term, ...]:
     """The terms of a sum: one for every array and what is seen of it."""
-    found: dict[Any, Term] = {}
+    found: dict[Term, Term] = {}
     for term in terms:
         key = term._replace(scale=None)
         if key in found:

@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 from .._block import AbstractBlock, Kronecker
 from .._tag import Tag
 from ..form import AbstractForm, Convolution, Leaf, Lookup, Parameters, size_of, View
-from ._facts import AbstractVisitor, Term
+from ._facts import AbstractVisitor, Order, Term
 from ._sites import Site
 from ._watched import matrix, transposed
 
@@ -33,9 +33,10 @@ class Notes(AbstractVisitor):
         self.uses: dict[int, list[Noted]] = {}
         self.others: dict[int, set[int]] = {}  # How many axes loops went along.
 
-    def site(self, site: Site, z: Array, bias: Term | None, order: Any) -> Array:
-        leaf = None if bias is None else _bias_leaf(site, bias, *order)
-        number = None if bias is None else bias.parameter
+    def site(self, site: Site, z: Array, bias: Term | None, order: Order | None) -> Array:
+        number = leaf = None
+        if bias is not None and order is not None:
+            number, leaf = bias.parameter, _bias_leaf(site, bias, *order)
         use = site.use
         noted = Noted(use.form, use.weight, site.stack, number, leaf)
         if noted not in self.uses.setdefault(site.parameter, []):

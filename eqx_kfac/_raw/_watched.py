@@ -22,7 +22,7 @@ from .._tag import Tag
 from ..form import AbstractForm, Convolution, Leaf, Lookup, Parameters, View
 from ..nn import Derived
 from ._axes import Axes
-from ._facts import AbstractVisitor, Fact, Term
+from ._facts import AbstractVisitor, Fact, Order, Term
 from ._parts import holds_parts, Joined, joined
 from ._sites import GROUPED, Site
 from ._walk import Walk
@@ -324,7 +324,7 @@ class Binder(AbstractVisitor):
     def __init__(self, tags: dict[int, list[Bound]]):
         self.tags = tags
 
-    def site(self, site: Site, z: Array, bias: Term | None, order: Any) -> Array:
+    def site(self, site: Site, z: Array, bias: Term | None, order: Order | None) -> Array:
         bound = self._of(site)
         if bound is None:
             return z
