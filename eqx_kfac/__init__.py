@@ -15,6 +15,7 @@ from ._block import (
     Expand as Expand,
     Full as Full,
     Identity as Identity,
+    Joint as Joint,
     Kronecker as Kronecker,
     Reduce as Reduce,
     Series as Series,

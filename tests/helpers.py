@@ -193,6 +193,19 @@ def scanned(optimizer, loss_fn, model, state, *args, keys=None, length=None):
     return params, state, infos
 
 
+def expanded(model):
+    """The model, whose Kronecker blocks take every position by itself."""
+    is_tag = lambda node: isinstance(node, kfac.Tag)
+    block = kfac.Kronecker(kfac.Expand())
+
+    def swapped(node):
+        if is_tag(node) and node.block == kfac.Kronecker():
+            return kfac.Tag(node.form, block, swapped=node.swapped)
+        return node
+
+    return jtu.tree_map(swapped, model, is_leaf=is_tag)
+
+
 def loop(layer):
     """The layer on every row, one by one."""
     return lambda x: jnp.stack([layer(row) for row in x])

@@ -111,7 +111,7 @@ blocks = {
     "EKFAC diagonal": kfac.EKFAC(widest=1),
 }
 kronecker = {
-    "Kronecker": kfac.Kronecker(),
+    "Kronecker": kfac.Kronecker(kfac.Expand()),
     "diagonal_input": kfac.Kronecker(diagonal_input=True),
     "diagonal_output": kfac.Kronecker(diagonal_output=True),
 }
@@ -317,10 +317,10 @@ def test_wide_sides(block):
     assert (first.input_factor.shape, first.output_factor.shape) == ((4, 4), (5,))
     assert (last.input_factor.shape, last.output_factor.shape) == ((6,), (2, 2))
     shown = [line.block for line in kfac.summary(model).layers]
-    name = block.__name__ + "(Expand)" * (block is kfac.Kronecker)
+    name = block.__name__ + "(Joint)" * (block is kfac.Kronecker)
     assert shown == [f"{name}, outputs diagonal", f"{name}, inputs diagonal"]
     wide = [line.block for line in kfac.summary(kfac.convert(mlp)).layers]
-    assert wide == ["Kronecker(Expand)"] * 2
+    assert wide == ["Kronecker(Joint)"] * 2
 
 
 def test_vocabularies_are_wide():

@@ -295,7 +295,7 @@ def test_tagged_layers_are_left_alone():
     converted = kfac.convert(model)
     assert_same(converted[0], model[0])
     assert converted[0].tag.block == reduce
-    assert converted[1].tag.block == kfac.Kronecker(kfac.Expand())
+    assert converted[1].tag.block == kfac.Kronecker(kfac.Joint())
 
 
 def test_block():

@@ -240,7 +240,7 @@ def test_kronecker_less_the_mean_has_the_traces_over_inputs(is_complex):
 
 
 def test_kronecker_less_the_mean_where_examples_have_rows():
-    model = network(kfac.Kronecker())
+    model = network(kfac.Kronecker(kfac.Expand()))
 
     @eqx.filter_jit
     def factors(fisher, loss_fn, x, e):

@@ -11,7 +11,7 @@ import pytest
 import eqx_kfac as kfac
 
 from . import reference
-from .helpers import arrays, bits, classes, collect, loop, normal, vectors
+from .helpers import arrays, bits, classes, collect, expanded, loop, normal, vectors
 from .plain import plain_kfac
 
 
@@ -75,7 +75,7 @@ def problem(getkey, loss, shape=(8,)):
             run = jax.vmap(run)
         return loss[0](run(x), targets, weights)
 
-    return loss_fn, kfac.convert(net())
+    return loss_fn, expanded(kfac.convert(net()))
 
 
 #
@@ -267,7 +267,8 @@ def test_mixed_tokens(getkey):
     one = lambda model, example: model(example, loop)
     readings = reference.read(one, model, layers, x, (3, 3))
     expected = reference.factors(readings, reference.softmax, targets)
-    run = lambda axes: collect(loss_fn, kfac.Exact(axes), kfac.convert(model))
+    tagged = expanded(kfac.convert(model))
+    run = lambda axes: collect(loss_fn, kfac.Exact(axes), tagged)
     check(run(0), expected)
     check(run(1), expected)
     # The first layer's tokens are not independent; the last layer's are.
@@ -301,7 +302,7 @@ def test_last_layer_block_of_a_mixing_model(getkey):
     def loss_fn(model):
         return kfac.SquaredError(jax.vmap(model)(x), targets)
 
-    tree = collect(loss_fn, kfac.Exact(), kfac.convert(model))
+    tree = collect(loss_fn, kfac.Exact(), expanded(kfac.convert(model)))
     run = eqx.filter_jit(lambda model: jax.vmap(model)(x))
     first, last = reference.ggn(run, model, layers, reference.squared, targets)
     assert reference.error(reference.kron(tree.second), last) < TOLERANCE

@@ -15,7 +15,7 @@ import pytest
 
 import eqx_kfac as kfac
 
-from .helpers import assert_near, normal, pairs, params_of, stack
+from .helpers import assert_near, expanded, normal, pairs, params_of, stack
 from .plain import plain_kfac
 from .reference import error
 
@@ -23,7 +23,7 @@ from .reference import error
 TOLERANCE = 1e-10
 DIFFERENT = 0.1
 BLOCKS = dict(
-    expand=kfac.Kronecker(),
+    expand=kfac.Kronecker(kfac.Expand()),
     reduce=kfac.Kronecker(kfac.Reduce()),
     diagonal=kfac.Diagonal(),
 )
@@ -421,7 +421,7 @@ def test_patches_in_several_parts(platform, most, monkeypatch):
     monkeypatch.setattr(kfac.form._inputs, name, most)
     take = lambda *args, **ways: ways[platform](*args)
     monkeypatch.setattr(jax.lax, "platform_dependent", take)
-    layers = {"expand": kfac.convert(case.layer)}
+    layers = {"expand": kfac.convert(case.layer, BLOCKS["expand"])}
     got = collect(layers, x, 1, head, False, weights)
     rows = np.concatenate([rows, np.ones((*rows.shape[:-1], 1))], -1)
     want = np.einsum("n,nsgi,nsgj->gij", weights, rows, rows)
@@ -602,7 +602,7 @@ class Contraction(eqx.Module):
     tag: kfac.Tag
     subscripts: str = eqx.field(static=True)
 
-    def __init__(self, subscripts, weight, bias, block=kfac.Kronecker()):
+    def __init__(self, subscripts, weight, bias, block=BLOCKS["expand"]):
         self.weight, self.bias, self.subscripts = weight, bias, subscripts
         name = None if bias is None else "bias"
         self.tag = kfac.Tag(kfac.form.Einsum(subscripts, bias=name), block)
@@ -1142,7 +1142,7 @@ def _stacked(seed):
 
 def stacked_zoo(seed=0):
     """Two layers of every form, made and stacked by `filter_vmap`."""
-    return kfac.convert(_stacked(seed))
+    return expanded(kfac.convert(_stacked(seed)))
 
 
 def zoo(seed=0):
@@ -1151,7 +1151,7 @@ def zoo(seed=0):
 
     def member(layer, i):
         take = lambda p: jax.device_put(np.asarray(p)[i]) if eqx.is_array(p) else p
-        return kfac.convert(jtu.tree_map(take, layer))
+        return expanded(kfac.convert(jtu.tree_map(take, layer)))
 
     return {name: [member(layer, i) for i in (0, 1)] for name, layer in stacked.items()}
 

@@ -672,6 +672,13 @@ def is_right(program, found, path, tag, layer, factors, matrices) -> bool:
             return close(factors.output_factor, left) and close(
                 factors.input_factor, right
             )
+        case "Kronecker" if tag.block.sharing.joint and factors.input_factor.ndim == 2:
+            left = np.einsum("cij,ckj->ik", matrices, matrices) / found.count
+            right = np.einsum("cji,cjk->ik", matrices, matrices) / found.count
+            trace = max(np.trace(left), 1e-300)
+            product = np.kron(factors.output_factor, factors.input_factor)
+            if close(product, np.kron(left, right / trace)):
+                return True
         case "EKFAC":
             if not close(np.sum(factors.eigenvalues), np.trace(exact)):
                 return False

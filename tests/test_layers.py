@@ -23,6 +23,7 @@ from .helpers import (
     assert_near,
     assert_same,
     assert_same_leaves,
+    expanded,
     filled,
     normal,
     only_arrays,
@@ -303,7 +304,7 @@ def data(names):
 
 
 def layers_of(names, seed=0):
-    return {name: kfac.convert(make(name, seed=seed)[0]) for name in names}
+    return {name: expanded(kfac.convert(make(name, seed=seed)[0])) for name in names}
 
 
 def states_of(names):
@@ -497,7 +498,8 @@ def two(name):
 @ft.cache
 def stacked_factors(name):
     names = [n for n in (scales if name in scales else maps) if n in stateless]
-    layers = {n: kfac.convert(stacked(two(n))) for n in names if "PReLU" not in n}
+    make = lambda n: expanded(kfac.convert(stacked(two(n))))
+    layers = {n: make(n) for n in names if "PReLU" not in n}
     for n in set(names) - set(layers):  # Stacked slopes look like those of channels.
         layers[n] = stacked(kfac.convert(two(n)))
     return empirical_stacked(layers, *data(names))[name]
@@ -1131,7 +1133,7 @@ def test_weight_with_its_scale_held_fixed(name):
     def run(layer, state):
         plain, scale = wrapped(layer, state)
         collect = kfac.curvature(loss_fn, kfac.Empirical())
-        return collect(kfac.convert(plain)), scale
+        return collect(expanded(kfac.convert(plain))), scale
 
     want, scale = run(*make(name))
     scale = np.asarray(scale)

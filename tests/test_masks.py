@@ -30,7 +30,7 @@ class Attention(eqx.Module):
     layers: list
     causal: bool = eqx.field(static=True)
 
-    def __init__(self, causal=False, block=kfac.Kronecker()):
+    def __init__(self, causal=False, block=kfac.Kronecker(kfac.Expand())):
         keys = jax.random.split(jax.random.key(0), 4)
         sizes = [(D, D), (D, D), (D, D), (D, K)]
         self.layers = [
@@ -71,7 +71,7 @@ class Graph(eqx.Module):
 
     layers: list
 
-    def __init__(self, block=kfac.Kronecker()):
+    def __init__(self, block=kfac.Kronecker(kfac.Expand())):
         keys = jax.random.split(jax.random.key(1))
         sizes = [(D, D), (D, K)]
         self.layers = [

@@ -31,7 +31,7 @@ def mlp(**kwargs):
     return kfac.convert(net, **kwargs)
 
 
-def linear(block=kfac.Kronecker()):
+def linear(block=kfac.Kronecker(kfac.Expand())):
     return kfac.Linear(D, K, key=KEYS[3], block=block)
 
 
@@ -502,7 +502,8 @@ PROGRAMS = {
 def test_which_axis_is_the_batch(name, weighted, tokens):
     xs = normal(N, tokens, D, seed=5)
     args = xs, Y, (WEIGHTS if weighted else None)
-    fine, told_apart = [kfac.Kronecker()], [kfac.Kronecker(kfac.Reduce())]
+    fine = [kfac.Kronecker(kfac.Expand())]
+    told_apart = [kfac.Kronecker(kfac.Reduce())]
     told_apart += [kfac.Full(), kfac.Diagonal()]
     if name == "cond":
         fine, told_apart = fine + told_apart, []

@@ -343,8 +343,8 @@ CASES = {
             jnp.concatenate([m.token, (x + m.positions) * m.scale]) @ m.w, axis=0
         ),
         SEQUENCES,
+        # Of a mean over rows, one product is the block of all of them.
         {"others": "Parameters 20", "w": "Dense 2x4"},
-        "w",
         token=(1, 4),
         positions=(3, 4),
         scale=(4,),

@@ -77,7 +77,7 @@ def scale_factors(curvature, inputs, outputs):
 @ft.cache
 def make_mlp(seed=0, activation=jnp.tanh, depth=1):
     mlp = eqx.nn.MLP(D_IN, D_OUT, HIDDEN, depth, activation, key=jr.key(seed))
-    return kfac.convert(mlp)
+    return kfac.convert(mlp, kfac.Kronecker(kfac.Expand()))
 
 
 def make_linear(d_in, d_out, seed):

@@ -486,7 +486,7 @@ def test_transformers_are_not_suspicious(causal):
         model = Attention(
             kfac.LayerNorm(4), attention, kfac.Linear(4, 3, key=KEY), causal
         )
-        return kfac.convert(model)
+        return kfac.convert(model, blocks={eqx.nn.Linear: kfac.Kronecker(kfac.Expand())})
 
     def loss_fn(model, x, y, w):
         return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y, w)
@@ -898,7 +898,9 @@ class Cancelled(eqx.Module):
 @pytest.mark.parametrize("cancels", [True, False])
 def test_rows_that_cancel(cancels):
     """Factors have curvature where the exact block is zero: this is no mistake."""
-    model = Cancelled(layer(kfac.Linear, D, K, use_bias=False), cancels)
+    block = kfac.Kronecker(kfac.Expand())
+    linear = layer(kfac.Linear, D, K, use_bias=False, block=block)
+    model = Cancelled(linear, cancels)
     (check,) = kfac.verify(squared, model, X).layers
     assert not check.verdict[:1].isupper()
     assert ("where the exact block is zero" in check.verdict) == cancels

@@ -17,11 +17,13 @@ from ._ekfac import EKFAC as EKFAC, EKFACFactors as EKFACFactors
 from ._full import Full as Full, FullFactors as FullFactors
 from ._gradients import Columns as Columns, columns_of as columns_of
 from ._identity import Identity as Identity, IdentityFactors as IdentityFactors
-from ._kronecker import Kronecker as Kronecker, KroneckerFactors as KroneckerFactors
+from ._kronecker import Kronecker as Kronecker
+from ._kronecker_factors import KroneckerFactors as KroneckerFactors
 from ._series import Series as Series, SeriesFactors as SeriesFactors
 from ._sharing import (
     AbstractSharing as AbstractSharing,
     Expand as Expand,
+    Joint as Joint,
     Reduce as Reduce,
     TensorNormal as TensorNormal,
 )

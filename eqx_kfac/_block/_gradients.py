@@ -195,10 +195,14 @@ def example_gradients(
     batch_axes: int,
 ) -> Float[Array, "*stack examples d_out d_in"]:
     r"""$\sum_s g_{ns} x_{ns}^\top$ for every example $n$, written out."""
-    axes = min(stack + batch_axes, g.ndim - 1)
+    g, x = by_example(g, stack, batch_axes), by_example(x, stack, batch_axes)
+    return matmul(g.mT, x)
 
-    def flat(a):  # [*stack, examples, positions, d]
-        examples = math.prod(a.shape[stack:axes])
-        return a.reshape(*a.shape[:stack], examples, -1, a.shape[-1])
 
-    return matmul(flat(g).mT, flat(x))
+def by_example(
+    rows: Float[Array, "*rows d"], stack: int, batch_axes: int
+) -> Float[Array, "*stack examples positions d"]:
+    """Rows with one axis for the examples, and one for their positions."""
+    axes = min(stack + batch_axes, rows.ndim - 1)
+    examples = math.prod(rows.shape[stack:axes])
+    return rows.reshape(*rows.shape[:stack], examples, -1, rows.shape[-1])

@@ -1,25 +1,21 @@
-import math
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Float
 
 from .._checks import check_count, check_flag, check_instance
-from .._custom_types import Layer, Like, Weights
+from .._custom_types import Layer, Weights
 from .._devices import over_stack, zeros_of
 from .._misc import trailing
-from .._operator import (
-    diagonal,
-    KroneckerOperator,
-    matmul,
-    trace_of_factor,
-    vanishes,
-)
+from .._operator import KroneckerOperator, matmul, trace_of_factor
 from ..form import AbstractForm, Rows, Sizes, Vectors
-from ._base import AbstractCentredBlock, AbstractFactors, sizes_and_zeros
+from ._base import AbstractCentredBlock, sizes_and_zeros
 from ._collector import filled_with_zeros, Statistics
-from ._sharing import AbstractSharing, Expand
+from ._joint import JointRows
+from ._kronecker_factors import KroneckerFactors
+from ._sharing import AbstractSharing, Joint
+from ._sums import inverse_or_zero, total_weight
 
 
 class InputMoments(NamedTuple):
@@ -37,37 +33,18 @@ class InputMoments(NamedTuple):
 
 class OutputMoments(NamedTuple):
     r"""$\sum g g^\top$ over a layer's rows, and over those of a layer that uses the
-    transposed weight; and moments of the inputs, if these depend on gradients."""
+    transposed weight; and moments of the inputs, if these depend on gradients. Or all
+    that there is of positions that are taken jointly."""
 
     second: Any = None
     transposed: Any = None
     inputs: InputMoments = InputMoments()
+    joint: Statistics = JointRows().empty()
 
-
-class KroneckerFactors(AbstractFactors):
-    r"""The two factors of a layer's curvature $G \otimes A$, and the multiple of the
-    identity that an [`eqx_kfac.L2`][] term adds to it. Stacked layers (and the groups of
-    a convolution) have leading axes. If a factor is diagonal (the inputs of an
-    embedding, a side that is too wide), only the diagonal is kept.
-
-    **Fields:**
-
-    - `input_factor`: $A$, of shape `[*stack, d_in(+1), d_in(+1)]`, the bias in the last
-        row and column; or its diagonal.
-    - `output_factor`: $G$, of shape `[*stack, d_out, d_out]`, or its diagonal.
-    """
-
-    input_factor: Float[Array, "..."]
-    output_factor: Float[Array, "..."]
-    l2: Float[Array, "*stack"]
-    symmetric = ("input_factor", "output_factor")
-
-    def is_zero(self) -> Bool[Array, ""]:
-        return vanishes(self.output_factor)
-
-    def bounds(self) -> PyTree[Array]:
-        # |sum a b|^2 <= sum a^2 sum b^2
-        return diagonal(self.input_factor), diagonal(self.output_factor), self.l2
+    @property
+    def has_joint(self) -> bool:
+        """Whether positions are taken jointly."""
+        return self.joint.outputs.squares["left"] is not None
 
 
 class Kronecker(AbstractCentredBlock):
@@ -79,9 +56,9 @@ class Kronecker(AbstractCentredBlock):
     d_\text{out}}$$
 
     with $R$ the rows that pass through the layer, $N$ the loss terms, and $g$ the
-    gradient at $z$ of the *sum* of the losses. [`eqx_kfac.Expand`][] and
-    [`eqx_kfac.Reduce`][] say what a row is when a weight is shared over positions,
-    [`eqx_kfac.TensorNormal`][] how much each of them counts.
+    gradient at $z$ of the *sum* of the losses. [`eqx_kfac.Joint`][],
+    [`eqx_kfac.Expand`][] and [`eqx_kfac.Reduce`][] say what becomes of rows when a weight
+    is shared over positions, [`eqx_kfac.TensorNormal`][] how much each of them counts.
 
     Of the factor of a side that is wider than `widest` (the scores of a vocabulary, the
     pixels of a large image), only the diagonal is kept: a matrix would need more memory
@@ -105,7 +82,7 @@ class Kronecker(AbstractCentredBlock):
 
     def __init__(
         self,
-        sharing: AbstractSharing = Expand(),
+        sharing: AbstractSharing = Joint(),
         weighted: bool = True,
         *,
         tied: bool = False,
@@ -115,8 +92,8 @@ class Kronecker(AbstractCentredBlock):
     ):
         """**Arguments:**
 
-        - `sharing`: [`eqx_kfac.Expand`][], [`eqx_kfac.Reduce`][] or
-            [`eqx_kfac.TensorNormal`][].
+        - `sharing`: [`eqx_kfac.Joint`][], [`eqx_kfac.Expand`][],
+            [`eqx_kfac.Reduce`][] or [`eqx_kfac.TensorNormal`][].
         - `weighted`: whether the weights of the loss terms also weight the layer's
             inputs. A row whose term has weight zero, but which influences others, counts
             by its gradient. False for a layer whose inputs are not examples.
@@ -157,6 +134,14 @@ class Kronecker(AbstractCentredBlock):
         # What is summed over positions may be less than the gradient that it is of.
         return not (self.tied or self.sharing.balanced or self.sharing.mixes_positions)
 
+    def takes_jointly(self, sizes: Sizes) -> bool:
+        whole = sizes.d_in > 0 and not any(self.diagonal_sides(sizes))
+        return self.sharing.joint and whole and not self.tied
+
+    def joint_slots(self, form: AbstractForm, layer: Layer) -> Statistics:
+        outputs = OutputMoments(joint=JointRows().slots(form, layer))
+        return Statistics(InputMoments(), outputs)
+
     def empty(self) -> Statistics:
         return Statistics(inputs=InputMoments(), outputs=OutputMoments())
 
@@ -184,6 +169,9 @@ class Kronecker(AbstractCentredBlock):
         return self._placed(moments, outputs)
 
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
+        if slots.outputs.has_joint:
+            joint = JointRows().statistics(rows, slots.outputs.joint)
+            return Statistics(InputMoments(), OutputMoments(joint=joint))
         like = self._moments(slots)
         if rows.derivative and like.second is None:  # Of a bias alone: zero.
             return zeros_of(slots)
@@ -197,7 +185,7 @@ class Kronecker(AbstractCentredBlock):
         """The statistics; `None` for those that are zero."""
         x, g, stack = rows.x, rows.g, rows.stack
         number, of_inputs, of_outputs = self._weights(rows, like)
-        number = _total(number, g, stack, like.rows)
+        number = total_weight(number, g, stack, like.rows)
         if rows.swapped:
             transposed = x.second(of_inputs, stack, like.transposed)
             inputs = InputMoments(transposed_rows=number, transposed=transposed)
@@ -209,7 +197,7 @@ class Kronecker(AbstractCentredBlock):
         if like.first is not None and not rows.derivative:
             inputs = inputs._replace(first=x.first(of_inputs, stack, like.first))
         if like.ones is not None and not rows.derivative:
-            inputs = inputs._replace(ones=_total(of_inputs, g, stack, like.ones))
+            inputs = inputs._replace(ones=total_weight(of_inputs, g, stack, like.ones))
         second = Vectors(g).second(of_outputs, stack, like_outputs.second)
         return self._placed(inputs, OutputMoments(second=second))
 
@@ -242,22 +230,24 @@ class Kronecker(AbstractCentredBlock):
     def factors(
         self, statistics: Statistics, count: Array, l2: Array
     ) -> KroneckerFactors:
+        if statistics.outputs.has_joint:
+            return JointRows().factors(statistics.outputs.joint, count, l2)
         inputs, outputs = self._moments(statistics), statistics.outputs
         second, count = _homogeneous(inputs), count.astype(outputs.second.dtype)
         if not self.tied:
-            input_factor = second * trailing(_inverse(inputs.rows), second)
+            input_factor = second * trailing(inverse_or_zero(inputs.rows), second)
             output_factor = outputs.second / count
         elif (
             self.sharing.balanced
         ):  # What moments are weighted by makes them commensurate.
             input_factor = second + outputs.transposed
             rows = inputs.rows + inputs.transposed_rows
-            input_factor = input_factor * trailing(_inverse(rows), input_factor)
+            input_factor = input_factor * trailing(inverse_or_zero(rows), input_factor)
             output_factor = (outputs.second + inputs.transposed) / count
         else:
-            of_rows = trailing(_inverse(inputs.rows), second)
+            of_rows = trailing(inverse_or_zero(inputs.rows), second)
             transposed = inputs.transposed
-            of_transposed = trailing(_inverse(inputs.transposed_rows), transposed)
+            of_transposed = trailing(inverse_or_zero(inputs.transposed_rows), transposed)
             output_factor, input_factor = _nearest(
                 (outputs.second / count, second * of_rows),
                 (transposed * of_transposed, outputs.transposed / count),
@@ -276,11 +266,14 @@ class Kronecker(AbstractCentredBlock):
         example's rows are independent for both factors, so its mean is a sum of as many
         independent parts. (Positive semidefinite: $\lVert \sum \bar x (g \cdot v)
         \rVert^2 \le \sum \lVert \bar x \rVert^2 \sum (g \cdot v)^2$.)"""
+        if statistics.outputs.has_joint:
+            joint = JointRows().minus_mean(statistics.outputs.joint, mean, count)
+            return statistics._replace(outputs=OutputMoments(joint=joint))
         moments, second = statistics.inputs, statistics.outputs.second
         trace = over_stack(trace_of_factor, moments.rows.ndim)
         sizes = trace(_homogeneous(moments))
         # `sizes` is of all rows: as many times tr A as an example has rows, and `count`.
-        share = count**2 * _inverse(sizes)
+        share = count**2 * inverse_or_zero(sizes)
         mean = mean.astype(second.dtype)
         if second.ndim == moments.rows.ndim + 1:
             of_mean = jnp.sum(mean**2, axis=-1)
@@ -291,12 +284,6 @@ class Kronecker(AbstractCentredBlock):
 
     def operator(self, factors: KroneckerFactors) -> KroneckerOperator:
         return KroneckerOperator(factors.output_factor, factors.input_factor)
-
-
-def _inverse(number: Float[Array, "*stack"]) -> Float[Array, "*stack"]:
-    """Zero for zero: a layer that nothing passed through has no curvature."""
-    nothing = (number == 0).astype(number.dtype)
-    return (1 - nothing) / (number + nothing)
 
 
 def _nearest(*pairs: tuple[Array, Array], stack: int) -> tuple[Array, Array]:
@@ -311,7 +298,7 @@ def _nearest(*pairs: tuple[Array, Array], stack: int) -> tuple[Array, Array]:
     G, A = trailing(trace(a), g) * g, trailing(trace(g), a) * a
     for g, a in rest:
         G, A = G + trailing(trace(a), g) * g, A + trailing(trace(g), a) * a
-    return G, A * trailing(_inverse(trace(G)), A)
+    return G, A * trailing(inverse_or_zero(trace(G)), A)
 
 
 def _sizes(rows: Rows, like: InputMoments) -> Float[Array, "*rows"]:
@@ -321,19 +308,6 @@ def _sizes(rows: Rows, like: InputMoments) -> Float[Array, "*rows"]:
         return ones
     sizes = rows.x.sizes().astype(ones.dtype)
     return sizes if like.ones is None or rows.derivative else sizes + ones
-
-
-def _total(weights: Weights, g: Array, stack: int, like: Like) -> Float[Array, "*stack"]:
-    """The sum of the weights of all rows, or their number."""
-    if weights is None:
-        # As a function of the data: under `vmap`, the backward pass of a `custom_vjp`
-        # runs for single examples, and what is constant would not be added up.
-        number = math.prod(g.shape[stack:-1])
-        probe = jnp.sum(g, axis=tuple(range(stack, g.ndim)))
-        return number + 0 * (probe == 0).astype(like.dtype)
-    w = jnp.broadcast_to(trailing(weights, g)[..., 0], g.shape[:-1])
-    axes = tuple(range(stack, w.ndim))
-    return jnp.sum(w, axis=axes, dtype=like.dtype)
 
 
 def _homogeneous(moments: InputMoments) -> Float[Array, "..."]:

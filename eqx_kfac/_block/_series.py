@@ -10,6 +10,7 @@ from .._operator import SeriesOperator, vanishes
 from ..form import AbstractForm, Rows
 from ._base import AbstractBlock, AbstractFactors, sizes_and_zeros
 from ._collector import Statistics
+from ._sums import inverse_or_zero
 
 
 class SeriesMoments(NamedTuple):
@@ -136,13 +137,13 @@ class Series(AbstractBlock):
     def factors(self, statistics: Statistics, count: Array, l2: Array) -> SeriesFactors:
         x, g = statistics.inputs, statistics.outputs
         count = count.astype(x.rows.dtype)
-        per_row, per_pair = _inverse(x.rows), _inverse(x.pairs)
+        per_row, per_pair = inverse_or_zero(x.rows), inverse_or_zero(x.pairs)
         return SeriesFactors(
             input_factor=trailing(per_row, x.second) * x.second,
             input_cross=trailing(per_pair, x.cross) * x.cross,
             output_factor=g.second / count,
             output_cross=trailing(x.rows * per_pair, g.cross) * g.cross / count,
-            length=jnp.where(x.rows == 0, 1, x.rows * _inverse(x.rows - x.pairs)),
+            length=jnp.where(x.rows == 0, 1, x.rows * inverse_or_zero(x.rows - x.pairs)),
             l2=l2.astype(g.second.dtype),
         )
 
@@ -155,7 +156,3 @@ class Series(AbstractBlock):
             factors.length,
             self.kind,
         )
-
-
-def _inverse(number: Float[Array, "*stack"]) -> Float[Array, "*stack"]:
-    return jnp.where(number == 0, 0, 1 / jnp.where(number == 0, 1, number))

@@ -18,10 +18,13 @@ class AbstractSharing(PlainModule):
     - `mixes_positions`: whether there are products between different positions of an
         example.
     - `balanced`: whether the rows of either side count by how large the other one is.
+    - `joint`: whether the gradients of an example's positions are added up before they
+        are squared, where it is known which positions these are.
     """
 
     mixes_positions: ClassVar[bool]
     balanced: ClassVar[bool] = False
+    joint: ClassVar[bool] = False
 
     @abc.abstractmethod
     def __call__(self, rows: Rows) -> Rows:
@@ -44,6 +47,38 @@ class Expand(AbstractSharing):
     """
 
     mixes_positions = False
+
+    def __call__(self, rows: Rows) -> Rows:
+        return rows
+
+
+class Joint(AbstractSharing):
+    r"""The positions of an example are taken together: their gradients are added up,
+    $\nabla_n = \sum_s g_{ns} \bar x_{ns}^\top$, as the exact block does, and
+
+    $$A \propto \sum_n \nabla_n^\top \nabla_n, \qquad
+    G \propto \sum_n \nabla_n \nabla_n^\top$$
+
+    are the factors of [`eqx_kfac.TNT`][], with the trace of the exact block. `Expand`
+    takes positions for independent. Behind attention they are not: all positions attend
+    to the same few, and what is added up there may be as many times larger as there are
+    positions.
+
+    This is done wherever the loss function lets it be done, and otherwise,
+    [`eqx_kfac.Expand`][]: the layer is used once, for examples that are the outermost
+    `vmap` around it, or an axis that has as many places as there are examples. Where
+    there are no positions, it is `Expand`, too; and for recurrent cells, embeddings, tied
+    weights, sides that are too wide, and in loops over examples. The table of
+    [`eqx_kfac.verify`][] says what is done for each layer.
+
+    ??? cite "Reference"
+
+        Y. Ren and D. Goldfarb, *Tensor Normal Training for Deep Learning Models*,
+        NeurIPS 2021, for layers that share their weight.
+    """
+
+    mixes_positions = False  # Nothing is done that could be wrong.
+    joint = True
 
     def __call__(self, rows: Rows) -> Rows:
         return rows

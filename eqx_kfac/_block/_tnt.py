@@ -8,7 +8,7 @@ from .._misc import moment
 from .._operator import KroneckerOperator
 from ._collector import Statistics
 from ._gradients import AbstractGradientBlock
-from ._kronecker import KroneckerFactors
+from ._kronecker_factors import KroneckerFactors
 
 
 class TNT(AbstractGradientBlock):

@@ -202,8 +202,11 @@ class LinearisedBatch(PlainModule):
         many examples as the Fisher wants. Where bases are needed and there are none, they
         are found first."""
         part = self.first(fisher.examples)
-        if not part.collects:
-            part = part.batch.linearise(part.model, part.bases, program=part.program)
+        program = part.program
+        if fisher.serves_several_positions:  # Of which gradients are not to be added up.
+            program = program._replace(joint=frozenset())
+        if not part.collects or program != part.program:
+            part = part.batch.linearise(part.model, part.bases, program=program)
         if part.bases is None and has_bases(part.model):
             bases = in_new_bases(part._curvature(fisher, key), part.model)
             part = part.batch.linearise(part.model, bases, program=part.program)

@@ -35,6 +35,12 @@ class AbstractFisher(eqx.Module):
         """For messages."""
         return type(self).__name__
 
+    @property
+    def serves_several_positions(self) -> bool:
+        """Whether a cotangent is one for several positions of an example, whose gradients
+        are not to be added up: it is not random, and they do not belong together."""
+        return False
+
     @abc.abstractmethod
     def number(self, losses: Sequence[AbstractLoss]) -> int:
         """How many cotangents there are."""

@@ -13,8 +13,9 @@ class Centred(Exact):
 
     This is the Fisher of a density whose norm is not known, such as
     $\lvert \psi \rvert^2$ (see [`eqx_kfac.Energy`][]). It is for blocks that are built
-    from single examples' gradients, `TNT`, `Full`, `Diagonal` and `Identity`, and for
-    `Kronecker` with `Expand`, whose $G \otimes A$ becomes
+    from single examples' gradients, `TNT`, `Full`, `Diagonal` and `Identity`, and
+    `Kronecker` where positions are taken jointly; and for `Kronecker` with `Expand`,
+    whose $G \otimes A$ becomes
 
     $$\left(G - \frac{M M^\top}{R \operatorname{tr} A}\right) \otimes A$$
 

@@ -55,6 +55,10 @@ class _Columns(AbstractFisher):
                 f"`kfac.{self.name}()`."
             )
 
+    @property
+    def serves_several_positions(self) -> bool:
+        return self.example_axes > 1
+
     def _columns(self, loss: AbstractLoss) -> int:
         return math.prod(loss.root_shape[self.example_axes :])
 

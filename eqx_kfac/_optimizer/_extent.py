@@ -9,20 +9,23 @@ class Extent(eqx.Module):
     r"""How long the velocity $\delta$ is. The blocks $\hat F$ of the curvature know
     nothing of each other: where layers add up, to a residual stream say,
     $\langle \delta, F \delta \rangle$ may be a hundred times
-    $\langle \delta, \hat F \delta \rangle$. The gradients before and after a step, of
-    two batches, tell without any computation how many times,
+    $\langle \delta, \hat F \delta \rangle$. The gradients before and after a step
+    $\delta = \mu \delta_\text{prev} - \alpha \hat F^{-1} \nabla h$, of two batches, tell
+    without any computation how many times,
 
     $$\kappa \leftarrow \frac12 \kappa + \frac12 \max\Bigl(1,
-    \frac{\langle \delta, \nabla h' - \nabla h \rangle}
-    {\langle \delta, \hat F \delta \rangle}\Bigr),$$
+    \frac{\langle \delta, \nabla h' \rangle - \langle \mu \delta_\text{prev}, \nabla h
+    \rangle} {\langle \delta, \hat F \delta \rangle}\Bigr),$$
 
-    up to what the Hessian differs from the Fisher. (Rather too many: what a step fits of
-    the noise of its own batch is a difference between the gradients, too.)
+    up to what the Hessian differs from the Fisher. What is new in the velocity was made
+    of the gradient before, with whose noise it is in line; so its slope is taken for
+    zero, where nobody knows how much of it is noise. It is rather too few times than too
+    many, then, by no more than one new part descends.
 
     **Fields:**
 
     - `squared_length`: $\langle \delta, \hat F \delta \rangle$.
-    - `slope`: $\langle \delta, \nabla h \rangle$ before the step.
+    - `slope`: $\langle \mu \delta_\text{prev}, \nabla h \rangle$ before the step.
     - `coupling`: $\kappa$.
     """
 

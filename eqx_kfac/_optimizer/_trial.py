@@ -305,7 +305,7 @@ class Trial(PlainModule):
         momentum = momentum * _kept(joint, before, norm)
         # Only what joins both parts of the velocity is new, for F (F^-1 g) = g.
         length = momentum**2 * before - 2 * momentum * rate * joint + rate**2 * norm
-        extent = Extent(length, momentum * joint - rate * norm, coupling)
+        extent = Extent(length, momentum * joint, coupling)
         scale = _at_most(most_of_velocity, length)
         if self.start.is_natural:
             most = region.of_measured(self.start.size).astype(length.dtype)

@@ -52,6 +52,7 @@ class Program(NamedTuple):
     - `axes`: of a `shard_map`, over which these examples are split.
     - `regularised`: whether the gradient has a part from an `L2` term.
     - `rows`: how many rows each use of each tag has, by the tag's number.
+    - `joint`: the tags, by number, that add up gradients over an example's positions.
     """
 
     examples: tuple[int, ...] = ()
@@ -59,6 +60,7 @@ class Program(NamedTuple):
     axes: frozenset = frozenset()
     regularised: bool = False
     rows: tuple[tuple[int, ...], ...] = ()
+    joint: frozenset[int] = frozenset()
 
 
 def analyse(
@@ -96,13 +98,16 @@ def analyse(
     axes = frozenset().union(*split)
     numbers = range(len(trace.layers))
     rows = tuple(tuple(use.rows for use in trace.uses_of(n)) for n in numbers)
-    return Program(examples, tuple(per_example.items()), axes, trace.regularised, rows)
+    joint = frozenset(n for n in numbers if _is_joint(trace, n))
+    return Program(
+        examples, tuple(per_example.items()), axes, trace.regularised, rows, joint
+    )
 
 
 def with_labels(filled: Model, program: Program) -> Model:
     """A model whose tags are ready to collect, with the labels and the slots that a
     program asks for."""
-    if not (program.examples or program.per_example):
+    if not (program.examples or program.per_example or program.joint):
         return filled
     numbers = numbered(filled)
     per_example = dict(program.per_example)
@@ -112,6 +117,8 @@ def with_labels(filled: Model, program: Program) -> Model:
             return tag
         if number in per_example and jtu.tree_leaves(tag.slots):
             tag = tag.per_example(layer, per_example[number], program.axes)
+        elif number in program.joint and jtu.tree_leaves(tag.slots):
+            tag = tag.jointly(layer)
         label = Label(0, number, program.examples)
         return tag.labelled(layer, label) if program.examples else tag
 
@@ -404,3 +411,29 @@ def _used_repeatedly(trace: Trace) -> Iterator[tuple[int, int]]:
                 "Use `kfac.Kronecker()` for it."
             )
         yield number, numbers.pop()
+
+
+def _is_joint(trace: Trace, number: int) -> bool:
+    """Whether a tag may add up the gradients of an example's positions, and it is known
+    which these are: it is used once, by examples that all are along one axis."""
+    _, tag, layer = trace.layers[number]
+    sizes, uses = tag.form.sizes(layer), trace.uses_of(number)
+    if not tag.block.takes_jointly(sizes) or len(uses) != 1:
+        return False
+    (use,) = uses
+    if trace.repeats(use) or trace.splits_examples(use) or trace.is_constant(use):
+        return False
+    if use.derivative or use.examples == () or not trace.has_example_axis(use):
+        return False
+    if trace.may_serve_several(use) or _is_ambiguous(trace, use):
+        return False
+    return _positions(tag, use) > 1
+
+
+def _positions(tag: Tag, use: TagUse) -> int:
+    """How many positions an example has in a use."""
+    axes = use.stack + len(use.examples)
+    inputs = jax.eval_shape(
+        lambda x: tag.form.inputs(x, use.stack, axes).vectors(), use.x
+    )
+    return math.prod(inputs.shape[use.stack + tag.form.groups + 1 : -1])

@@ -55,6 +55,7 @@ class TagUse(NamedTuple):
     - `at_zero`: whether the tag is at a zero, which is added to a result.
     - `sources`: what the layer's input depends on.
     - `axes`: of a `shard_map`, over which the rows are split.
+    - `derivative`: whether it is one of a derivative of the layer.
     """
 
     number: int
@@ -66,6 +67,7 @@ class TagUse(NamedTuple):
     at_zero: bool
     sources: int
     axes: frozenset
+    derivative: bool
 
     @property
     def rows(self) -> int:
@@ -323,6 +325,7 @@ def _visit(
         at_zero=y == ZERO,
         sources=x.sources,
         axes=varying(avals[0]),
+        derivative=params["layout"].derivative,
     )
     # The tag has seen how the output depends on the layer's own parameters, so that this
     # dependence ends here; unless the layer's input depends on them, too. (Tags of parts

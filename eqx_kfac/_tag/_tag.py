@@ -291,6 +291,12 @@ class Tag(PlainModule):
         slots = slots._replace(outputs=cast_varying(slots.outputs, axes))
         return self._with_contents(self.contents._replace(slots=slots))
 
+    def jointly(self, layer: Layer) -> "Tag":
+        """This tag, ready to collect what its block makes of gradients that are added up
+        over an example's positions."""
+        slots = self.block.joint_slots(self.form, layer)
+        return self._with_contents(self.contents._replace(slots=slots, weights=None))
+
     def labelled(self, layer: Layer, label: Label, decoys: bool = False) -> "Tag":
         """This tag with a label, and with decoys, if it is ready to collect."""
         if not self.collecting:

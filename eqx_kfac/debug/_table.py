@@ -3,7 +3,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .._block import Kronecker
+from .._block import Expand, Kronecker
 from .._misc import names
 
 
@@ -102,9 +102,12 @@ def sizes_shown(stack: Sequence[int], d_out: int, d_in: int, bias: bool) -> str:
     return "".join(f"{n} x " for n in stack) + f"[{d_out}, {columns}]"
 
 
-def block_shown(block: Any, sizes: Any) -> str:
-    """`Kronecker(Expand)`, and of which sides only the diagonal is kept."""
+def block_shown(block: Any, sizes: Any, joint: bool = True) -> str:
+    """`Kronecker(Expand)`, and of which sides only the diagonal is kept. `joint`: whether
+    positions are, or may be, taken jointly."""
     sharing = getattr(block, "sharing", None)
+    if sharing is not None and sharing.joint and not joint:
+        sharing = Expand()
     shown = "" if sharing is None else f"({type(sharing).__name__})"
     kronecker = getattr(block, "kronecker", block)
     if isinstance(kronecker, Kronecker):

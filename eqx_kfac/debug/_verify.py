@@ -183,7 +183,8 @@ def _checks(problem: Problem, model: Model) -> list[LayerCheck]:
         use = "used"
         if np.all(rows == 0):
             use = "unused" if i in every.work.called else "never called"
-        check = _check(problem, every, own, found.get(i), share, rows, bool(inverse), use)
+        seen = share, rows, bool(inverse), use, i in every.program.joint
+        check = _check(problem, every, own, found.get(i), *seen)
         too_large = measured[i].bytes > problem.memory
         size = measured[i].bytes / 1e9
         checks.append(dataclasses.replace(check, too_large=too_large, gigabytes=size))
@@ -317,6 +318,7 @@ def _check(
     rows: np.ndarray,
     inverse: bool,
     use: str,
+    joint: bool,
 ) -> LayerCheck:
     path, tag, layer = own
     sizes = tag.form.sizes(layer)
@@ -332,7 +334,7 @@ def _check(
     return LayerCheck(
         path=path,
         form=tag.form.label,
-        block=block_shown(tag.block, sizes),
+        block=block_shown(tag.block, sizes, joint),
         stack=sizes.stack,
         shape=sizes_shown(*sizes[:4]),
         unseen=share.astype(float),

@@ -25,7 +25,7 @@ class MLP(eqx.nn.MLP):
 
 class MultiheadAttention(eqx.nn.MultiheadAttention):
     """`equinox.nn.MultiheadAttention`, with its four projections tagged. Every token is a
-    shared position: see [`eqx_kfac.Expand`][]."""
+    shared position: see [`eqx_kfac.Joint`][]."""
 
     def __init__(self, *args: Any, block: AbstractBlock | None = None, **kwargs: Any):
         """**Arguments:**

@@ -190,7 +190,7 @@ def ferminet() -> kfac.KFAC:
 
 METHODS: dict[str, list[Callable[[], Method]]] = {
     "`KFAC.vmc()`": [lambda: with_kfac(kfac.TNT(), kfac.KFAC.vmc())],
-    "FermiNet's settings": [lambda: with_kfac(kfac.Kronecker(), ferminet())],
+    "FermiNet's settings": [lambda: with_kfac(kfac.Kronecker(kfac.Expand()), ferminet())],
     "`KFAC()`": [lambda: with_kfac(kfac.TNT(), kfac.KFAC(fisher=kfac.Centred()))],
     "Adam": [lambda: with_adam(3e-3), lambda: with_adam(1e-2)],
 }

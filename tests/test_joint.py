@@ -1,0 +1,448 @@
+"""Positions of an example that are taken jointly: `kfac.Joint`."""
+
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+
+import eqx_kfac as kfac
+from eqx_kfac.factors import KroneckerFactors
+
+from .helpers import close, equations_of, filled, normal, relative
+
+
+N, T, D = 3, 4, 3
+EXPAND, JOINT = kfac.Kronecker(kfac.Expand()), kfac.Kronecker()
+KEY = jax.random.key(0)
+
+
+class Attending(eqx.Module):
+    """Tokens that look at each other, are looked at one by one, and pooled."""
+
+    attention: eqx.nn.MultiheadAttention
+    mlp: eqx.nn.MLP
+    out: eqx.nn.Linear
+
+    def __init__(self, width=D, hidden=5):
+        keys = jax.random.split(KEY, 3)
+        self.attention = eqx.nn.MultiheadAttention(1, width, key=keys[0])
+        self.mlp = eqx.nn.MLP(width, width, hidden, 1, jnp.tanh, key=keys[1])
+        self.out = eqx.nn.Linear(width, 2, key=keys[2])
+
+    def __call__(self, x):
+        x = x + self.attention(x, x, x)
+        return self.out(jnp.mean(x + jax.vmap(self.mlp)(x), axis=0))
+
+
+class Each(eqx.Module):
+    """One layer, and how it is called for an example."""
+
+    layer: eqx.Module
+    call: object = eqx.field(static=True)
+
+    def __call__(self, x):
+        return jnp.tanh(self.call(self.layer, x)).reshape(-1)[:, None].T @ weights(x)
+
+
+def weights(x):
+    """Of different outputs, so that positions depend on each other."""
+    return jnp.cos(jnp.arange(2 * D * T).reshape(D * T, 2))
+
+
+def squared(model, x):
+    outputs = jax.vmap(model)(x)
+    return kfac.SquaredError(outputs.reshape(len(x), -1), jnp.zeros((len(x), 2)))
+
+
+def softmax(model, x):
+    return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), jnp.zeros(len(x), int))
+
+
+def factors_of(loss_fn, model, *args, fisher=kfac.Exact()):
+    """Of all layers, in order."""
+    found = eqx.filter_jit(kfac.curvature(loss_fn, fisher))(model, *args)
+    is_factors = lambda node: isinstance(node, KroneckerFactors)
+    return jtu.tree_leaves(found, is_leaf=is_factors)
+
+
+def product(factors):
+    return np.kron(factors.output_factor, factors.input_factor)
+
+
+def by_partial_traces(F, d_out):
+    """The Kronecker product that has the partial traces of a matrix, and its trace."""
+    F = F.reshape(d_out, len(F) // d_out, d_out, -1)
+    G, A = np.einsum("iaja->ij", F), np.einsum("iaib->ab", F)
+    return np.kron(G, A) / np.trace(G)
+
+
+def exact_block(loss_fn, model, where, x):
+    """The Gauss-Newton matrix of one layer's canonical matrix, from JAX's derivatives."""
+    model = kfac.revert(model)
+    layer = where(model)
+    parts = [a for a in (layer.weight, layer.bias) if a is not None]
+
+    def outputs(parts):
+        new = dict(zip(("weight", "bias"), parts))
+        swapped = model
+        for name, value in new.items():
+            at = lambda m, name=name: getattr(where(m), name)
+            swapped = eqx.tree_at(at, swapped, value)
+        return loss_fn(swapped, x).outputs
+
+    J = jax.jacobian(outputs)(parts)
+    rows = [a.reshape(*a.shape[:2], len(layer.weight), -1) for a in J]
+    J = np.concatenate(rows, axis=-1)
+    J = J.reshape(*J.shape[:2], -1)
+    z = outputs(parts)
+    H = jnp.broadcast_to(jnp.eye(z.shape[1]), (*z.shape, z.shape[1]))
+    if loss_fn is softmax:
+        p = jax.nn.softmax(z)
+        H = jax.vmap(jnp.diag)(p) - p[:, :, None] * p[:, None, :]
+    return np.einsum("nki,nkl,nlj->ij", J, H, J) / len(x)
+
+
+WHERE = {
+    "query": lambda m: m.attention.query_proj,
+    "key": lambda m: m.attention.key_proj,
+    "value": lambda m: m.attention.value_proj,
+    "output": lambda m: m.attention.output_proj,
+    "first": lambda m: m.mlp.layers[0],
+    "second": lambda m: m.mlp.layers[1],
+}
+
+
+def tokens(number=N, positions=T, width=D):
+    return normal(number, positions, width, seed=1)
+
+
+@pytest.mark.parametrize("width, hidden", [(3, 5), (9, 20)], ids=["written", "pairs"])
+def test_factors_are_partial_traces_of_the_exact_block(width, hidden):
+    """However they are computed."""
+    x = tokens(width=width)
+    make = lambda block: kfac.convert(filled(Attending, width, hidden), block)
+    found = factors_of(softmax, make(JOINT), x)
+    expanded = factors_of(softmax, make(EXPAND), x)
+    for factors, other, where in zip(found, expanded, WHERE.values()):
+        F = exact_block(softmax, make(JOINT), where, x)
+        want = by_partial_traces(F, len(factors.output_factor))
+        close(product(factors), want)
+        assert relative(product(other), want) > 1e-2
+        np.testing.assert_allclose(np.trace(product(factors)), np.trace(F), rtol=1e-10)
+        # The trace of the input factor is a squared length, as it is of the other kind.
+        sizes = np.trace(factors.input_factor) / np.trace(other.input_factor)
+        assert 0.3 < sizes < 3
+    # The last layer has no positions.
+    for a, b in zip(jtu.tree_leaves(found[6]), jtu.tree_leaves(expanded[6])):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_both_ways_are_taken():
+    """Writing gradients out needs arrays of their shape; products of pairs do not."""
+    for width, hidden, written in ((3, 5, True), (9, 20, False)):
+        model = kfac.convert(Attending(width, hidden), JOINT)
+        collect = kfac.curvature(softmax, kfac.Empirical())
+        arrays, static = eqx.partition(model, eqx.is_array)
+        program = equations_of(
+            lambda a, x: collect(eqx.combine(a, static), x),  # noqa: B023
+            arrays,
+            tokens(width=width),
+        )
+        shapes = {v.aval.shape for eqn in program for v in eqn.outvars}
+        assert ((N, hidden, width + 1) in shapes) == written
+
+
+CALLS = {
+    "vmap": lambda layer, x: jax.vmap(layer)(x),
+    "twice mapped": lambda layer, x: jax.vmap(jax.vmap(layer))(x.reshape(2, T // 2, D)),
+    "checkpoint": lambda layer, x: jax.checkpoint(lambda x: jax.vmap(layer)(x))(x),
+    "jit": lambda layer, x: jax.jit(lambda x: jax.vmap(layer)(x))(x),
+    "one example in a vmap": lambda layer, x: jax.vmap(jax.vmap(layer))(x[None])[0],
+}
+
+
+def linear(bias=True):
+    return eqx.nn.Linear(D, D, use_bias=bias, key=KEY)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", CALLS)
+def test_however_positions_are_mapped(name, bias):
+    model = kfac.convert(Each(linear(bias), CALLS[name]))
+    (found,) = factors_of(squared, model, tokens())
+    F = exact_block(squared, model, lambda m: m.layer, tokens())
+    close(product(found), by_partial_traces(F, D))
+
+
+def two_calls(layer, x):
+    return jax.vmap(layer)(jnp.tanh(jax.vmap(layer)(x)))
+
+
+def in_a_scan(layer, x):
+    return jax.lax.scan(lambda _, row: (None, layer(row)), None, x)[1]
+
+
+SEPARATE = {
+    "two calls": (EXPAND, JOINT, two_calls),
+    "scan": (EXPAND, JOINT, in_a_scan),
+    "wide inputs": (
+        kfac.Kronecker(kfac.Expand(), widest=D - 1),
+        kfac.Kronecker(widest=D - 1),
+        CALLS["vmap"],
+    ),
+    "diagonal outputs": (
+        kfac.Kronecker(kfac.Expand(), diagonal_output=True),
+        kfac.Kronecker(diagonal_output=True),
+        CALLS["vmap"],
+    ),
+    "one position": (EXPAND, JOINT, lambda layer, x: jnp.tile(layer(x[0]), T)),
+}
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+def test_where_positions_are_taken_one_by_one(name):
+    """Where they cannot be told, or need not be: as by `Expand`, bit for bit."""
+    expand, joint, call = SEPARATE[name]
+    make = lambda block: kfac.convert(Each(linear(), call), block)
+    both = [factors_of(squared, make(block), tokens()) for block in (joint, expand)]
+    for a, b in zip(*map(jtu.tree_leaves, both), strict=True):
+        np.testing.assert_array_equal(a, b)
+    report = kfac.verify(squared, make(joint), tokens())
+    assert report.layers[0].block.startswith("Kronecker(Expand)")
+
+
+def test_loops_over_examples():
+    """The axis that a layer then sees are the positions."""
+
+    def looped(model, x):
+        outputs = jax.lax.map(model, x)
+        return kfac.SquaredError(outputs.reshape(len(x), -1), jnp.zeros((len(x), 2)))
+
+    make = lambda block: kfac.convert(Each(linear(), CALLS["vmap"]), block)
+    both = [factors_of(looped, make(block), tokens()) for block in (JOINT, EXPAND)]
+    for a, b in zip(*map(jtu.tree_leaves, both), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+class Tokenwise(eqx.Module):
+    layer: eqx.nn.Linear
+    last: eqx.nn.Linear
+
+    def __call__(self, x):
+        return jax.vmap(lambda row: self.last(jnp.tanh(self.layer(row))))(x)
+
+
+def test_cotangents_that_are_of_several_positions():
+    """One backward pass for all tokens does not say which gradients belong together."""
+    make = lambda block: kfac.convert(
+        filled(lambda: Tokenwise(linear(), linear())), block
+    )
+    loss_fn = lambda m, x: kfac.SquaredError(jax.vmap(m)(x), jnp.zeros((N, T, D)))
+    found = {
+        (block, axes): factors_of(loss_fn, make(block), tokens(), fisher=kfac.Exact(axes))
+        for block in (JOINT, EXPAND)
+        for axes in (1, 2)
+    }
+    for axes in (1, 2):
+        first, last = zip(found[JOINT, axes], found[EXPAND, axes], strict=True)
+        assert (relative(*map(product, first)) < 1e-12) == (axes == 2)
+        assert relative(*map(product, last)) < 1e-12  # Of which a row has one output.
+
+
+def test_derivatives_of_a_layer():
+    """Directions are no positions."""
+    make = lambda block: kfac.convert(
+        filled(lambda: Tokenwise(linear(), linear())), block
+    )
+
+    def loss_fn(model, x):
+        u = lambda row: jnp.sum(model.last(jnp.tanh(model.layer(row))))
+        slopes = jax.vmap(jax.jacfwd(u))(x[:, 0])
+        return kfac.SquaredError(slopes, jnp.zeros_like(slopes))
+
+    both = [factors_of(loss_fn, make(block), tokens()) for block in (JOINT, EXPAND)]
+    for a, b in zip(*map(jtu.tree_leaves, both), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_verify_says_which():
+    report = kfac.verify(softmax, kfac.convert(Attending()), tokens())
+    shown = [check.block for check in report.layers]
+    assert shown == ["Kronecker(Joint)"] * 6 + ["Kronecker(Expand)"]
+    ratios = [check.ratio for check in report.layers[:6]]
+    np.testing.assert_allclose(ratios, 1, rtol=1e-10)
+
+
+class Stacked(eqx.Module):
+    layers: eqx.Module
+
+    def __call__(self, x):
+        arrays, static = eqx.partition(self.layers, eqx.is_array)
+
+        def body(x, arrays):
+            layer = eqx.combine(arrays, static)
+            return jnp.tanh(jax.vmap(layer)(x)) + jnp.mean(x, axis=0, keepdims=True), None
+
+        return jnp.mean(jax.lax.scan(body, x, arrays)[0], axis=0)[:2]
+
+
+def test_stacked_layers():
+    """Every one has its own, as if they were not stacked."""
+    keys = jax.random.split(KEY, 2)
+    make = eqx.filter_vmap(lambda key: eqx.nn.Linear(D, D, key=key))
+    stacked = kfac.convert(Stacked(make(keys)))
+
+    class Unrolled(eqx.Module):
+        layers: list
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = jnp.tanh(jax.vmap(layer)(x)) + jnp.mean(x, axis=0, keepdims=True)
+            return jnp.mean(x, axis=0)[:2]
+
+    unrolled = Unrolled([eqx.nn.Linear(D, D, key=key) for key in keys])
+    (found,) = factors_of(squared, stacked, tokens())
+    for i, want in enumerate(factors_of(squared, kfac.convert(unrolled), tokens())):
+        close(found.input_factor[i], want.input_factor)
+        close(found.output_factor[i], want.output_factor)
+
+
+def test_ensembles():
+    x = jnp.stack([tokens(), 2 * tokens()])
+    keys = jax.random.split(KEY, 2)
+    make = lambda key: kfac.convert(Each(eqx.nn.Linear(D, D, key=key), CALLS["vmap"]))
+    both = eqx.filter_vmap(kfac.curvature(squared, kfac.Exact()))(
+        eqx.filter_vmap(make)(keys), x
+    )
+    for i, key in enumerate(keys):
+        (want,) = factors_of(squared, make(key), x[i])
+        close(both.layer.input_factor[i], want.input_factor)
+        close(both.layer.output_factor[i], want.output_factor)
+
+
+def optimizer(**choices):
+    return kfac.KFAC(0.05, 0.0, 0.1, fisher=kfac.Exact(), **choices)
+
+
+@pytest.mark.parametrize("loss_fn", [softmax, squared])
+def test_micro_batches(loss_fn):
+    """The same step in less memory."""
+    model, x = kfac.convert(filled(Attending)), tokens(6)
+    state = optimizer().init(model)
+    found = [
+        eqx.filter_jit(ft.partial(optimizer().step, loss_fn, micro_batches=k))(
+            model, state, x
+        )
+        for k in (1, 3)
+    ]
+    for a, b in zip(*(jtu.tree_leaves(s.curvature) for _, s, _ in found), strict=True):
+        close(a, b)
+
+
+def masked(model, x, w):
+    return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), jnp.zeros(len(x), int), w)
+
+
+def test_padding_counts_for_nothing():
+    """Examples without weight are not there: no factor knows of them."""
+    x, model = tokens(), kfac.convert(filled(Attending))
+    more, w = jnp.concatenate([x, 7 * x]), jnp.repeat(jnp.array([1.0, 0.0]), N)
+    padded = factors_of(masked, model, more, w)
+    for a, b in zip(padded, factors_of(softmax, model, x), strict=True):
+        close(a.input_factor, b.input_factor)
+        close(a.output_factor, b.output_factor)
+
+
+def test_means_are_subtracted():
+    """The covariance is that of `TNT` blocks."""
+
+    def energy(model, x):
+        log_psi = jax.vmap(lambda x: jnp.sum(model(x)))(x)
+        return kfac.Energy(log_psi, jnp.sum(x, axis=(1, 2)))
+
+    x, fisher = tokens(5), kfac.Centred()
+    both = [
+        factors_of(energy, kfac.convert(filled(Attending), block), x, fisher=fisher)
+        for block in (JOINT, kfac.TNT())
+    ]
+    for a, b in list(zip(*both, strict=True))[:6]:
+        close(product(a), product(b))
+
+
+def test_samples_have_the_right_mean():
+    """`MonteCarlo`, in the mean over many keys, has the trace of the exact block."""
+    model = kfac.convert(filled(Attending))
+    collect = eqx.filter_jit(
+        jax.vmap(
+            lambda key: kfac.curvature(softmax)(model, tokens(), key=key).mlp.layers[0]
+        )
+    )
+    found = collect(jax.random.split(KEY, 4000))
+    (want,) = factors_of(softmax, model, tokens())[4:5]
+    trace = lambda a: np.trace(a, axis1=-2, axis2=-1)
+    traces = trace(np.asarray(found.output_factor)) * trace(found.input_factor)
+    exact = np.trace(product(want))
+    assert abs(np.mean(traces) - exact) < 5 * np.std(traces) / len(traces) ** 0.5
+
+
+def convolved(layer, x):
+    return layer(x.T).T
+
+
+CONVOLUTIONS = {
+    "plain": dict(padding=1),
+    "strided": dict(stride=2),
+    "grouped": dict(groups=3),
+    "dilated": dict(dilation=2, padding=2, use_bias=False),
+}
+
+
+def convolution(name):
+    return eqx.nn.Conv1d(D, D, 3, key=KEY, **CONVOLUTIONS[name])
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions(name):
+    """Positions are where the kernel is; groups are layers side by side."""
+    x = tokens(positions=7)
+    model = kfac.convert(Each(convolution(name), convolved))
+    loss_fn = ft.partial(pooled, out=3)
+    (found,) = factors_of(loss_fn, model, x)
+    F = exact_block(loss_fn, model, lambda m: m.layer, x)
+    if name != "grouped":
+        close(product(found), by_partial_traces(F, D))
+        return
+    size = len(F) // D
+    for i in range(D):
+        own = slice(i * size, (i + 1) * size)
+        member = jtu.tree_map(lambda a: a[i], found)  # noqa: B023
+        close(product(member), by_partial_traces(F[own, own], 1))
+
+
+def pooled(model, x, out):
+    """A loss on means over positions, of which each sees all."""
+    h = jax.vmap(lambda x: jnp.tanh(model.call(model.layer, x)))(x)
+    h = jnp.mean(h, axis=1) @ jnp.cos(jnp.arange(D * out).reshape(D, out))
+    return kfac.SquaredError(h, jnp.zeros_like(h))
+
+
+@pytest.mark.parametrize("name", ["plain", "strided"])
+def test_examples_one_after_the_other(name, monkeypatch):
+    """What is written out at once has a bound; the sums are the same."""
+    models = [
+        kfac.convert(Each(convolution(name), convolved)),
+        kfac.convert(Each(linear(), CALLS["vmap"])),
+    ]
+    loss_fn, x = ft.partial(pooled, out=3), tokens(6, 7)
+    want = [factors_of(loss_fn, model, x) for model in models]
+    for most in (1, 150):
+        monkeypatch.setattr("eqx_kfac._block._joint.MOST", most)
+        jax.clear_caches()
+        for model, (other,) in zip(models, want, strict=True):
+            (found,) = factors_of(loss_fn, model, x)
+            close(found.input_factor, other.input_factor)
+            close(found.output_factor, other.output_factor)
