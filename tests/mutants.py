@@ -250,7 +250,7 @@ MUTANTS = [
     M("_block/_joint.py", "moment(matmul(matmul(b, b.mT), a), a, stack, like)", "moment(a, a, stack, like)", "joint"),
     M("_block/_joint.py", "input_factor=trailing(trace, a) * a", "input_factor=a", "joint"),
     M("_block/_joint.py", "return {**moments, **sums}", "return {**moments, **{n: 2 * a for n, a in sums.items()}, 'left': 2 * moments['left']}", "joint"),
-    M("_program/_program.py", "if not tag.block.takes_jointly(sizes) or len(uses) != 1:", "if not tag.block.takes_jointly(sizes):", "joint"),
+    M("_program/_program.py", "if not isinstance(tag.block, AbstractJointBlock) or len(uses) != 1:", "if not isinstance(tag.block, AbstractJointBlock) or not uses:", "joint"),
     M("_program/_program.py", "if trace.repeats(use) or trace.splits_examples(use) or trace.is_constant(use):\n        return False\n    if use.derivative", "if use.derivative", "joint"),
     M("_block/_kronecker.py", "return self.sharing.joint and whole and not self.tied", "return self.sharing.joint and whole", "joint shared"),
     M("_optimizer/_trust.py", "jnp.maximum(self.measured_radius, jnp.abs(value) / 10)", "jnp.abs(value) / 10", "trust"),

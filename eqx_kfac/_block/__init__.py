@@ -3,6 +3,7 @@ from ._base import (
     AbstractBlock as AbstractBlock,
     AbstractCentredBlock as AbstractCentredBlock,
     AbstractFactors as AbstractFactors,
+    AbstractJointBlock as AbstractJointBlock,
     AbstractPerExampleBlock as AbstractPerExampleBlock,
     no_l2 as no_l2,
 )

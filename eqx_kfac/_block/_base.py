@@ -95,15 +95,6 @@ class AbstractBlock(AbstractCollector):
     two_sided: ClassVar[bool] = False
     subtracts_means: ClassVar[bool] = False
 
-    def takes_jointly(self, sizes: Sizes) -> bool:
-        """Whether it would add up the gradients of an example's positions, of a layer of
-        these sizes, if it is known which these are. Then, it has `joint_slots`."""
-        return False
-
-    def joint_slots(self, form: AbstractForm, layer: Layer) -> Statistics:
-        """Slots, as `slots`, for what is made of gradients that are added up."""
-        raise NotImplementedError
-
     @abc.abstractmethod
     def factors(self, statistics: Statistics, count: Array, l2: Array) -> AbstractFactors:
         r"""The curvature of the mean loss over `count` $= N$ terms, plus `l2`
@@ -152,6 +143,19 @@ class AbstractCentredBlock(AbstractBlock):
     ) -> Statistics:
         r"""The statistics of `count` examples less those of so many that all have the
         gradient `mean`."""
+
+
+class AbstractJointBlock(AbstractBlock):
+    """A block that adds up the gradients of an example's positions before it squares
+    them, where it is known which rows these are."""
+
+    @abc.abstractmethod
+    def takes_jointly(self, sizes: Sizes) -> bool:
+        """Whether it does so for a layer of these sizes."""
+
+    @abc.abstractmethod
+    def joint_slots(self, form: AbstractForm, layer: Layer) -> Statistics:
+        """Slots in the place of `slots` for what it then collects."""
 
 
 class AbstractBasisBlock(AbstractBlock):

@@ -10,7 +10,7 @@ from .._devices import over_stack, zeros_of
 from .._misc import trailing
 from .._operator import KroneckerOperator, matmul, trace_of_factor
 from ..form import AbstractForm, Rows, Sizes, Vectors
-from ._base import AbstractCentredBlock, sizes_and_zeros
+from ._base import AbstractCentredBlock, AbstractJointBlock, sizes_and_zeros
 from ._collector import filled_with_zeros, Statistics
 from ._joint import JointRows
 from ._kronecker_factors import KroneckerFactors
@@ -47,7 +47,7 @@ class OutputMoments(NamedTuple):
         return self.joint.outputs.squares["left"] is not None
 
 
-class Kronecker(AbstractCentredBlock):
+class Kronecker(AbstractCentredBlock, AbstractJointBlock):
     r"""The Kronecker-factored block $G \otimes A$ of a layer $z = \bar W \bar x$:
 
     $$A = \frac1R \sum_\text{rows} \bar x \bar x^\top \in

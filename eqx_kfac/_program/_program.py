@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.tree_util as jtu
 
-from .._block import AbstractPerExampleBlock
+from .._block import AbstractJointBlock, AbstractPerExampleBlock
 from .._custom_types import Args, Kwargs, Model
 from .._devices import check_tracked
 from .._misc import names
@@ -417,8 +417,10 @@ def _is_joint(trace: Trace, number: int) -> bool:
     """Whether a tag may add up the gradients of an example's positions, and it is known
     which these are: it is used once, by examples that all are along one axis."""
     _, tag, layer = trace.layers[number]
-    sizes, uses = tag.form.sizes(layer), trace.uses_of(number)
-    if not tag.block.takes_jointly(sizes) or len(uses) != 1:
+    uses = trace.uses_of(number)
+    if not isinstance(tag.block, AbstractJointBlock) or len(uses) != 1:
+        return False
+    if not tag.block.takes_jointly(tag.form.sizes(layer)):
         return False
     (use,) = uses
     if trace.repeats(use) or trace.splits_examples(use) or trace.is_constant(use):

@@ -14,6 +14,7 @@ from .._block import (
     AbstractBasisBlock,
     AbstractBlock,
     AbstractCollector,
+    AbstractJointBlock,
     AbstractPerExampleBlock,
     check_block,
     Series,
@@ -294,6 +295,7 @@ class Tag(PlainModule):
     def jointly(self, layer: Layer) -> "Tag":
         """This tag, ready to collect what its block makes of gradients that are added up
         over an example's positions."""
+        assert isinstance(self.block, AbstractJointBlock)
         slots = self.block.joint_slots(self.form, layer)
         return self._with_contents(self.contents._replace(slots=slots, weights=None))
 
