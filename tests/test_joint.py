@@ -186,7 +186,14 @@ def in_a_scan(layer, x):
     return jax.lax.scan(lambda _, row: (None, layer(row)), None, x)[1]
 
 
+def again_and_again(layer, x):
+    """The same weight at every depth."""
+    step = lambda x, _: (jnp.tanh(jax.vmap(layer)(x)), None)
+    return jax.lax.scan(step, x, None, length=2)[0]
+
+
 SEPARATE = {
+    "every depth": (EXPAND, JOINT, again_and_again),
     "two calls": (EXPAND, JOINT, two_calls),
     "scan": (EXPAND, JOINT, in_a_scan),
     "wide inputs": (
