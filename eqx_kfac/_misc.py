@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Inexact, PyTree, Shaped
 
 from ._complex import as_real
 from ._custom_types import Key, Like
-from ._devices import explicit_sharding, split_along
+from ._devices import explicit_sharding, split_along, zeros_of
 
 
 def accumulator(*dtypes: Any) -> Any:
@@ -56,6 +56,32 @@ def moment(
     else:
         out = contract(a, b)
     return out.astype(like.dtype)
+
+
+def number_of_parts(examples: int, size: int, most: int) -> int:
+    """Into how many equal parts examples of `size` numbers in all are divided, so that a
+    part has no more than `most` numbers, or nearly so."""
+    numbers = [n for n in range(1, examples + 1) if examples % n == 0]
+    return next((n for n in numbers if size <= n * most), examples)
+
+
+def summed_in_parts(
+    fn: Callable, rows: PyTree[Array], stack: int, number: int, like: PyTree[Like]
+) -> PyTree[Array]:
+    """`fn(*rows)`, which is a sum over examples, from so many parts of these, one after
+    the other. Every n-th example is in a part, so that an axis that is split over devices
+    stays split."""
+    if number == 1:
+        return fn(*rows)
+
+    def split(a):
+        a = a.reshape(*a.shape[:stack], -1, number, *a.shape[stack + 1 :])
+        return jnp.moveaxis(a, stack + 1, 0)
+
+    def add(total, part):
+        return jtu.tree_map(jnp.add, total, fn(*part)), None
+
+    return jax.lax.scan(add, zeros_of(like), jtu.tree_map(split, rows))[0]
 
 
 def draw(

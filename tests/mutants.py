@@ -122,7 +122,7 @@ MUTANTS = [
     # How a layer is linear.
     M("form/_dense.py", "matrix, column = matrix[..., :-1], matrix[..., -1]", "matrix, column = matrix[..., 1:], matrix[..., 0]", "forms"),
     M("form/_inputs.py", "return jnp.sum(weighted(self.x, weights), axis=axes, dtype=like.dtype)", "return jnp.sum(self.x, axis=axes, dtype=like.dtype)", "forms blocks"),
-    M("form/_inputs.py", "return total + vectors.second(w, stack, like), None", "return vectors.second(w, stack, like), None", "forms"),
+    M("_misc.py", "return jtu.tree_map(jnp.add, total, fn(*part)), None", "return fn(*part), None", "forms"),
     M("form/_inputs.py", "= 2**18, 2**24", "= 2**18, 2**18", "forms"),
     M("form/_inputs.py", "cpu=of(cpu), default=of(elsewhere)", "cpu=of(elsewhere), default=of(cpu)", "forms"),
     M("form/_inputs.py", "for offset in range(0, k * d, d):", "for offset in reversed(range(0, k * d, d)):", "forms"),

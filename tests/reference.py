@@ -143,6 +143,13 @@ def ggn(run, model, where, term_loss, targets, weights=None, train=("weight", "b
     ]
 
 
+def from_partial_traces(F, d_out):
+    """The Kronecker product that has the partial traces of a matrix, and its trace."""
+    F = F.reshape(d_out, len(F) // d_out, d_out, -1)
+    G, A = np.einsum("iaja->ij", F), np.einsum("iaib->ab", F)
+    return np.kron(G, A) / np.trace(G)
+
+
 def empirical(
     run, model, where, term_loss, targets, weights=None, train=("weight", "bias")
 ):

@@ -13,6 +13,7 @@ import eqx_kfac as kfac
 from eqx_kfac.factors import KroneckerFactors
 
 from .helpers import close, equations_of, filled, normal, relative
+from .reference import from_partial_traces, kron
 
 
 N, T, D = 3, 4, 3
@@ -45,17 +46,13 @@ class Each(eqx.Module):
     call: object = eqx.field(static=True)
 
     def __call__(self, x):
-        return jnp.tanh(self.call(self.layer, x)).reshape(-1)[:, None].T @ weights(x)
-
-
-def weights(x):
-    """Of different outputs, so that positions depend on each other."""
-    return jnp.cos(jnp.arange(2 * D * T).reshape(D * T, 2))
+        # All outputs together, so that positions depend on each other.
+        mixing = jnp.cos(jnp.arange(2 * D * T).reshape(D * T, 2))
+        return jnp.tanh(self.call(self.layer, x)).reshape(-1) @ mixing
 
 
 def squared(model, x):
-    outputs = jax.vmap(model)(x)
-    return kfac.SquaredError(outputs.reshape(len(x), -1), jnp.zeros((len(x), 2)))
+    return kfac.SquaredError(jax.vmap(model)(x), jnp.zeros((len(x), 2)))
 
 
 def softmax(model, x):
@@ -67,17 +64,6 @@ def factors_of(loss_fn, model, *args, fisher=kfac.Exact()):
     found = eqx.filter_jit(kfac.curvature(loss_fn, fisher))(model, *args)
     is_factors = lambda node: isinstance(node, KroneckerFactors)
     return jtu.tree_leaves(found, is_leaf=is_factors)
-
-
-def product(factors):
-    return np.kron(factors.output_factor, factors.input_factor)
-
-
-def by_partial_traces(F, d_out):
-    """The Kronecker product that has the partial traces of a matrix, and its trace."""
-    F = F.reshape(d_out, len(F) // d_out, d_out, -1)
-    G, A = np.einsum("iaja->ij", F), np.einsum("iaib->ab", F)
-    return np.kron(G, A) / np.trace(G)
 
 
 def exact_block(loss_fn, model, where, x):
@@ -106,14 +92,14 @@ def exact_block(loss_fn, model, where, x):
     return np.einsum("nki,nkl,nlj->ij", J, H, J) / len(x)
 
 
-WHERE = {
-    "query": lambda m: m.attention.query_proj,
-    "key": lambda m: m.attention.key_proj,
-    "value": lambda m: m.attention.value_proj,
-    "output": lambda m: m.attention.output_proj,
-    "first": lambda m: m.mlp.layers[0],
-    "second": lambda m: m.mlp.layers[1],
-}
+WHERE = [
+    lambda m: m.attention.query_proj,
+    lambda m: m.attention.key_proj,
+    lambda m: m.attention.value_proj,
+    lambda m: m.attention.output_proj,
+    lambda m: m.mlp.layers[0],
+    lambda m: m.mlp.layers[1],
+]
 
 
 def tokens(number=N, positions=T, width=D):
@@ -127,12 +113,12 @@ def test_factors_are_partial_traces_of_the_exact_block(width, hidden):
     make = lambda block: kfac.convert(filled(Attending, width, hidden), block)
     found = factors_of(softmax, make(JOINT), x)
     expanded = factors_of(softmax, make(EXPAND), x)
-    for factors, other, where in zip(found, expanded, WHERE.values()):
+    for factors, other, where in zip(found, expanded, WHERE):
         F = exact_block(softmax, make(JOINT), where, x)
-        want = by_partial_traces(F, len(factors.output_factor))
-        close(product(factors), want)
-        assert relative(product(other), want) > 1e-2
-        np.testing.assert_allclose(np.trace(product(factors)), np.trace(F), rtol=1e-10)
+        want = from_partial_traces(F, len(factors.output_factor))
+        close(kron(factors), want)
+        assert relative(kron(other), want) > 1e-2
+        np.testing.assert_allclose(np.trace(kron(factors)), np.trace(F), rtol=1e-10)
         # The trace of the input factor is a squared length, as it is of the other kind.
         sizes = np.trace(factors.input_factor) / np.trace(other.input_factor)
         assert 0.3 < sizes < 3
@@ -175,7 +161,14 @@ def test_however_positions_are_mapped(name, bias):
     model = kfac.convert(Each(linear(bias), CALLS[name]))
     (found,) = factors_of(squared, model, tokens())
     F = exact_block(squared, model, lambda m: m.layer, tokens())
-    close(product(found), by_partial_traces(F, D))
+    close(kron(found), from_partial_traces(F, D))
+
+
+def assert_as_expanded(loss_fn, make, expand=EXPAND, joint=JOINT):
+    """`Joint` is `Expand` there, bit for bit."""
+    both = [factors_of(loss_fn, make(block), tokens()) for block in (joint, expand)]
+    for a, b in zip(*map(jtu.tree_leaves, both), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def two_calls(layer, x):
@@ -215,9 +208,7 @@ def test_where_positions_are_taken_one_by_one(name):
     """Where they cannot be told, or need not be: as by `Expand`, bit for bit."""
     expand, joint, call = SEPARATE[name]
     make = lambda block: kfac.convert(Each(linear(), call), block)
-    both = [factors_of(squared, make(block), tokens()) for block in (joint, expand)]
-    for a, b in zip(*map(jtu.tree_leaves, both), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_as_expanded(squared, make, expand, joint)
     report = kfac.verify(squared, make(joint), tokens())
     assert report.layers[0].block.startswith("Kronecker(Expand)")
 
@@ -226,13 +217,10 @@ def test_loops_over_examples():
     """The axis that a layer then sees are the positions."""
 
     def looped(model, x):
-        outputs = jax.lax.map(model, x)
-        return kfac.SquaredError(outputs.reshape(len(x), -1), jnp.zeros((len(x), 2)))
+        return kfac.SquaredError(jax.lax.map(model, x), jnp.zeros((len(x), 2)))
 
     make = lambda block: kfac.convert(Each(linear(), CALLS["vmap"]), block)
-    both = [factors_of(looped, make(block), tokens()) for block in (JOINT, EXPAND)]
-    for a, b in zip(*map(jtu.tree_leaves, both), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_as_expanded(looped, make)
 
 
 class Tokenwise(eqx.Module):
@@ -243,37 +231,35 @@ class Tokenwise(eqx.Module):
         return jax.vmap(lambda row: self.last(jnp.tanh(self.layer(row))))(x)
 
 
+def tokenwise(block):
+    return kfac.convert(filled(lambda: Tokenwise(linear(), linear())), block)
+
+
 def test_cotangents_that_are_of_several_positions():
     """One backward pass for all tokens does not say which gradients belong together."""
-    make = lambda block: kfac.convert(
-        filled(lambda: Tokenwise(linear(), linear())), block
-    )
     loss_fn = lambda m, x: kfac.SquaredError(jax.vmap(m)(x), jnp.zeros((N, T, D)))
     found = {
-        (block, axes): factors_of(loss_fn, make(block), tokens(), fisher=kfac.Exact(axes))
+        (block, axes): factors_of(
+            loss_fn, tokenwise(block), tokens(), fisher=kfac.Exact(axes)
+        )
         for block in (JOINT, EXPAND)
         for axes in (1, 2)
     }
     for axes in (1, 2):
         first, last = zip(found[JOINT, axes], found[EXPAND, axes], strict=True)
-        assert (relative(*map(product, first)) < 1e-12) == (axes == 2)
-        assert relative(*map(product, last)) < 1e-12  # Of which a row has one output.
+        assert (relative(*map(kron, first)) < 1e-12) == (axes == 2)
+        assert relative(*map(kron, last)) < 1e-12  # Of which a row has one output.
 
 
 def test_derivatives_of_a_layer():
     """Directions are no positions."""
-    make = lambda block: kfac.convert(
-        filled(lambda: Tokenwise(linear(), linear())), block
-    )
 
     def loss_fn(model, x):
         u = lambda row: jnp.sum(model.last(jnp.tanh(model.layer(row))))
         slopes = jax.vmap(jax.jacfwd(u))(x[:, 0])
         return kfac.SquaredError(slopes, jnp.zeros_like(slopes))
 
-    both = [factors_of(loss_fn, make(block), tokens()) for block in (JOINT, EXPAND)]
-    for a, b in zip(*map(jtu.tree_leaves, both), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_as_expanded(loss_fn, tokenwise)
 
 
 def test_verify_says_which():
@@ -377,7 +363,7 @@ def test_means_are_subtracted():
         for block in (JOINT, kfac.TNT())
     ]
     for a, b in list(zip(*both, strict=True))[:6]:
-        close(product(a), product(b))
+        close(kron(a), kron(b))
 
 
 def test_samples_have_the_right_mean():
@@ -392,7 +378,7 @@ def test_samples_have_the_right_mean():
     (want,) = factors_of(softmax, model, tokens())[4:5]
     trace = lambda a: np.trace(a, axis1=-2, axis2=-1)
     traces = trace(np.asarray(found.output_factor)) * trace(found.input_factor)
-    exact = np.trace(product(want))
+    exact = np.trace(kron(want))
     assert abs(np.mean(traces) - exact) < 5 * np.std(traces) / len(traces) ** 0.5
 
 
@@ -417,23 +403,22 @@ def test_convolutions(name):
     """Positions are where the kernel is; groups are layers side by side."""
     x = tokens(positions=7)
     model = kfac.convert(Each(convolution(name), convolved))
-    loss_fn = ft.partial(pooled, out=3)
-    (found,) = factors_of(loss_fn, model, x)
-    F = exact_block(loss_fn, model, lambda m: m.layer, x)
+    (found,) = factors_of(pooled, model, x)
+    F = exact_block(pooled, model, lambda m: m.layer, x)
     if name != "grouped":
-        close(product(found), by_partial_traces(F, D))
+        close(kron(found), from_partial_traces(F, D))
         return
     size = len(F) // D
     for i in range(D):
         own = slice(i * size, (i + 1) * size)
         member = jtu.tree_map(lambda a: a[i], found)  # noqa: B023
-        close(product(member), by_partial_traces(F[own, own], 1))
+        close(kron(member), from_partial_traces(F[own, own], 1))
 
 
-def pooled(model, x, out):
+def pooled(model, x):
     """A loss on means over positions, of which each sees all."""
     h = jax.vmap(lambda x: jnp.tanh(model.call(model.layer, x)))(x)
-    h = jnp.mean(h, axis=1) @ jnp.cos(jnp.arange(D * out).reshape(D, out))
+    h = jnp.mean(h, axis=1) @ jnp.cos(jnp.arange(3 * D).reshape(D, 3))
     return kfac.SquaredError(h, jnp.zeros_like(h))
 
 
@@ -444,12 +429,12 @@ def test_examples_one_after_the_other(name, monkeypatch):
         kfac.convert(Each(convolution(name), convolved)),
         kfac.convert(Each(linear(), CALLS["vmap"])),
     ]
-    loss_fn, x = ft.partial(pooled, out=3), tokens(6, 7)
-    want = [factors_of(loss_fn, model, x) for model in models]
+    x = tokens(6, 7)
+    want = [factors_of(pooled, model, x) for model in models]
     for most in (1, 150):
         monkeypatch.setattr("eqx_kfac._block._joint.MOST", most)
         jax.clear_caches()
         for model, (other,) in zip(models, want, strict=True):
-            (found,) = factors_of(loss_fn, model, x)
+            (found,) = factors_of(pooled, model, x)
             close(found.input_factor, other.input_factor)
             close(found.output_factor, other.output_factor)

@@ -295,12 +295,14 @@ def couplings(number, measured=jnp.inf, steps=6):
     return found, values, slopes
 
 
+@pytest.mark.parametrize("radius", [jnp.inf, 0.5, 1e-2])
 @pytest.mark.parametrize("number", [1, 3])
-def test_gradients_measure_what_blocks_do_not_know(number):
+def test_gradients_measure_what_blocks_do_not_know(number, radius):
     """Each of some layers that are added up does the same: a step of all of them is as
     many times as long as blocks say. The loss is quadratic, the batch always the same:
-    gradients say so exactly, but for the slope of what is new in a step."""
-    found, _, slopes = couplings(number, steps=12)
+    gradients say so exactly, but for the slope of what is new in a step. A step that is
+    shortened is measured like any other."""
+    found, _, slopes = couplings(number, radius, steps=12)
     want, new, most = 1.0, [], 1.0
     for before, slope, extent in zip(found, slopes, found[1:]):
         new.append((before.slope - slope) / before.squared_length)

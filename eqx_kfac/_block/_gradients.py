@@ -143,8 +143,8 @@ class AbstractGradientBlock(AbstractPerExampleBlock, AbstractCentredBlock):
         # Moments are squares, so one example that is so much larger counts as many.
         one = (jnp.sqrt(count) * mean)[..., None, :, :].astype(accumulator(mean.dtype))
         moments = self.moments(one, mean.ndim - 2, like)
-        squares = jtu.tree_map(jnp.subtract, squares, moments)
-        return statistics._replace(outputs=Squares(None, squares))
+        less = {name: squares[name] - moment for name, moment in moments.items()}
+        return statistics._replace(outputs=Squares(None, {**squares, **less}))
 
 
 class Squares(NamedTuple):

@@ -3,12 +3,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from jaxtyping import Array, Float
 
 from .._custom_types import Like
 from .._devices import explicit_sharding, gathered, zeros_of
-from .._misc import moment, trailing
+from .._misc import moment, number_of_parts, summed_in_parts, trailing
 from .._operator import matmul
 from ..form import Rows
 from ._collector import Statistics
@@ -32,25 +31,12 @@ class JointRows(TNT):
         return dict(super().shapes(d_out, d_in), g_norms=(), norms=())
 
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
+        def of(x, g):
+            return self._sums(rows._replace(x=x, g=g), slots)
+
+        # Patches and gradients, written out, may take many times the memory of the rows.
         number, like = _parts(rows), slots.outputs.squares
-        if number == 1:
-            sums = self._sums(rows, slots)
-            return Statistics(zeros_of(slots.inputs), Squares(None, sums))
-
-        # Some examples after the other: patches and gradients, written out, may take many
-        # times the memory of the rows. (Every n-th example, so that an axis that is split
-        # over devices stays split.)
-        def split(a):
-            a = a.reshape(*a.shape[: rows.stack], -1, number, *a.shape[rows.stack + 1 :])
-            return jnp.moveaxis(a, rows.stack + 1, 0)
-
-        def add(total, part):
-            x, g = part
-            own = self._sums(rows._replace(x=x, g=g), slots)
-            return jtu.tree_map(jnp.add, total, own), None
-
-        parts = jtu.tree_map(split, (rows.x, rows.g))
-        sums, _ = jax.lax.scan(add, zeros_of(like), parts)
+        sums = summed_in_parts(of, (rows.x, rows.g), rows.stack, number, like)
         return Statistics(zeros_of(slots.inputs), Squares(None, sums))
 
     def _sums(self, rows: Rows, slots: Statistics) -> dict[str, Any]:
@@ -65,21 +51,9 @@ class JointRows(TNT):
             moments = self.moments(matmul(g.mT, x), stack, like)
         g_norms, x_norms = jnp.sum(g**2, axis=-1), jnp.sum(x**2, axis=-1)
         norms = dict(g_norms=g_norms, norms=g_norms * x_norms)
-        sums = {name: jnp.sum(a, axis=(-2, -1)) for name, a in norms.items()}
-        sums = {name: a.astype(like[name].dtype) for name, a in sums.items()}
+        over = lambda name: jnp.sum(norms[name], axis=(-2, -1), dtype=like[name].dtype)
+        sums = {name: over(name) for name in norms}
         return {**moments, **sums}
-
-    def minus_mean(
-        self,
-        statistics: Statistics,
-        mean: Float[Array, "*stack d_out d_in"],
-        count: Float[Array, ""],
-    ) -> Statistics:
-        squares = dict(statistics.outputs.squares)
-        sums = {name: squares.pop(name) for name in ("g_norms", "norms")}
-        statistics = statistics._replace(outputs=Squares(None, squares))
-        less = super().minus_mean(statistics, mean, count).outputs.squares
-        return statistics._replace(outputs=Squares(None, {**less, **sums}))
 
     def factors(
         self, statistics: Statistics, count: Array, l2: Array
@@ -101,7 +75,7 @@ MOST = 2**24  # Numbers that are written out at the same time.
 def _parts(rows: Rows) -> int:
     """Into how many parts the examples are divided so that what is written out of one
     part has no more than `MOST` numbers, or nearly so."""
-    stack, examples = rows.stack, rows.g.shape[rows.stack]
+    stack = rows.stack
     if explicit_sharding(jax.typeof(rows.g)) is not None:
         return 1
     x = jax.eval_shape(lambda x: x.vectors(), rows.x)
@@ -112,8 +86,7 @@ def _parts(rows: Rows) -> int:
     else:
         most = d_in * max(d_out, positions)
     size = math.prod(rows.g.shape[: stack + 1]) * most
-    numbers = [n for n in range(1, examples + 1) if examples % n == 0]
-    return next((n for n in numbers if size <= n * MOST), examples)
+    return number_of_parts(rows.g.shape[stack], size, MOST)
 
 
 def _is_less_by_pairs(positions: int, d_out: int, d_in: int) -> bool:

@@ -139,8 +139,7 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
         return self.sharing.joint and whole and not self.tied
 
     def joint_slots(self, form: AbstractForm, layer: Layer) -> Statistics:
-        outputs = OutputMoments(joint=JointRows().slots(form, layer))
-        return Statistics(InputMoments(), outputs)
+        return _of_joint(JointRows().slots(form, layer))
 
     def empty(self) -> Statistics:
         return Statistics(inputs=InputMoments(), outputs=OutputMoments())
@@ -170,8 +169,7 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
 
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
         if slots.outputs.has_joint:
-            joint = JointRows().statistics(rows, slots.outputs.joint)
-            return Statistics(InputMoments(), OutputMoments(joint=joint))
+            return _of_joint(JointRows().statistics(rows, slots.outputs.joint))
         like = self._moments(slots)
         if rows.derivative and like.second is None:  # Of a bias alone: zero.
             return zeros_of(slots)
@@ -267,8 +265,8 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
         independent parts. (Positive semidefinite: $\lVert \sum \bar x (g \cdot v)
         \rVert^2 \le \sum \lVert \bar x \rVert^2 \sum (g \cdot v)^2$.)"""
         if statistics.outputs.has_joint:
-            joint = JointRows().minus_mean(statistics.outputs.joint, mean, count)
-            return statistics._replace(outputs=OutputMoments(joint=joint))
+            joint = statistics.outputs.joint
+            return _of_joint(JointRows().minus_mean(joint, mean, count))
         moments, second = statistics.inputs, statistics.outputs.second
         trace = over_stack(trace_of_factor, moments.rows.ndim)
         sizes = trace(_homogeneous(moments))
@@ -284,6 +282,10 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
 
     def operator(self, factors: KroneckerFactors) -> KroneckerOperator:
         return KroneckerOperator(factors.output_factor, factors.input_factor)
+
+
+def _of_joint(joint: Statistics) -> Statistics:
+    return Statistics(InputMoments(), OutputMoments(joint=joint))
 
 
 def _nearest(*pairs: tuple[Array, Array], stack: int) -> tuple[Array, Array]:

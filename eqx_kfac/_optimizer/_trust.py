@@ -80,12 +80,13 @@ class TrustRegion(AbstractTrustRegion):
     $$\kappa \, \langle \delta, \hat F \delta \rangle \le
     \max(m_\delta, |h| / 10),$$
 
-    with $\kappa$ the average of $\langle \delta, \nabla h' - \nabla h \rangle /
-    \langle \delta, \hat F \delta \rangle$ over the last steps, of gradients before and
-    after each; it is in the state (`extent.coupling`). With the default, it is active
-    where something is wrong. (Where many layers add up, and a network stays at its first
-    loss, a `velocity_factor` of 1 helps more than a smaller one.) Gradients
-    measure the Hessian, which is near the Fisher if the outputs of all losses are natural
+    with $\kappa$ the average over the last steps, of gradients before and after each, of
+    $(\langle \delta, \nabla h' \rangle - \langle \mu \delta_\text{prev}, \nabla h
+    \rangle) / \langle \delta, \hat F \delta \rangle$, at least 1 (see
+    [`eqx_kfac.Extent`][], in the state: `extent.coupling`). With the default, it is
+    active where something is wrong. (Where many layers add up, and a network stays at its
+    first loss, a `velocity_factor` of 1 helps more than a smaller one.) Gradients measure
+    the Hessian, which is near the Fisher if the outputs of all losses are natural
     parameters (logits, the means of a fixed variance). If they are not, as with a
     variance that is learnt, or if nobody knows, as in `update`, there is no such bound.
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int
 
 from .._custom_types import Like, Weights
-from .._devices import explicit_sharding, over_stack, zeros_of
-from .._misc import accumulator, moment, trailing
+from .._devices import explicit_sharding, over_stack
+from .._misc import accumulator, moment, number_of_parts, summed_in_parts, trailing
 from .._module import PlainModule
 
 
@@ -238,23 +238,13 @@ class Patches(AbstractInputs):
 
     def _second(self, weights: Weights, stack: int, like: Like, number: int) -> Array:
         """From so many parts of the examples."""
-        if number == 1:
-            return Vectors(self.vectors()).second(weights, stack, like)
 
-        # Some examples after the other: patches take as many times the memory of the
-        # input as the kernel has entries, and are used once. (Every n-th example, so
-        # that an axis that is split over devices stays split.)
-        def split(a):
-            a = a.reshape(*a.shape[:stack], -1, number, *a.shape[stack + 1 :])
-            return jnp.moveaxis(a, stack + 1, 0)
+        # Patches take as many times the memory of the input as the kernel has entries,
+        # and are used once.
+        def of(x, w):
+            return Vectors(Patches(x, self.window).vectors()).second(w, stack, like)
 
-        def add(total, piece):
-            x, w = piece
-            vectors = Vectors(Patches(x, self.window).vectors())
-            return total + vectors.second(w, stack, like), None
-
-        pieces = split(self.x), None if weights is None else split(weights)
-        return jax.lax.scan(add, zeros_of(like), pieces)[0]
+        return summed_in_parts(of, (self.x, weights), stack, number, like)
 
     def _pieces(self, stack: int, most: int) -> int:
         """Into how many parts the examples are divided so that the patches of one part
@@ -264,9 +254,7 @@ class Patches(AbstractInputs):
         places = self.window.positions(self.x.shape[self.lead + 1 :])
         entries = self.x.shape[self.lead] * math.prod(self.window.kernel)
         size = math.prod(self.x.shape[: self.lead] + places) * entries
-        examples = self.x.shape[stack]
-        numbers = [n for n in range(1, examples + 1) if examples % n == 0]
-        return next((n for n in numbers if size <= n * most), examples)
+        return number_of_parts(self.x.shape[stack], size, most)
 
     def vectors(self) -> Inexact[Array, "*rows d_in"]:
         return jnp.moveaxis(self._flat(self.window.unfold(self.x)), self.lead, -1)
