@@ -270,10 +270,9 @@ def factors(
 #
 
 
-def pi(output_factor, input_factor, without_bias=False):
+def pi(output_factor, input_factor):
     """The ratio of the mean eigenvalues of the factors, under a square root."""
     G, A = np.asarray(output_factor), np.asarray(input_factor)
-    A = A[:-1, :-1] if without_bias else A
     return np.sqrt((np.trace(A) / len(A)) / (np.trace(G) / len(G)))
 
 
@@ -285,10 +284,16 @@ def exact_solve(output_factor, input_factor, damping, v):
     return solution.reshape(v.shape)
 
 
-def factored_solve(output_factor, input_factor, damping, v, without_bias=False):
-    """The inverse of `(G + √λ/π I) ⊗ (A + π√λ I)`, by a dense solve."""
+def factored_solve(output_factor, input_factor, damping, v, scaled_bias=False):
+    """The inverse of `(G + √λ/π I) ⊗ (A + π√λ D)`, by a dense solve. `scaled_bias`: the
+    bias is damped as if its input were of the size of the others."""
     G, A = np.asarray(output_factor), np.asarray(input_factor)
-    ratio, root = pi(G, A, without_bias), np.sqrt(damping)
+    D, data = np.ones(len(A)), A
+    if scaled_bias:
+        m = np.mean(np.diag(A)[:-1])
+        D[-1] = 1 / m if 0 < m < 1 else 1
+        data = A[:-1, :-1] if 0 < m < 0.03 * np.mean(np.diag(A)) else A
+    ratio, root = pi(G, data), np.sqrt(damping)
     G = G + root / ratio * np.eye(len(G))
-    A = A + root * ratio * np.eye(len(A))
+    A = A + root * ratio * np.diag(D)
     return exact_solve(G, A, 0.0, v)

@@ -289,7 +289,7 @@ def test_frozen():
 
 @pytest.mark.parametrize(
     "solver",
-    [kfac.Eigh(), kfac.Cholesky(), kfac.Cholesky(without_bias=True)],
+    [kfac.Eigh(), kfac.Cholesky(), kfac.Cholesky(scaled_bias=True)],
     ids=["eigh", "chol", "without-bias"],
 )
 @pytest.mark.parametrize("name", ["kronecker", "stacked", "embedding"])

@@ -135,36 +135,74 @@ def test_one_by_one_factor_is_exact(solver, dense, damping, d_out, d_in, rng):
     assert reference.error(solution, exact) < TOLERANCE
 
 
+def with_data_of_size(unit, rng):
+    """An operator whose inputs are in units of this size, and a one for a bias."""
+    G, A = map(np.asarray, both(kronecker(rng)))
+    A = A / np.mean(np.diag(A)[:-1])
+    units = np.array([unit, unit, unit, 1.0])
+    return kfac.operators.KroneckerOperator(
+        *map(jnp.asarray, (G, A * np.outer(units, units)))
+    )
+
+
 @pytest.mark.parametrize(
     "solver", [kfac.Cholesky, lambda **w: kfac.NewtonSchulz(1e-14, **w)]
 )
 @DAMPING
-def test_without_the_bias(solver, damping, rng):
-    r"""$\pi$ of the weights alone: if the solver is to, and told that there is a bias."""
-    G, A = both(kronecker(rng))
-    units = np.array([1e-2, 1e-2, 1e-2, 1.0])
-    scaled = jax.device_put(np.asarray(A) * np.outer(units, units))
-    operator = kfac.operators.KroneckerOperator(G, scaled)
+@pytest.mark.parametrize("unit", [1e-2, 0.3])
+def test_a_bias_in_the_units_of_the_data(solver, damping, unit, rng):
+    """If the solver is to, and told that there is a bias: one that is nearly all of the
+    factor, so that its balance is that of the weights, and one that is less."""
+    operator = with_data_of_size(unit, rng)
     v = vector(rng, operator)
     plain, other = (
-        reference.factored_solve(*both(operator), damping, v, without_bias=without)
-        for without in (False, True)
+        reference.factored_solve(*both(operator), damping, v, scaled_bias=scaled)
+        for scaled in (False, True)
     )
-    assert reference.error(plain, other) > 0.1
-    for without_bias in (False, True):
+    assert reference.error(plain, other) > 0.01
+    for scaled_bias in (False, True):
         for bias in (False, True):
             options = {"damping": damping, "bias": bias}
-            chosen = solver(without_bias=without_bias)
+            chosen = solver(scaled_bias=scaled_bias)
             got = lx.linear_solve(operator, v, chosen, options=options).value
-            want = other if without_bias and bias else plain
+            want = other if scaled_bias and bias else plain
             assert reference.error(got, want) < TOLERANCE
-    # Where there is nothing but the bias, or it is but one of many, all of it counts.
-    for inputs in (jax.device_put(np.diag([0.0, 0.0, 0.0, 2.0])), A):
-        other = kfac.operators.KroneckerOperator(G, inputs)
+
+
+@pytest.mark.parametrize(
+    "solver", [kfac.Cholesky, lambda **w: kfac.NewtonSchulz(1e-14, **w)]
+)
+@pytest.mark.parametrize("unit", [0.0, 3.0])
+def test_a_bias_that_is_no_larger_than_the_data(solver, unit, rng):
+    """... or with no data at all, is a coordinate like the others."""
+    operator = with_data_of_size(unit, rng)
+    v = vector(rng, operator)
+    options = {"damping": 0.3, "bias": True}
+    got = lx.linear_solve(operator, v, solver(scaled_bias=True), options=options).value
+    want = reference.factored_solve(*both(operator), 0.3, v)
+    assert reference.error(got, want) < TOLERANCE
+
+
+def test_a_scaled_bias_follows_the_units_of_the_data(rng):
+    """In other units of the data, with a damping to match, the steps of the weights are
+    the same in these units, and that of the bias is the same; but not if it is damped
+    like any coordinate."""
+    c, v, damping = 0.1, rng.normal(size=(3, 4)), 1e-4
+    units = np.array([c, c, c, 1.0])
+    G, A = map(np.asarray, both(with_data_of_size(1e-2, rng)))
+
+    def solved(A, damping, v, scaled):
+        operator = kfac.operators.KroneckerOperator(jnp.asarray(G), jnp.asarray(A))
         options = {"damping": damping, "bias": True}
-        got = lx.linear_solve(other, v, solver(without_bias=True), options=options).value
-        want = reference.factored_solve(*both(other), damping, v)
-        assert reference.error(got, want) < TOLERANCE
+        solver = kfac.Cholesky(scaled_bias=scaled)
+        solution = lx.linear_solve(operator, jnp.asarray(v), solver, options=options)
+        return np.asarray(solution.value)
+
+    for scaled in (False, True):
+        before = solved(A, damping, v, scaled)
+        after = solved(A * np.outer(units, units), c**2 * damping, v * units, scaled)
+        difference = reference.error(after * units, before)
+        assert difference < TOLERANCE if scaled else difference > 0.01
 
 
 def test_diagonal_by_eigenvectors(rng):

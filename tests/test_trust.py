@@ -431,7 +431,7 @@ def test_what_auto_stands_for():
     assert isinstance(chosen.averaging, kfac.Window)
     assert isinstance(chosen.damping, kfac.LayerDamping)
     assert (chosen.curvature_period, chosen.inverse_period) == (10, 50)
-    assert chosen.solver == kfac.Cholesky(without_bias=True)
+    assert chosen.solver == kfac.Cholesky(scaled_bias=True)
     assert kfac.KFAC(damping=0.1).solver == kfac.Cholesky()
     assert kfac.KFAC(solver=kfac.Eigh()).solver == kfac.Eigh()
     quadratic = kfac.QuadraticModel()

@@ -87,7 +87,7 @@ def test_print_of_an_optimizer():
     assert lines["learning rate"] == "0.1, momentum 0.9"
     assert lines["damping"] == eqx.tree_pformat(kfac.LayerDamping(), width=999)
     assert "every 10 steps, at first at 0, 1, 2, 4" in lines["curvature"]
-    assert lines["inverse"].startswith("Cholesky(without_bias=True) every 50 steps, at")
+    assert lines["inverse"].startswith("Cholesky(scaled_bias=True) every 50 steps, at")
     rules = said(kfac.KFAC.full_batch())
     assert rules["learning rate"].startswith("and momentum by QuadraticModel(")
     assert rules["averaging"] == rules["norm constraint"] == "none"

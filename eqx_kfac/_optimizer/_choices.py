@@ -137,7 +137,7 @@ def resolved(choices: Choices) -> tuple[dict[str, Any], frozenset[str]]:
                 early.add(name)
     if _is_auto(choices["solver"]):
         each = isinstance(chosen["damping"], AbstractLayerDamping)
-        chosen["solver"] = Cholesky(without_bias=each)
+        chosen["solver"] = Cholesky(scaled_bias=each)
     return chosen, frozenset(early)
 
 

@@ -140,7 +140,7 @@ class KFAC(eqx.Module):
         - `fisher`: which curvature is estimated; see [`eqx_kfac.MonteCarlo`][].
         - `solver`: how the damped curvature is inverted: [`eqx_kfac.Cholesky`][] (fast,
             factored damping) or [`eqx_kfac.Eigh`][] (exact damping). `"auto"` stands for
-            `Cholesky()`; with a [`eqx_kfac.LayerDamping`][], `without_bias`.
+            `Cholesky()`; with a [`eqx_kfac.LayerDamping`][], of `scaled_bias`.
         - `norm_constraint`: $c > 0$ or `None`. The preconditioned gradient is scaled so
             that $\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle \le c$. Or an
             [`eqx_kfac.TrustRegion`][]`()`, which is what `"auto"` stands for.

@@ -26,18 +26,23 @@ class Cholesky(AbstractFactoredSolver):
         Approximate Curvature*, ICML 2015, section 6.3.
     """
 
-    without_bias: bool = eqx.field(static=True)
+    scaled_bias: bool = eqx.field(static=True)
 
-    def __init__(self, without_bias: bool = False):
+    def __init__(self, scaled_bias: bool = False):
         r"""**Arguments:**
 
-        - `without_bias`: for a layer with weights and a bias, compute $\pi$ from the
-            weights alone if the bias has more than 97 % of $\operatorname{tr} A$. The
-            coordinate of a bias is one whatever the units of the data. If the data are
-            small, $A$ would otherwise be damped according to the bias alone.
+        - `scaled_bias`: for a layer with weights and a bias, damp the bias in the units
+            of the data. Its coordinate is one whatever these are. With $m$ the mean of
+            the other diagonal entries of $A$, the bias is damped with
+            $\pi \sqrt\lambda / \min(1, m)$; and $m$ takes the place of
+            $\operatorname{tr} A / d_A$ in $\pi$ if the bias has more than 97 % of
+            $\operatorname{tr} A$. Where data are small, as behind layers in which a
+            signal fades, biases would otherwise take steps of many times the size of
+            what they are added to, and the weights would be damped according to the bias
+            alone.
         """
-        check_flag("without_bias", without_bias)
-        self.without_bias = without_bias
+        check_flag("scaled_bias", scaled_bias)
+        self.scaled_bias = scaled_bias
 
     def invert(self, factor: Factor, previous: Factor | None) -> Factor:
         return inverse(factor)

@@ -5,8 +5,8 @@ from .._misc import tree_where
 from .._operator import diagonal, Factor, identity, trace_of_factor
 
 
-# What is left of a mean without a coordinate that is nearly all of it. (Without it
-# wherever there is one, a deep and narrow autoencoder stays at the mean of its data.)
+# What is left of a mean without a coordinate that is nearly all of it. (With the mean of
+# the others everywhere, a deep and narrow autoencoder stays at the mean of its data.)
 _LITTLE = 0.03
 
 
@@ -14,15 +14,19 @@ def damped_factors(
     output_factor: Factor,
     input_factor: Factor,
     damping: Float[Array, ""],
-    without_last: bool = False,
+    scaled_last: bool = False,
 ) -> tuple[Factor, Factor]:
-    r"""$G + (\sqrt\lambda / \pi) I$ and $A + \pi \sqrt\lambda I$, whose Kronecker
-    product is what [`eqx_kfac.Cholesky`][] inverts; $\pi$ may be `without_last`
-    coordinate of $A$, where that is nearly all of it."""
+    r"""$G + (\sqrt\lambda / \pi) I$ and $A + \pi \sqrt\lambda D$, whose Kronecker
+    product is what [`eqx_kfac.Cholesky`][] inverts. $D$ is $I$, unless the last
+    coordinate of $A$ is to be damped in the units of the others; then $\pi$ is without
+    it, too, where it is nearly all of $A$."""
     eye_out, eye_in = identity(output_factor), identity(input_factor)
     mean_out, mean_in = map(_mean_of_diagonal, (output_factor, input_factor))
-    if without_last:
+    if scaled_last:
         others = _mean_of_diagonal(diagonal(input_factor)[:-1])
+        unit = tree_where(others > 0, jnp.minimum(1, others), jnp.ones_like(others))
+        is_last = jnp.arange(input_factor.shape[0]) == input_factor.shape[0] - 1
+        eye_in = jnp.where(is_last, eye_in / unit, eye_in)
         little = (others > 0) & (others < _LITTLE * mean_in)
         mean_in = tree_where(little, others, mean_in)
     alive = (mean_out > 0) & (mean_in > 0)

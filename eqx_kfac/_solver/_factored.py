@@ -20,7 +20,7 @@ class InverseState(NamedTuple):
 class AbstractFactoredSolver(AbstractDampedSolver[InverseState]):
     """Factored Tikhonov damping: each damped factor is inverted by itself."""
 
-    without_bias: eqx.AbstractVar[bool]
+    scaled_bias: eqx.AbstractVar[bool]
     state_type = InverseState
 
     @abc.abstractmethod
@@ -35,8 +35,8 @@ class AbstractFactoredSolver(AbstractDampedSolver[InverseState]):
         damping: Float[Array, ""],
         bias: bool,
     ) -> Pair:
-        bias = bias and self.without_bias
-        return Pair(*damped_factors(output_factor, input_factor, damping, bias))
+        scaled = bias and self.scaled_bias
+        return Pair(*damped_factors(output_factor, input_factor, damping, scaled))
 
     def decompose(self, factor: Factor, previous: tuple | None) -> tuple:
         return (self.invert(factor, None if previous is None else previous[0]),)

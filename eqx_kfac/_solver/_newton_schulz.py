@@ -27,24 +27,24 @@ class NewtonSchulz(AbstractFactoredSolver):
 
     tolerance: float = eqx.field(static=True)
     max_iterations: int = eqx.field(static=True)
-    without_bias: bool = eqx.field(static=True)
+    scaled_bias: bool = eqx.field(static=True)
     together = False  # Each for as long as it takes.
 
     def __init__(
         self,
         tolerance: float = 1e-6,
         max_iterations: int = 60,
-        without_bias: bool = False,
+        scaled_bias: bool = False,
     ):
         r"""**Arguments:**
 
         - `tolerance`: of the residual, in units of $\lVert I \rVert_F$.
         - `max_iterations`: two matrix products each.
-        - `without_bias`: as for [`eqx_kfac.Cholesky`][].
+        - `scaled_bias`: as for [`eqx_kfac.Cholesky`][].
         """
         self.tolerance = check_number("tolerance", tolerance, AT_LEAST_0, schedule=False)
-        check_flag("without_bias", without_bias)
-        self.without_bias = without_bias
+        check_flag("scaled_bias", scaled_bias)
+        self.scaled_bias = scaled_bias
         self.max_iterations = check_count("max_iterations", max_iterations, 1)
 
     def invert(self, factor: Factor, previous: Factor | None) -> Factor:
