@@ -149,8 +149,8 @@ MUTANTS = [
     # Solvers.
     M("_solver/_damped.py", "damped_in = input_factor + (jnp.sqrt(damping) * pi) * eye_in", "damped_in = input_factor + (jnp.sqrt(damping) / pi) * eye_in", "inverses"),
     M("_solver/_damped.py", "eye_in / unit, eye_in", "eye_in * unit, eye_in", "inverses"),
-    M("_solver/_damped.py", "jnp.minimum(1, others)", "others", "inverses"),
-    M("_solver/_damped.py", "tree_where(others > 0, jnp.minimum", "tree_where(others >= 0, jnp.minimum", "inverses"),
+    M("_solver/_damped.py", "jnp.minimum(1, _LARGER * others)", "_LARGER * others", "inverses"),
+    M("_solver/_damped.py", "tree_where(others > 0, unit,", "tree_where(others >= 0, unit,", "inverses"),
     M("_solver/_factored.py", "scaled = bias and self.scaled_bias", "scaled = self.scaled_bias", "inverses"),
     M("_solver/_damped.py", "diagonal(input_factor)[:-1]", "diagonal(input_factor)[1:]", "inverses layer_damping"),
     M("_solver/_eigh.py", ".power(-1, damping)", ".power(-1, 2 * damping)", "inverses"),

@@ -286,12 +286,12 @@ def exact_solve(output_factor, input_factor, damping, v):
 
 def factored_solve(output_factor, input_factor, damping, v, scaled_bias=False):
     """The inverse of `(G + √λ/π I) ⊗ (A + π√λ D)`, by a dense solve. `scaled_bias`: the
-    bias is damped as if its input were of the size of the others."""
+    bias is damped as if its input were 3 times as large as the others."""
     G, A = np.asarray(output_factor), np.asarray(input_factor)
     D, data = np.ones(len(A)), A
     if scaled_bias:
         m = np.mean(np.diag(A)[:-1])
-        D[-1] = 1 / m if 0 < m < 1 else 1
+        D[-1] = 1 / (3 * m) if 0 < 3 * m < 1 else 1
         data = A[:-1, :-1] if 0 < m < 0.03 * np.mean(np.diag(A)) else A
     ratio, root = pi(G, data), np.sqrt(damping)
     G = G + root / ratio * np.eye(len(G))

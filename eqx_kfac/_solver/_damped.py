@@ -9,6 +9,11 @@ from .._operator import diagonal, Factor, identity, trace_of_factor
 # the others everywhere, a deep and narrow autoencoder stays at the mean of its data.)
 _LITTLE = 0.03
 
+# How many times as large as the mean of the others a coordinate may be before it is
+# damped more. (By experiment: with 1, biases are slow where they are what is to be
+# learnt; with 10, deep networks lose their units.)
+_LARGER = 3.0
+
 
 def damped_factors(
     output_factor: Factor,
@@ -24,16 +29,17 @@ def damped_factors(
     mean_out, mean_in = map(_mean_of_diagonal, (output_factor, input_factor))
     if scaled_last:
         others = _mean_of_diagonal(diagonal(input_factor)[:-1])
-        unit = tree_where(others > 0, jnp.minimum(1, others), jnp.ones_like(others))
+        unit = jnp.minimum(1, _LARGER * others)
+        unit = tree_where(others > 0, unit, jnp.ones_like(others))
         is_last = jnp.arange(input_factor.shape[0]) == input_factor.shape[0] - 1
-        eye_in = jnp.where(is_last, eye_in / unit, eye_in)
+        eye_in = jnp.where(is_last, eye_in / unit, eye_in)  # $D$, from here on.
         little = (others > 0) & (others < _LITTLE * mean_in)
         mean_in = tree_where(little, others, mean_in)
     alive = (mean_out > 0) & (mean_in > 0)
     # A dead layer: 1 ⊗ λ. (`where` on the way in too, so that nothing divides by zero.)
     one = (~alive).astype(mean_in.dtype)  # Where it is chosen; split over a mesh alike.
     safe_out, safe_in = tree_where(alive, (mean_out, mean_in), (one, one))
-    if output_factor.size == 1:  # b ⊗ A + λ = b ⊗ (A + (λ/b) I)
+    if output_factor.size == 1:  # b ⊗ A + λ = b ⊗ (A + (λ/b) D)
         damped_out = safe_out * eye_out
         damped_in = input_factor + (damping / safe_out) * eye_in
     elif input_factor.size == 1:
