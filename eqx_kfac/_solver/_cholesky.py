@@ -32,9 +32,10 @@ class Cholesky(AbstractFactoredSolver):
         r"""**Arguments:**
 
         - `scaled_bias`: for a layer with weights and a bias, damp the bias in the units
-            of the data. Its coordinate is one whatever these are. With $m$ the mean of
-            the other diagonal entries of $A$, the bias is damped with
-            $\pi \sqrt\lambda / \min(1, 3 m)$; and $m$ takes the place of
+            of the data. Its coordinate is one whatever these are. With $m > 0$ the mean
+            of the other diagonal entries of $A$,
+            $\operatorname{diag}(1, \dots, 1, 1 / \min(1, 3 m))$ takes the place of the
+            identity that is added to $A$; and $m$ that of
             $\operatorname{tr} A / d_A$ in $\pi$ if the bias has more than 97 % of
             $\operatorname{tr} A$. Where data are small, as behind layers in which a
             signal fades, biases would otherwise take steps of many times the size of

@@ -25,31 +25,37 @@ def damped_factors(
     product is what [`eqx_kfac.Cholesky`][] inverts. $D$ is $I$, unless the last
     coordinate of $A$ is to be damped in the units of the others; then $\pi$ is without
     it, too, where it is nearly all of $A$."""
-    eye_out, eye_in = identity(output_factor), identity(input_factor)
-    mean_out, mean_in = map(_mean_of_diagonal, (output_factor, input_factor))
+    mean_out, eye_out = _mean_of_diagonal(output_factor), identity(output_factor)
     if scaled_last:
-        others = _mean_of_diagonal(diagonal(input_factor)[:-1])
-        unit = jnp.minimum(1, _LARGER * others)
-        unit = tree_where(others > 0, unit, jnp.ones_like(others))
-        is_last = jnp.arange(input_factor.shape[0]) == input_factor.shape[0] - 1
-        eye_in = jnp.where(is_last, eye_in / unit, eye_in)  # $D$, from here on.
-        little = (others > 0) & (others < _LITTLE * mean_in)
-        mean_in = tree_where(little, others, mean_in)
+        mean_in, units_in = _scaled_last(input_factor)
+    else:
+        mean_in, units_in = _mean_of_diagonal(input_factor), identity(input_factor)
     alive = (mean_out > 0) & (mean_in > 0)
-    # A dead layer: 1 ⊗ λ. (`where` on the way in too, so that nothing divides by zero.)
+    # A dead layer: 1 ⊗ λD. (`where` on the way in too, so that nothing divides by zero.)
     one = (~alive).astype(mean_in.dtype)  # Where it is chosen; split over a mesh alike.
     safe_out, safe_in = tree_where(alive, (mean_out, mean_in), (one, one))
     if output_factor.size == 1:  # b ⊗ A + λ = b ⊗ (A + (λ/b) D)
         damped_out = safe_out * eye_out
-        damped_in = input_factor + (damping / safe_out) * eye_in
+        damped_in = input_factor + (damping / safe_out) * units_in
     elif input_factor.size == 1:
         damped_out = output_factor + (damping / safe_in) * eye_out
-        damped_in = safe_in * eye_in
+        damped_in = safe_in * units_in
     else:
         pi = jnp.sqrt(safe_in / safe_out)
         damped_out = output_factor + (jnp.sqrt(damping) / pi) * eye_out
-        damped_in = input_factor + (jnp.sqrt(damping) * pi) * eye_in
-    return tree_where(alive, (damped_out, damped_in), (eye_out, damping * eye_in))
+        damped_in = input_factor + (jnp.sqrt(damping) * pi) * units_in
+    return tree_where(alive, (damped_out, damped_in), (eye_out, damping * units_in))
+
+
+def _scaled_last(factor: Factor) -> tuple[Float[Array, ""], Factor]:
+    """The mean of the diagonal, without the last entry where that is nearly all of it;
+    and $D$, that damps the last coordinate in the units of the others."""
+    mean, others = _mean_of_diagonal(factor), _mean_of_diagonal(diagonal(factor)[:-1])
+    known, eye = others > 0, identity(factor)
+    unit = tree_where(known, jnp.minimum(1, _LARGER * others), jnp.ones_like(others))
+    is_last = jnp.arange(factor.shape[0]) == factor.shape[0] - 1
+    mean = tree_where(known & (others < _LITTLE * mean), others, mean)
+    return mean, jnp.where(is_last, eye / unit, eye)
 
 
 def _mean_of_diagonal(factor: Factor) -> Float[Array, ""]:
