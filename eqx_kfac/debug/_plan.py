@@ -16,7 +16,7 @@ from .._curvature import Batch
 from .._custom_types import Args, Key, Kwargs, Model
 from .._fisher import AbstractFisher, CurvatureProp, Empirical, Exact
 from .._misc import draw, trailing
-from .._program import Program, run
+from .._program import Program
 from ._work import Work, work
 
 
@@ -69,8 +69,8 @@ def costs(loss_fn: Callable, model: Model, args: Args, kwargs: Kwargs) -> Costs:
 
     def look(model, args, kwargs):
         program = Batch(loss_fn, args, kwargs).analyse(model, uses=False)
-        losses = run(loss_fn, model, args, kwargs)[0].losses
         needed = work(loss_fn, model, args, kwargs)
+        losses = needed.losses
         shapes = [loss.root_shape for loss in losses]
         leaves = jtu.tree_leaves([loss.outputs for loss in losses])
         found[:] = [

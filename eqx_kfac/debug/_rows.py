@@ -99,6 +99,7 @@ class Places:
             fill = lambda model, weights=None: fill_rows(model, slots)
             lin = linearise(loss_fn, model, args, kwargs, fill=fill, program=program)
 
+            @jax.jit  # Traced once, though it is called twice.
             def raw(index):
                 terms = lin.objective.weighted_losses
                 cotangents = vectors.cotangents([loss for _, loss in terms], index, key)
@@ -109,7 +110,7 @@ class Places:
                 own = collected_rows(lin.pull(scaled))
                 return [own[i] for i in numbers]
 
-            inputs = [own.inputs for own in raw(0)]
+            inputs = [own.inputs for own in raw(indices[0])]
             outputs = jax.lax.map(lambda i: [own.outputs for own in raw(i)], indices)
             zipped = zip(sites, uses, inputs, outputs, strict=True)
             return [sides(*each) for each in zipped]

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import jax
 
 from .._custom_types import Args, Kwargs, Model
 from .._jax import Equation
+from .._loss import AbstractLoss
 from .._program import run
 from .._tag import flatten_tags, Label, label_of, tag_p, with_tags
 
@@ -19,6 +19,7 @@ class Work(NamedTuple):
     operations: float  # Multiplications and additions.
     numbers: float  # That all operations together return.
     called: frozenset[int]  # The tags that are called, whether or not anybody cares.
+    losses: list[AbstractLoss]  # Shapes in the place of arrays.
 
 
 def work(loss_fn: Callable, model: Model, args: Args, kwargs: Kwargs) -> Work:
@@ -32,13 +33,11 @@ def work(loss_fn: Callable, model: Model, args: Args, kwargs: Kwargs) -> Work:
         return tag.fill(layer, None).labelled(layer, Label(0, number, ()))
 
     noted = with_tags(label, model, numbers)
-    params, static = eqx.partition(noted, eqx.is_inexact_array)
 
-    def outputs(params):
-        objective, _ = run(loss_fn, eqx.combine(params, static), args, kwargs)
-        return [loss.outputs for loss in objective.losses]
+    def losses(model):
+        return run(loss_fn, model, args, kwargs)[0].losses
 
-    closed = jax.make_jaxpr(outputs)(params)
+    closed, *returned = eqx.filter_make_jaxpr(losses)(noted)
     operations, numbers, called = 0.0, 0.0, set()
     for eqn, times in _equations(closed.jaxpr, 1):
         if eqn.primitive is tag_p:
@@ -47,7 +46,7 @@ def work(loss_fn: Callable, model: Model, args: Args, kwargs: Kwargs) -> Work:
         size = sum(math.prod(v.aval.shape) for v in eqn.outvars)  # pyright: ignore
         operations += times * size * _per_number(eqn)
         numbers += times * size
-    return Work(operations, numbers, frozenset(called))
+    return Work(operations, numbers, frozenset(called), eqx.combine(*returned))
 
 
 def _equations(value: Any, times: int) -> Iterator[tuple[Equation, int]]:
