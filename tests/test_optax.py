@@ -166,7 +166,7 @@ def test_kfac_takes_the_steps_of_the_recommended_step():
     terms the loss has, `update` is not told.)"""
     rules = ("damping", "norm_constraint", "averaging", "inverse_period")
     auto = dict.fromkeys(rules, "auto") | dict(weight_decay=1e-2)
-    region = kfac.TrustRegion(full_terms=1)
+    region = kfac.TrustRegion(full_terms=8)
     choices = dict(curvature_period=1, weight_decay=1e-2, norm_constraint=region)
     optimizer = kfac.KFAC(fisher=kfac.Exact(), **choices)
     step = eqx.filter_jit(optimizer.step)

@@ -76,11 +76,12 @@ def loss_at_the_start():
 
 @pytest.mark.parametrize("scale", [0.01, 1e3])
 @pytest.mark.parametrize("share", [np.inf, 5e-3, 1e-4])
-@pytest.mark.parametrize("terms", [1, 4 * N])
+@pytest.mark.parametrize("terms", [1, N - 2, N, 4 * N])
 def test_a_trust_region_is_a_norm_constraint(scale, share, terms):
     loss = scale * loss_at_the_start()
     size = 1e-3
-    constraint = min(size, share * loss) * min(1, N / terms)
+    part = share * np.clip(N / terms, 1, 2)
+    constraint = min(size, part * loss) * min(1, N / terms)
     assert (constraint < size) == ((scale < 1 and share < 1) or terms > N)
     region = kfac.TrustRegion(size, share, terms, jnp.inf)
     optimizer, *start = from_the_start(jtu.tree_map(jnp.asarray, region))
@@ -466,7 +467,7 @@ def test_rows_are_used_where_they_can_be():
 
 def test_update_is_the_same_step():
     optimizer = kfac.KFAC(
-        10.0, fisher=EXACT, norm_constraint=kfac.TrustRegion(full_terms=1)
+        10.0, fisher=EXACT, norm_constraint=kfac.TrustRegion(full_terms=N)
     )
     model = make_model()
     state = optimizer.init(model)

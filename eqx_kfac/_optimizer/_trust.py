@@ -48,7 +48,7 @@ class TrustRegion(AbstractTrustRegion):
 
     $$\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle \le c_h \min(1, N / m),
     \qquad \langle \delta, \hat F \delta \rangle \le k c_h, \qquad
-    c_h = \min(c, r |h|)$$
+    c_h = \min\bigl(c, \, r |h| \operatorname{clip}(N / m, 1, 2)\bigr)$$
 
     with $h$ the loss of the batch (in nats) and $N$ the number of its terms. Either
     left-hand side is about twice a Kullback-Leibler divergence between the model
@@ -57,7 +57,8 @@ class TrustRegion(AbstractTrustRegion):
     compared with what is left to be gained, so no step is longer than a part of that.
     (A loss of densities may be negative: where it crosses zero, a few steps are short.)
     The gradient of few examples is mostly noise, whose part of the first left-hand side
-    is proportional to $1 / N$: hence the factor $\min(1, N / m)$. And if gradients agree
+    is proportional to $1 / N$: hence the factor $\min(1, N / m)$, and of many examples
+    twice the part of the loss. And if gradients agree
     from step to step, momentum adds them up to ten times what the first constraint
     bounds. Pass it to [`eqx_kfac.KFAC`][] as `norm_constraint`.
 
@@ -135,8 +136,8 @@ class TrustRegion(AbstractTrustRegion):
 
         - `squared_radius`: $c > 0$, in nats.
         - `loss_fraction`: $r > 0$, a fraction of the loss; `jnp.inf` leaves the loss out.
-        - `full_terms`: $m$: from this number of loss terms on, their number does not
-            matter.
+        - `full_terms`: $m$: a batch of fewer loss terms has shorter steps, and one of
+            twice as many or more up to twice that fraction of the loss.
         - `velocity_factor`: $k > 0$, for the whole step; `jnp.inf` leaves the velocity
             alone.
         - `measured_radius`: $m_\delta > 0$, in nats, for the whole step as gradients
@@ -168,9 +169,11 @@ class TrustRegion(AbstractTrustRegion):
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """The first two right-hand sides, given $c$, the loss, and the number of its
         terms if that is known."""
-        share = (self.loss_fraction * jnp.abs(value)).astype(squared_radius.dtype)
+        terms = self.full_terms if terms is None else terms
+        few, many = min(1.0, terms / self.full_terms), max(1.0, terms / self.full_terms)
+        fraction = self.loss_fraction * min(many, _MANY)
+        share = (fraction * jnp.abs(value)).astype(squared_radius.dtype)
         most = jnp.where(share < squared_radius, share, squared_radius)
-        few = 1.0 if terms is None else min(1.0, terms / self.full_terms)
         return few * most, most * self.velocity_factor
 
     def of_surrogate(
@@ -183,6 +186,11 @@ class TrustRegion(AbstractTrustRegion):
     def of_measured(self, value: Float[Array, ""]) -> Float[Array, ""]:
         """The third right-hand side, given the loss."""
         return jnp.maximum(self.measured_radius, jnp.abs(value) / 10)
+
+
+# From how many times `full_terms` on the number of terms does not matter. It is not noise
+# that bounds steps then, but how far the quadratic model holds.
+_MANY = 2.0
 
 
 class Window(eqx.Module):
