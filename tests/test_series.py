@@ -172,6 +172,20 @@ def test_a_plain_loop_does_not_know_what_follows_what():
         kfac.curvature(loss_fn, kfac.Empirical())(model, SEQUENCES)
 
 
+@kinds
+def test_what_is_not_of_the_block_sees_single_steps(kind):
+    """The memory is of the block alone: `verify` compares the gradient of each step, and
+    what is captured are rows without the step before."""
+    model, xs = make_model(kfac.Series(kind)), SEQUENCES
+    (check,) = kfac.verify(loss_fn, model, xs).layers
+    assert np.all(check.unseen == 0) and 0 < check.cosine < 1 - 1e-2
+    one = xs[:, :1]  # Rows of several steps would be added up, which is refused.
+    capture = eqx.filter_jit(kfac.analysis.capture(loss_fn))
+    ours, plain = (capture(m, one).cell for m in (model, make_model(kfac.Kronecker())))
+    assert reference.error(ours.inputs, plain.inputs) < TOLERANCE
+    assert reference.error(ours.output_gradients, plain.output_gradients) < TOLERANCE
+
+
 def test_scan_cell_is_scan():
     """Nothing is added unless something is collected."""
     model = make_model(kfac.Series())

@@ -151,23 +151,21 @@ class Tag(PlainModule):
         return self._bind(y, x)
 
     def _bind(self, y: Array, x: Array) -> Array:
-        if not self.collecting:
-            return y
+        y = self._bind_collector(y, x, self.block, self.contents.slots)
+        return self._bind_others(y, x)
+
+    def _bind_others(self, y: Array, x: Array) -> Array:
+        """Binds what is collected beside the statistics of the block."""
         contents = self.contents
-        collectors = (
-            (self.block, contents.slots),
-            (RowCollector(), contents.row_slots),
-            (GradientCollector(), contents.gradient_slots),
-        )
-        for collector, slots in collectors:
-            if jtu.tree_leaves(slots):
-                y = self._bind_collector(y, x, collector, slots)
-        return y
+        y = self._bind_collector(y, x, RowCollector(), contents.row_slots)
+        return self._bind_collector(y, x, GradientCollector(), contents.gradient_slots)
 
     def _bind_collector(
         self, y: Array, x: Array, collector: AbstractCollector, slots: Statistics
     ) -> Array:
         leaves, treedef = jtu.tree_flatten(slots)
+        if not leaves:
+            return y
         for slot in leaves:
             if slot.dtype != accumulator(slot.dtype):
                 raise TypeError(
@@ -184,8 +182,9 @@ class Tag(PlainModule):
 
     def memory(self, layer: Layer) -> Any:
         """What [`remember`][eqx_kfac.Tag.remember] passes on from one time step to the
-        next, before the first one: zeros. `None` if the block does not need it."""
-        if not isinstance(self.block, Series):
+        next, before the first one: zeros. `None` if nothing is collected that needs it.
+        """
+        if not isinstance(self.block, Series) or not jtu.tree_leaves(self.slots):
             return None
         sizes = self.form.sizes(layer)
         dtype = self.form.some_parameter(layer).dtype
@@ -212,9 +211,10 @@ class Tag(PlainModule):
         y = y + zero.astype(y.dtype)
         now = jnp.concatenate([x, jnp.ones(1, x.dtype)])
         both = jnp.concatenate([y, jnp.zeros_like(y)])
-        both = self._bind(both, jnp.concatenate([x, before.astype(x.dtype)]))
+        pair = jnp.concatenate([x, before.astype(x.dtype)])
+        both = self._bind_collector(both, pair, self.block, self.slots)
         y, zero_next = jnp.split(both, 2)
-        return y, (now.astype(before.dtype), zero_next.astype(zero.dtype))
+        return self._bind_others(y, x), (now.astype(before.dtype), zero_next.astype(zero.dtype))
 
     def parameters(self, layer: Layer, x: Any) -> Any:
         """For the form [`eqx_kfac.form.Parameters`][]: to be called at the start of a
