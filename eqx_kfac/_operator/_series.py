@@ -54,7 +54,9 @@ class SeriesOperator(AbstractSymmetricOperator):
         psi, root = jnp.kron(psi_out, psi_in), jnp.kron(root_out, root_in)
         eye = jnp.eye(psi.shape[0], dtype=psi.dtype)
         forward = decompositions.inv(eye - psi)
-        return matmul(root, matmul(forward + forward.T - eye, root))
+        # Not `forward + forward.T - eye`, which XLA of jaxlib 0.10 compiles for minutes.
+        half = matmul(root, matmul(forward - eye / 2, root))
+        return half + half.T
 
     def mv(self, vector: Float[Array, "d_out d_in"]) -> Float[Array, "d_out d_in"]:
         return matmul(self.as_matrix(), vector.reshape(-1)).reshape(vector.shape)

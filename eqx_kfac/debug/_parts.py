@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
+import lineax as lx
 import numpy as np
 
 from .._curvature import init_curvature
@@ -16,6 +17,10 @@ from ._blocks import chunk, size_of
 from ._compare import is_structured, operations, operations_of_sides, PROBES, WIDE
 from ._plan import ALL, Costs, random_vectors, Vectors, vectors
 from ._rows import Places, Rows
+
+
+# So many matrices of its size are there while a dense matrix is made of something else.
+_STEPS = 8
 
 
 class Size(NamedTuple):
@@ -53,7 +58,8 @@ def sizes(model: Model) -> list[Size]:
         stack = factors.l2.shape
         if not is_structured(operator):  # It makes use of a dense matrix.
             product = estimate = 2 * size**2
-            held += int(np.prod(stack)) * size**2 * itemsize
+            made = 1 if isinstance(operator, lx.MatrixLinearOperator) else _STEPS
+            held += made * int(np.prod(stack)) * size**2 * itemsize
         else:
             product = estimate = operations(operator)
         if product > WIDE and is_structured(operator):
