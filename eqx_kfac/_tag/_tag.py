@@ -214,7 +214,10 @@ class Tag(PlainModule):
         pair = jnp.concatenate([x, before.astype(x.dtype)])
         both = self._bind_collector(both, pair, self.block, self.slots)
         y, zero_next = jnp.split(both, 2)
-        return self._bind_others(y, x), (now.astype(before.dtype), zero_next.astype(zero.dtype))
+        return self._bind_others(y, x), (
+            now.astype(before.dtype),
+            zero_next.astype(zero.dtype),
+        )
 
     def parameters(self, layer: Layer, x: Any) -> Any:
         """For the form [`eqx_kfac.form.Parameters`][]: to be called at the start of a
