@@ -117,6 +117,7 @@ MUTANTS = [
     M("_block/_identity.py", "/ math.prod(shape)", "/ shape[0]", "blocks"),
     M("_block/_tnt.py", "right=moment(x * g_norm, x, stack", "right=moment(x, x, stack", "blocks"),
     M("_block/_sharing.py", "g = jnp.sum(g, axis=shared)", "g = jnp.mean(g, axis=shared)", "scaling"),
+    M("debug/_parts.py", "made = 1 if isinstance(operator, lx.MatrixLinearOperator) else _STEPS", "made = 1", "series"),
     M("_block/_series.py", "cross=moment(after, g, stack", "cross=moment(g, after, stack", "series"),
     M("_block/_series.py", "length=jnp.where(x.rows == 0, 1, x.rows", "length=jnp.where(x.rows == 0, 1, 2 * x.rows", "series"),
     # How a layer is linear.

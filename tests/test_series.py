@@ -186,6 +186,12 @@ def test_what_is_not_of_the_block_sees_single_steps(kind):
     assert reference.error(ours.output_gradients, plain.output_gradients) < TOLERANCE
 
 
+def test_what_takes_many_dense_matrices_is_too_large_earlier():
+    for block, too_large in ((kfac.Series(), True), (kfac.Full(), False)):
+        (check,) = kfac.verify(loss_fn, make_model(block), SEQUENCES, memory=1e5).layers
+        assert check.too_large == too_large and np.all(check.unseen == 0)
+
+
 def test_scan_cell_is_scan():
     """Nothing is added unless something is collected."""
     model = make_model(kfac.Series())
