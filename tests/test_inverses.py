@@ -162,7 +162,6 @@ def test_a_bias_in_the_units_of_the_data(solver, damping, unit, apart, rng):
         reference.factored_solve(*both(operator), damping, v, scaled_bias=scaled)
         for scaled in (False, True)
     )
-    print("DIFF", unit, damping, reference.error(plain, other))
     assert reference.error(plain, other) > apart
     for scaled_bias in (False, True):
         for bias in (False, True):

@@ -57,10 +57,10 @@ class TrustRegion(AbstractTrustRegion):
     compared with what is left to be gained, so no step is longer than a part of that.
     (A loss of densities may be negative: where it crosses zero, a few steps are short.)
     The gradient of few examples is mostly noise, whose part of the first left-hand side
-    is proportional to $1 / N$: hence the factor $\min(1, N / m)$, and of many examples
-    twice the part of the loss. And if gradients agree
-    from step to step, momentum adds them up to ten times what the first constraint
-    bounds. Pass it to [`eqx_kfac.KFAC`][] as `norm_constraint`.
+    is proportional to $1 / N$: hence the factor $\min(1, N / m)$, and up to twice the
+    part of the loss for many examples. And if gradients agree from step to step, momentum
+    adds them up to ten times what the first constraint bounds. Pass it to
+    [`eqx_kfac.KFAC`][] as `norm_constraint`.
 
     The value of a surrogate (an objective beside a loss without targets, such as that of
     a policy) says nothing of what is left to be gained. Instead, with the exact Fisher of
@@ -169,12 +169,11 @@ class TrustRegion(AbstractTrustRegion):
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """The first two right-hand sides, given $c$, the loss, and the number of its
         terms if that is known."""
-        terms = self.full_terms if terms is None else terms
-        few, many = min(1.0, terms / self.full_terms), max(1.0, terms / self.full_terms)
-        fraction = self.loss_fraction * min(many, _MANY)
+        full = 1.0 if terms is None else terms / self.full_terms
+        fraction = self.loss_fraction * min(max(1.0, full), _MANY)
         share = (fraction * jnp.abs(value)).astype(squared_radius.dtype)
         most = jnp.where(share < squared_radius, share, squared_radius)
-        return few * most, most * self.velocity_factor
+        return min(1.0, full) * most, most * self.velocity_factor
 
     def of_surrogate(
         self, squared_radius: Float[Array, ""], value: Float[Array, ""]

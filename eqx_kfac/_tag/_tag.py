@@ -151,6 +151,8 @@ class Tag(PlainModule):
         return self._bind(y, x)
 
     def _bind(self, y: Array, x: Array) -> Array:
+        if not self.collecting:
+            return y
         y = self._bind_collector(y, x, self.block, self.contents.slots)
         return self._bind_others(y, x)
 
@@ -214,10 +216,8 @@ class Tag(PlainModule):
         pair = jnp.concatenate([x, before.astype(x.dtype)])
         both = self._bind_collector(both, pair, self.block, self.slots)
         y, zero_next = jnp.split(both, 2)
-        return self._bind_others(y, x), (
-            now.astype(before.dtype),
-            zero_next.astype(zero.dtype),
-        )
+        following = now.astype(before.dtype), zero_next.astype(zero.dtype)
+        return self._bind_others(y, x), following
 
     def parameters(self, layer: Layer, x: Any) -> Any:
         """For the form [`eqx_kfac.form.Parameters`][]: to be called at the start of a
