@@ -83,7 +83,7 @@ def test_a_trust_region_is_a_norm_constraint(scale, share, terms):
     part = share * np.clip(N / terms, 1, 2)
     constraint = min(size, part * loss) * min(1, N / terms)
     assert (constraint < size) == ((scale < 1 and share < 1) or terms > N)
-    region = kfac.TrustRegion(size, share, terms, jnp.inf)
+    region = kfac.TrustRegion(size, share, terms, jnp.inf, large_loss=jnp.inf)
     optimizer, *start = from_the_start(jtu.tree_map(jnp.asarray, region))
     got = scaled_step(optimizer, *start, jnp.asarray(scale))
     optimizer, model, state = from_the_start(1.0)
@@ -94,6 +94,31 @@ def test_a_trust_region_is_a_norm_constraint(scale, share, terms):
 
     assert same(got, constrained(constraint))
     assert not same(got, constrained(2 * constraint))
+
+
+@pytest.mark.parametrize("large", [np.inf, 1e6, 50.0])
+def test_a_large_loss_has_a_larger_region(large):
+    loss, size = 1e3 * loss_at_the_start(), 1e-3
+    constraint = size * max(1, loss / large)
+    assert (constraint > 2 * size) == (large == 50.0)
+    region = kfac.TrustRegion(size, full_terms=1, large_loss=large)
+    region = eqx.tree_at(lambda r: r.velocity_factor, region, jnp.inf)
+    optimizer, *start = from_the_start(jtu.tree_map(jnp.asarray, region))
+    got = scaled_step(optimizer, *start, jnp.asarray(1e3))
+    optimizer, model, state = from_the_start(1.0)
+    own = eqx.tree_at(lambda s: s.norm_constraint, state, jnp.asarray(constraint))
+    assert same(got, scaled_step(optimizer, model, own, jnp.asarray(1e3)))
+
+
+def test_only_what_is_left_of_a_likelihood_enlarges_the_region():
+    """A loss that is large and negative says nothing of what is left, and what is no
+    number leaves the region as it is."""
+    region = kfac.TrustRegion(1e-3, velocity_factor=2.0, large_loss=300.0)
+    values = jnp.asarray([-1e6, 299.0, 600.0, 1e6, jnp.nan])
+    first, second = jax.vmap(lambda h: region(jnp.asarray(1e-3), h, None))(values)
+    want = 1e-3 * np.array([1, 1, 2, 1e6 / 300, 1])
+    np.testing.assert_allclose(first, want, rtol=1e-12)
+    np.testing.assert_allclose(second, 2 * want, rtol=1e-12)
 
 
 def test_terms_of_micro_batches_and_of_several_losses():
@@ -335,6 +360,23 @@ def test_the_bound_of_a_measured_length():
     assert jnp.isinf(kfac.TrustRegion(measured_radius=jnp.inf).of_measured(values[0]))
 
 
+@pytest.mark.parametrize("large, learnt", [(300.0, True), (jnp.inf, False)])
+def test_targets_in_any_unit(large, learnt):
+    """Temperatures in kelvins, or prices."""
+    x, y = normal(128, D, seed=2), 5e3 * np.sin(normal(128, D, seed=2)[:, :1])
+
+    def loss_fn(model, x, y):
+        return kfac.SquaredError(jax.vmap(model)(x), y)
+
+    optimizer = kfac.KFAC(norm_constraint=kfac.TrustRegion(large_loss=large))
+    model = kfac.convert(eqx.nn.MLP(D, 1, 16, 1, jnp.tanh, key=KEY))
+    state, step = optimizer.init(model), eqx.filter_jit(optimizer.step)
+    for t in range(250):
+        model, state, info = step(loss_fn, model, state, x, y, key=jax.random.key(t))
+    part = float(info.loss) / (0.5 * np.mean(y**2))
+    assert part < 0.3 if learnt else part > 0.9
+
+
 class Unnatural(kfac.SquaredError):
     natural = False
 
@@ -484,7 +526,7 @@ def test_update_is_the_same_step():
         optimizer.update(grads, state, None, **given)
 
 
-@pytest.mark.parametrize("name", ["squared_radius", "full_terms"])
+@pytest.mark.parametrize("name", ["squared_radius", "full_terms", "large_loss"])
 def test_numbers_out_of_range(name):
     with pytest.raises(ValueError, match=name):
         kfac.TrustRegion(**{name: 0})

@@ -48,7 +48,8 @@ class TrustRegion(AbstractTrustRegion):
 
     $$\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle \le c_h \min(1, N / m),
     \qquad \langle \delta, \hat F \delta \rangle \le k c_h, \qquad
-    c_h = \min\bigl(c, \, r |h| \operatorname{clip}(N / m, 1, 2)\bigr)$$
+    c_h = \min\bigl(c \max(1, h / h_0), \, r |h| \operatorname{clip}(N / m, 1, 2)
+    \bigr)$$
 
     with $h$ the loss of the batch (in nats) and $N$ the number of its terms. Either
     left-hand side is about twice a Kullback-Leibler divergence between the model
@@ -59,7 +60,10 @@ class TrustRegion(AbstractTrustRegion):
     The gradient of few examples is mostly noise, whose part of the first left-hand side
     is proportional to $1 / N$: hence the factor $\min(1, N / m)$, and up to twice the
     part of the loss for many examples. And if gradients agree from step to step, momentum
-    adds them up to ten times what the first constraint bounds. Pass it to
+    adds them up to ten times what the first constraint bounds. A loss of thousands of
+    nats says that the unit of the likelihood is not that of the data (the squared error
+    of prices, or of temperatures in kelvins): from $h_0$ on, $c$ grows with the loss, so
+    that targets of any size are learnt in as many steps. Pass it to
     [`eqx_kfac.KFAC`][] as `norm_constraint`.
 
     The value of a surrogate (an objective beside a loss without targets, such as that of
@@ -108,14 +112,14 @@ class TrustRegion(AbstractTrustRegion):
 
     ??? cite "Reference"
 
-        With $r = \infty$ and $m = 1$, the first constraint is that of J. Ba, R. Grosse,
-        J. Martens, *Distributed Second-Order Optimization using Kronecker-Factored
-        Approximations*, ICLR 2017, section 5; that policies should change as much in
-        every step, of Y. Wu, E. Mansimov, S. Liao, R. Grosse, J. Ba, *Scalable
-        Trust-Region Method for Deep Reinforcement Learning using Kronecker-Factored
-        Approximation*, NeurIPS 2017. The dependence on the loss and on the number of
-        terms, the second and the third constraint, and that on losses beside a policy
-        were found by experiment: see "How to choose".
+        With $r = h_0 = \infty$ and $m = 1$, the first constraint is that of J. Ba, R.
+        Grosse, J. Martens, *Distributed Second-Order Optimization using
+        Kronecker-Factored Approximations*, ICLR 2017, section 5; that policies should
+        change as much in every step, of Y. Wu, E. Mansimov, S. Liao, R. Grosse, J. Ba,
+        *Scalable Trust-Region Method for Deep Reinforcement Learning using
+        Kronecker-Factored Approximation*, NeurIPS 2017. The dependence on the loss and on
+        the number of terms, the second and the third constraint, and that on losses
+        beside a policy were found by experiment: see "How to choose".
     """
 
     squared_radius: Scalar
@@ -123,6 +127,7 @@ class TrustRegion(AbstractTrustRegion):
     full_terms: int = eqx.field(static=True)
     velocity_factor: Scalar
     measured_radius: Scalar
+    large_loss: Scalar
 
     def __init__(
         self,
@@ -131,6 +136,7 @@ class TrustRegion(AbstractTrustRegion):
         full_terms: int = 128,
         velocity_factor: Scalar = 8.0,
         measured_radius: Scalar = 0.5,
+        large_loss: Scalar = 300.0,
     ):
         r"""**Arguments:**
 
@@ -142,6 +148,8 @@ class TrustRegion(AbstractTrustRegion):
             alone.
         - `measured_radius`: $m_\delta > 0$, in nats, for the whole step as gradients
             measure it; `jnp.inf`: it is not measured.
+        - `large_loss`: $h_0 > 0$, in nats: with a larger loss, $c$ is as many times
+            larger; `jnp.inf`: it never is.
 
         **Raises:** `ValueError` for a number out of its range.
         """
@@ -158,6 +166,7 @@ class TrustRegion(AbstractTrustRegion):
         self.measured_radius = check_number(
             "measured_radius", measured_radius, POSITIVE, schedule=False
         )
+        self.large_loss = check_number("large_loss", large_loss, POSITIVE, schedule=False)
 
     @property
     def initial(self) -> Scalar:
@@ -170,9 +179,12 @@ class TrustRegion(AbstractTrustRegion):
         """The first two right-hand sides, given $c$, the loss, and the number of its
         terms if that is known."""
         full = 1.0 if terms is None else terms / self.full_terms
+        dtype = squared_radius.dtype
+        times = (value / self.large_loss).astype(dtype)
+        radius = squared_radius * jnp.where(times > 1, times, 1)
         fraction = self.loss_fraction * min(max(1.0, full), _MANY)
-        share = (fraction * jnp.abs(value)).astype(squared_radius.dtype)
-        most = jnp.where(share < squared_radius, share, squared_radius)
+        share = (fraction * jnp.abs(value)).astype(dtype)
+        most = jnp.where(share < radius, share, radius)
         return min(1.0, full) * most, most * self.velocity_factor
 
     def of_surrogate(
