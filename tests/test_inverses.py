@@ -118,6 +118,33 @@ def test_dead_layer(solver, dense, dead, d_out, d_in, rng):
     assert reference.error(solve(operator, v, solver, 0.01), expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("d_out, d_in", [(1, 65), (65, 1), (65, 257)])
+@pytest.mark.parametrize("solver", [kfac.Cholesky(), kfac.Cholesky(True)])
+def test_a_factor_that_is_known_up_to_rounding(solver, d_out, d_in, rng):
+    """Units that all depend on a few large inputs (of years, say) leave a factor whose
+    least eigenvalues are rounding, above and below zero, and larger than the damping."""
+
+    def rounded(d):
+        rows = (2000 + rng.normal(size=(128, 3))) @ np.abs(rng.normal(size=(3, d)))
+        rows = rows.astype(np.float32)
+        return jax.device_put(rows.T @ rows / np.float32(len(rows)))
+
+    def raised(matrix):
+        if matrix.size == 1:
+            return np.asarray(matrix, float)
+        least = 2 * np.finfo(np.float32).eps * np.trace(matrix, dtype=float)
+        return np.asarray(matrix, float) + least * np.eye(len(matrix))
+
+    operator = kfac.operators.KroneckerOperator(rounded(d_out), rounded(d_in))
+    assert np.linalg.eigvalsh(max(both(operator), key=jnp.size))[0] < 0
+    v = vector(rng, operator).astype(jnp.float32)
+    got = np.asarray(solve(operator, v, solver, damping=jnp.float32(1e-9)), float)
+    first, second = map(raised, both(operator))
+    want = np.linalg.solve(first, np.linalg.solve(second, np.asarray(v).T).T)
+    assert np.linalg.norm(got - want) < 0.2 * np.linalg.norm(want)
+    assert np.vdot(got, v) > 0
+
+
 @SOLVERS
 @DAMPING
 @pytest.mark.parametrize("d_out, d_in", [(1, 4), (3, 1), (1, 1)])

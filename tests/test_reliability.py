@@ -699,3 +699,24 @@ def test_a_gradient_whose_norm_overflows_is_one_fault(scale, faults):
     step = eqx.filter_jit(ft.partial(optimizer.step, loss_fn))
     _, _, info = step(model, optimizer.init(model), x, y, key=key)
     assert [name for name, n in info.faults.as_dict().items() if n] == faults
+
+
+def test_inputs_that_nobody_centred():
+    """All units of two layers depend on a few large inputs, such as years, so that the
+    curvature's least eigenvalues are rounding, and larger than any damping."""
+    rng = np.random.default_rng(0)
+    x = (2000 + 10 * rng.normal(size=(64, 5))).astype(np.float32)
+    y = np.sin(x[:, :1] / 5)
+
+    def loss_fn(model, x, y):
+        return kfac.SquaredError(jax.vmap(model)(x), y)
+
+    model = eqx.nn.MLP(5, 1, 32, 2, dtype=jnp.float32, key=jr.key(1))
+    model, optimizer = kfac.convert(model), kfac.KFAC()
+    state, step = optimizer.init(model), eqx.filter_jit(optimizer.step)
+    losses = []
+    for t in range(60):
+        model, state, info = step(loss_fn, model, state, x, y, key=jr.key(t))
+        losses.append(float(info.loss))
+    assert losses[0] > 1e3 and losses[-1] < 1
+    assert state.rejected == 0 and not any(state.faults.as_dict().values())

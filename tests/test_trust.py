@@ -96,29 +96,63 @@ def test_a_trust_region_is_a_norm_constraint(scale, share, terms):
     assert not same(got, constrained(2 * constraint))
 
 
-@pytest.mark.parametrize("large", [np.inf, 1e6, 50.0])
-def test_a_large_loss_has_a_larger_region(large):
-    loss, size = 1e3 * loss_at_the_start(), 1e-3
-    constraint = size * max(1, loss / large)
-    assert (constraint > 2 * size) == (large == 50.0)
-    region = kfac.TrustRegion(size, full_terms=1, large_loss=large)
-    region = eqx.tree_at(lambda r: r.velocity_factor, region, jnp.inf)
-    optimizer, *start = from_the_start(jtu.tree_map(jnp.asarray, region))
-    got = scaled_step(optimizer, *start, jnp.asarray(1e3))
-    optimizer, model, state = from_the_start(1.0)
-    own = eqx.tree_at(lambda s: s.norm_constraint, state, jnp.asarray(constraint))
-    assert same(got, scaled_step(optimizer, model, own, jnp.asarray(1e3)))
+class Plain(kfac.SquaredError):
+    """A squared error that does not say so."""
+
+    sum_of_squares = False
 
 
-def test_only_what_is_left_of_a_likelihood_enlarges_the_region():
-    """A loss that is large and negative says nothing of what is left, and what is no
-    number leaves the region as it is."""
-    region = kfac.TrustRegion(1e-3, velocity_factor=2.0, large_loss=300.0)
-    values = jnp.asarray([-1e6, 299.0, 600.0, 1e6, jnp.nan])
-    first, second = jax.vmap(lambda h: region(jnp.asarray(1e-3), h, None))(values)
-    want = 1e-3 * np.array([1, 1, 2, 1e6 / 300, 1])
-    np.testing.assert_allclose(first, want, rtol=1e-12)
-    np.testing.assert_allclose(second, 2 * want, rtol=1e-12)
+SQUARES = {
+    "squares": (lambda y, t: 1e3 * kfac.SquaredError(y, t), True),
+    "and others": (lambda y, t: kfac.SquaredError(y, t) + 1e3 * Plain(y, t), False),
+    "not alone": (lambda y, t: 1e3 * kfac.SquaredError(y, t) + jnp.mean(y**2), False),
+    "no squares": (lambda y, t: 1e3 * Plain(y, t), False),
+}
+
+
+@pytest.mark.parametrize("large, grows", [(50.0, True), (1e6, False), (np.inf, False)])
+@pytest.mark.parametrize("name", SQUARES)
+def test_a_large_squared_error_has_a_larger_region(name, large, grows):
+    """By half at the first step, and at most by that at every later one."""
+    make, is_square = SQUARES[name]
+
+    def loss_fn(model, x, y):
+        return make(jax.vmap(model)(x), y)
+
+    def stepped_by(constraint):
+        optimizer, *start = from_the_start(constraint)
+        return stepped(optimizer, loss_fn, *start)
+
+    grows = grows and is_square
+    region = kfac.TrustRegion(1e-3, full_terms=1, large_loss=large)
+    got, state, _ = stepped_by(eqx.tree_at(lambda r: r.velocity_factor, region, jnp.inf))
+    assert state.extent.growth == (1.5 if grows else 1.0)
+    assert same(got, stepped_by(1.5e-3 if grows else 1e-3)[0])
+    assert not same(got, stepped_by(1e-3 if grows else 1.5e-3)[0])
+
+
+def test_how_a_region_grows():
+    region = kfac.TrustRegion(large_loss=300.0)
+    before = jnp.asarray([1.0, 1.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0])
+    values = jnp.asarray([330.0, 1e9, 1e9, 900.0, 299.0, -1e9, jnp.nan, jnp.inf])
+    got = jax.vmap(region.growth)(before, values)
+    np.testing.assert_allclose(got, [1.1, 1.5, 6.0, 3.0, 1.0, 1.0, 1.0, 6.0], rtol=1e-12)
+
+
+def test_a_batch_that_is_unlike_all_others_does_not_enlarge_the_region():
+    model, optimizer = make_model(), kfac.KFAC()
+
+    @eqx.filter_jit
+    def step(model, state, y):
+        return optimizer.step(
+            loss_of(1.0), model, state, X, y, key=jax.random.fold_in(KEY, state.step)
+        )
+
+    state = optimizer.init(model)
+    for factor in (1.0, 1.0, 1e3, 1.0):
+        model, state, info = step(model, state, factor * Y)
+        assert not info.rejected and state.extent.growth == 1
+        assert (info.loss > 300) == (factor > 1)
 
 
 def test_terms_of_micro_batches_and_of_several_losses():
@@ -375,6 +409,28 @@ def test_targets_in_any_unit(large, learnt):
         model, state, info = step(loss_fn, model, state, x, y, key=jax.random.key(t))
     part = float(info.loss) / (0.5 * np.mean(y**2))
     assert part < 0.3 if learnt else part > 0.9
+
+
+def test_a_length_that_overflows_is_forgotten():
+    """Otherwise, zero times infinity would be the length of a velocity of zero, and no
+    step would be taken any more."""
+    optimizer = kfac.KFAC()
+    model, state = make_model(), optimizer.init(make_model())
+
+    @eqx.filter_jit
+    def step(model, state):
+        key = jax.random.fold_in(KEY, state.step)
+        return optimizer.step(loss_of(1.0), model, state, X, Y, key=key)
+
+    model, state, _ = step(model, state)
+    huge = jtu.tree_map(lambda v: 1e200 * v, state.velocity)
+    state = state._replace(velocity=huge)
+    rejected = []
+    for _ in range(8):
+        model, state, info = step(model, state)
+        rejected.append(bool(info.rejected))
+        assert all(map(jnp.isfinite, leaves(state.extent)))
+    assert not any(rejected[2:]) and state.extent.squared_length > 0
 
 
 class Unnatural(kfac.SquaredError):

@@ -88,6 +88,13 @@ class Sum(AbstractObjective):
         the Gauss-Newton matrix, whatever the targets."""
         return all(loss.natural for loss in self.losses)
 
+    @property
+    def is_sum_of_squares(self) -> bool:
+        """Whether its value is that of squares (and L2 terms) alone, in the unit of the
+        targets."""
+        squares = all(loss.sum_of_squares for loss in self.losses)
+        return squares and len(self.curved) == len(self.terms)
+
     def has_value(self, objective: AbstractObjective) -> bool:
         """Whether a term is minimised. (If there is nothing that could be, all are said
         to be, and whoever asks for their value is told.)"""
@@ -189,6 +196,8 @@ class AbstractLoss(AbstractObjective):
     **Fields:**
 
     - `natural`: whether `outputs` are natural parameters of an exponential family.
+    - `sum_of_squares`: whether the values are squares of differences to the targets, and
+        nothing else, so that they are as large as the targets' unit makes them.
     - `joint`: whether a term depends on the others, so micro-batches would change it.
     - `targets`: what was observed, for every term: arrays `[*leading, ...]`; `None` if
         only curvature is wanted, which may be that of a scalar (a policy's objective, a
@@ -197,6 +206,7 @@ class AbstractLoss(AbstractObjective):
     """
 
     natural: ClassVar[bool] = False
+    sum_of_squares: ClassVar[bool] = False
     joint: ClassVar[bool] = False
     targets: eqx.AbstractVar[PyTree]
     weights: eqx.AbstractVar[Array | None]

@@ -19,6 +19,7 @@ class SquaredError(AbstractLoss):
     """
 
     natural = True
+    sum_of_squares = True
     predictions: Inexact[Array, "*leading k"]
     targets: Shaped[Array, "*leading k"] | None
     weights: Shaped[Array, "..."] | None

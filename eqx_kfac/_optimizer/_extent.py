@@ -27,11 +27,14 @@ class Extent(eqx.Module):
     - `squared_length`: $\langle \delta, \hat F \delta \rangle$.
     - `slope`: $\langle \mu \delta_\text{prev}, \nabla h \rangle$ before the step.
     - `coupling`: $\kappa$.
+    - `growth`: how many times larger than given the radius of the region is, because of
+        the unit of the targets.
     """
 
     squared_length: Float[Array, ""]
     slope: Float[Array, ""]
     coupling: Float[Array, ""]
+    growth: Float[Array, ""]
 
     def coupling_given(self, slope: Float[Array, ""]) -> Float[Array, ""]:
         r"""$\kappa$, given the slope along $\delta$ after the step. (Nothing is learnt
@@ -43,10 +46,13 @@ class Extent(eqx.Module):
         return 0.5 * (self.coupling + ratio)
 
     def scaled(self, factor: Float[Array, ""]) -> "Extent":
-        """The extent of `factor` times the velocity."""
+        """The extent of `factor` times the velocity. (Of a length that has overflowed,
+        nothing is left if the factor is zero.)"""
         factor = factor.astype(self.slope.dtype)
-        squared_length = factor**2 * self.squared_length
-        return Extent(squared_length, factor * self.slope, self.coupling)
+        times = lambda factor, a: jnp.where(factor > 0, factor * a, 0)
+        squared_length = times(factor**2, self.squared_length)
+        slope = times(factor, self.slope)
+        return Extent(squared_length, slope, self.coupling, self.growth)
 
     def stopped(self, flag: Bool[Array, ""]) -> "Extent":
         """The extent of a velocity that is set to zero, if `flag` says so."""
@@ -55,4 +61,5 @@ class Extent(eqx.Module):
 
 def init_extent() -> Extent:
     """The extent of no velocity."""
-    return Extent(jnp.zeros((), float), jnp.zeros((), float), jnp.ones((), float))
+    zero, one = jnp.zeros((), float), jnp.ones((), float)
+    return Extent(zero, zero, one, one)

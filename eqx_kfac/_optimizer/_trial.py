@@ -37,6 +37,7 @@ from ._proposal import Proposal, velocity
 from ._quadratic import Quadratic, quadratic
 from ._schedule import Due
 from ._state import Faults, Info, KFACState
+from ._trust import AbstractTrustRegion
 
 
 class Start(NamedTuple):
@@ -55,6 +56,7 @@ class Start(NamedTuple):
     watched: bool  # Whether that can be told, and the parameters can go back.
     is_surrogate: bool  # A loss without targets gives the curvature of the rest.
     is_natural: bool  # The Fisher of the losses is their Gauss-Newton matrix.
+    is_sum_of_squares: bool  # Its unit is that of the targets.
 
     @property
     def fine(self) -> Bool[Array, ""]:
@@ -291,11 +293,13 @@ class Trial(PlainModule):
             return (scale * rate, momentum), None
         if self._is_bounded_exactly:
             return (rate, momentum), state.extent
-        bounds = region(state.norm_constraint, self.start.size, self._terms)
+        assert state.extent is not None  # There is a region.
+        growth = self._growth(state.extent, region)
+        constraint = growth.astype(state.norm_constraint.dtype) * state.norm_constraint
+        bounds = region(constraint, self.start.size, self._terms)
         most, most_of_velocity = map(state.rollback.narrowed, bounds)
         rate = _at_most(most, rate**2 * norm) * rate
         joint = tree_dot(state.velocity, self._gradient).astype(rate.dtype)
-        assert state.extent is not None  # There is a region.
         before, coupling = state.extent.squared_length, state.extent.coupling_given(joint)
         # The gradient of a batch that is unlike all others says nothing of the velocity.
         coupling = jnp.where(self.start.teaches, coupling, state.extent.coupling)
@@ -305,12 +309,20 @@ class Trial(PlainModule):
         momentum = momentum * _kept(joint, before, norm)
         # Only what joins both parts of the velocity is new, for F (F^-1 g) = g.
         length = momentum**2 * before - 2 * momentum * rate * joint + rate**2 * norm
-        extent = Extent(length, momentum * joint, coupling)
+        extent = Extent(length, momentum * joint, coupling, growth)
         scale = _at_most(most_of_velocity, length)
         if self.start.is_natural:
             most = region.of_measured(self.start.size).astype(length.dtype)
             scale = jnp.minimum(scale, _at_most(most, coupling * length))
         return (scale * rate, scale * momentum), extent.scaled(scale)
+
+    def _growth(self, extent: Extent, region: AbstractTrustRegion) -> Float[Array, ""]:
+        """How many times larger the radius is than it was given: for squares, whose unit
+        the targets have; and not for a batch that is unlike all others."""
+        if not self.start.is_sum_of_squares:
+            return extent.growth
+        growth = region.growth(extent.growth, self.start.size)
+        return jnp.where(self.start.teaches, growth, extent.growth)
 
     @property
     def _is_bounded_exactly(self) -> bool:
@@ -457,11 +469,13 @@ def start(
     for name in ("learning_rate", "momentum"):
         if getattr(rules, name) is not None:
             numbers = numbers._replace(**{name: None})
-    is_surrogate, is_natural, negative = False, False, jnp.zeros((), bool)
+    is_surrogate, is_natural, is_sum_of_squares = False, False, False
+    negative = jnp.zeros((), bool)
     if linearised is not None:
         # At once, for of micro-batches, each look is one more trace of the loss.
-        is_surrogate, is_natural = linearised.seen(
-            lambda lin: (lin.objective.is_surrogate, lin.objective.is_natural)
+        kinds = "is_surrogate", "is_natural", "is_sum_of_squares"
+        is_surrogate, is_natural, is_sum_of_squares = linearised.seen(
+            lambda lin: tuple(getattr(lin.objective, kind) for kind in kinds)
         )
         negative = linearised.has_negative_weights()
     watched = watched and not is_surrogate
@@ -481,4 +495,5 @@ def start(
         watched=watched,
         is_surrogate=is_surrogate,
         is_natural=is_natural,
+        is_sum_of_squares=is_sum_of_squares,
     )

@@ -36,6 +36,14 @@ class AbstractTrustRegion(AbstractRule):
         nothing."""
         return squared_radius, jnp.full_like(squared_radius, jnp.inf)
 
+    def growth(
+        self, before: Float[Array, ""], value: Float[Array, ""]
+    ) -> Float[Array, ""]:
+        """How many times larger than given `squared_radius` is, given how many times it
+        was at the step before, and the loss, if that consists of squares in the unit of
+        the targets. By default, once."""
+        return jnp.ones_like(before)
+
     def of_measured(self, value: Float[Array, ""]) -> Float[Array, ""]:
         r"""An upper bound on $\langle \delta, F \delta \rangle$ as gradients before and
         after steps measure it, given the loss. By default, nothing."""
@@ -48,8 +56,7 @@ class TrustRegion(AbstractTrustRegion):
 
     $$\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle \le c_h \min(1, N / m),
     \qquad \langle \delta, \hat F \delta \rangle \le k c_h, \qquad
-    c_h = \min\bigl(c \max(1, h / h_0), \, r |h| \operatorname{clip}(N / m, 1, 2)
-    \bigr)$$
+    c_h = \min\bigl(g c, \, r |h| \operatorname{clip}(N / m, 1, 2)\bigr)$$
 
     with $h$ the loss of the batch (in nats) and $N$ the number of its terms. Either
     left-hand side is about twice a Kullback-Leibler divergence between the model
@@ -60,11 +67,17 @@ class TrustRegion(AbstractTrustRegion):
     The gradient of few examples is mostly noise, whose part of the first left-hand side
     is proportional to $1 / N$: hence the factor $\min(1, N / m)$, and up to twice the
     part of the loss for many examples. And if gradients agree from step to step, momentum
-    adds them up to ten times what the first constraint bounds. A loss of thousands of
-    nats says that the unit of the likelihood is not that of the data (the squared error
-    of prices, or of temperatures in kelvins): from $h_0$ on, $c$ grows with the loss, so
-    that targets of any size are learnt in as many steps. Pass it to
+    adds them up to ten times what the first constraint bounds. Pass it to
     [`eqx_kfac.KFAC`][] as `norm_constraint`.
+
+    A squared error is as large as the unit of its targets makes it. If it is in the
+    thousands (of prices, or of temperatures in kelvins), the region grows,
+
+    $$g \leftarrow \max\bigl(1, \min(h / h_0, 1.5 g)\bigr),$$
+
+    as long as $h$ consists of [`eqx_kfac.SquaredError`][] (and L2) terms: other losses
+    have no unit, and may be large because of their entropy. Where that is not known, as
+    in `update`, $g = 1$.
 
     The value of a surrogate (an objective beside a loss without targets, such as that of
     a policy) says nothing of what is left to be gained. Instead, with the exact Fisher of
@@ -148,8 +161,8 @@ class TrustRegion(AbstractTrustRegion):
             alone.
         - `measured_radius`: $m_\delta > 0$, in nats, for the whole step as gradients
             measure it; `jnp.inf`: it is not measured.
-        - `large_loss`: $h_0 > 0$, in nats: with a larger loss, $c$ is as many times
-            larger; `jnp.inf`: it never is.
+        - `large_loss`: $h_0 > 0$, in nats: with a squared error that is larger, $c$ is
+            as many times larger; `jnp.inf`: it never is.
 
         **Raises:** `ValueError` for a number out of its range.
         """
@@ -179,13 +192,17 @@ class TrustRegion(AbstractTrustRegion):
         """The first two right-hand sides, given $c$, the loss, and the number of its
         terms if that is known."""
         full = 1.0 if terms is None else terms / self.full_terms
-        dtype = squared_radius.dtype
-        times = (value / self.large_loss).astype(dtype)
-        radius = squared_radius * jnp.where(times > 1, times, 1)
         fraction = self.loss_fraction * min(max(1.0, full), _MANY)
-        share = (fraction * jnp.abs(value)).astype(dtype)
-        most = jnp.where(share < radius, share, radius)
+        share = (fraction * jnp.abs(value)).astype(squared_radius.dtype)
+        most = jnp.where(share < squared_radius, share, squared_radius)
         return min(1.0, full) * most, most * self.velocity_factor
+
+    def growth(
+        self, before: Float[Array, ""], value: Float[Array, ""]
+    ) -> Float[Array, ""]:
+        """The growth of the region, given that of the step before, and the loss."""
+        wanted = (value / self.large_loss).astype(before.dtype)
+        return jnp.where(wanted > 1, jnp.minimum(wanted, _FASTER * before), 1)
 
     def of_surrogate(
         self, squared_radius: Float[Array, ""], value: Float[Array, ""]
@@ -202,6 +219,10 @@ class TrustRegion(AbstractTrustRegion):
 # From how many times `full_terms` on the number of terms does not matter. It is not noise
 # that bounds steps then, but how far the quadratic model holds.
 _MANY = 2.0
+
+# How many times larger than at the step before a region may be, so that the first steps
+# are short whatever the unit of the targets is, and no batch makes its own step long.
+_FASTER = 1.5
 
 
 class Window(eqx.Module):
