@@ -73,7 +73,7 @@ class TrustRegion(AbstractTrustRegion):
     A squared error is as large as the unit of its targets makes it. If it is in the
     thousands (of prices, or of temperatures in kelvins), the region grows,
 
-    $$g \leftarrow \max\bigl(1, \min(h / h_0, 1.5 g)\bigr),$$
+    $$g \leftarrow \max\bigl(1, \min(h / h_0, 1.06 \, g)\bigr),$$
 
     as long as $h$ consists of [`eqx_kfac.SquaredError`][] (and L2) terms: other losses
     have no unit, and may be large because of their entropy. Where that is not known, as
@@ -220,9 +220,10 @@ class TrustRegion(AbstractTrustRegion):
 # that bounds steps then, but how far the quadratic model holds.
 _MANY = 2.0
 
-# How many times larger than at the step before a region may be, so that the first steps
-# are short whatever the unit of the targets is, and no batch makes its own step long.
-_FASTER = 1.5
+# How many times larger than at the step before a region may be. While outputs grow to
+# the size of the targets, the curvature grows as the square of their size, and that of a
+# dozen steps before must still hold; with 1.25, networks of eight layers explode.
+_FASTER = 1.06
 
 
 class Window(eqx.Module):
