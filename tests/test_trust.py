@@ -135,10 +135,26 @@ def test_how_a_region_grows():
     region = kfac.TrustRegion(large_loss=300.0)
     before = jnp.asarray([1.0, 1.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0])
     values = jnp.asarray([315.0, 1e9, 1e9, 900.0, 299.0, -1e9, jnp.nan, jnp.inf])
-    got = jax.vmap(region.growth)(before, values)
+    got = jax.vmap(lambda g, h: region.growth(g, h, 100))(before, values)
     np.testing.assert_allclose(
         got, [1.05, 1.06, 4.24, 3.0, 1.0, 1.0, 1.0, 4.24], rtol=1e-12
     )
+
+
+@pytest.mark.parametrize("outputs, growth", [(100, 1.06), (500, 1.0)])
+def test_a_loss_is_large_if_that_of_each_output_is(outputs, growth):
+    """500 nats are large for a hundred outputs, and not for five hundred."""
+
+    def loss_fn(model, x, y):
+        out = jax.vmap(model)(x)
+        wide = jnp.repeat(out[:, :1], outputs // 2, axis=1)
+        return kfac.SquaredError(wide, y) + kfac.SquaredError(wide, y)
+
+    y = np.full((N, outputs // 2), np.sqrt(1000 / outputs))
+    model, optimizer = make_model(), kfac.KFAC(fisher=EXACT)
+    step = eqx.filter_jit(optimizer.step)
+    _, state, info = step(loss_fn, model, optimizer.init(model), X, y)
+    assert 400 < info.loss < 800 and state.extent.growth == growth
 
 
 def test_a_batch_that_is_unlike_all_others_does_not_enlarge_the_region():

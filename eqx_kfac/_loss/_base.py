@@ -89,11 +89,13 @@ class Sum(AbstractObjective):
         return all(loss.natural for loss in self.losses)
 
     @property
-    def is_sum_of_squares(self) -> bool:
-        """Whether its value is that of squares (and L2 terms) alone, in the unit of the
-        targets."""
-        squares = all(loss.sum_of_squares for loss in self.losses)
-        return squares and len(self.curved) == len(self.terms)
+    def squares(self) -> int:
+        """How many squares one example's loss is the sum of, if the value is a mean of
+        such (and L2 terms) alone; otherwise 0."""
+        alone = len(self.curved) == len(self.terms)
+        if not alone or not all(loss.sum_of_squares for loss in self.losses):
+            return 0
+        return sum(loss.root_shape[-1] for loss in self.losses)
 
     def has_value(self, objective: AbstractObjective) -> bool:
         """Whether a term is minimised. (If there is nothing that could be, all are said

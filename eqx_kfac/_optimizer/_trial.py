@@ -56,7 +56,9 @@ class Start(NamedTuple):
     watched: bool  # Whether that can be told, and the parameters can go back.
     is_surrogate: bool  # A loss without targets gives the curvature of the rest.
     is_natural: bool  # The Fisher of the losses is their Gauss-Newton matrix.
-    is_sum_of_squares: bool  # Its unit is that of the targets.
+    squares: (
+        int  # Which the loss consists of, in the unit of the targets; 0: it does not.
+    )
 
     @property
     def fine(self) -> Bool[Array, ""]:
@@ -319,9 +321,9 @@ class Trial(PlainModule):
     def _growth(self, extent: Extent, region: AbstractTrustRegion) -> Float[Array, ""]:
         """How many times larger the radius is than it was given: for squares, whose unit
         the targets have; and not for a batch that is unlike all others."""
-        if not self.start.is_sum_of_squares:
+        if self.start.squares == 0:
             return extent.growth
-        growth = region.growth(extent.growth, self.start.size)
+        growth = region.growth(extent.growth, self.start.size, self.start.squares)
         return jnp.where(self.start.teaches, growth, extent.growth)
 
     @property
@@ -469,12 +471,11 @@ def start(
     for name in ("learning_rate", "momentum"):
         if getattr(rules, name) is not None:
             numbers = numbers._replace(**{name: None})
-    is_surrogate, is_natural, is_sum_of_squares = False, False, False
-    negative = jnp.zeros((), bool)
+    is_surrogate, is_natural, squares, negative = False, False, 0, jnp.zeros((), bool)
     if linearised is not None:
         # At once, for of micro-batches, each look is one more trace of the loss.
-        kinds = "is_surrogate", "is_natural", "is_sum_of_squares"
-        is_surrogate, is_natural, is_sum_of_squares = linearised.seen(
+        kinds = "is_surrogate", "is_natural", "squares"
+        is_surrogate, is_natural, squares = linearised.seen(
             lambda lin: tuple(getattr(lin.objective, kind) for kind in kinds)
         )
         negative = linearised.has_negative_weights()
@@ -495,5 +496,5 @@ def start(
         watched=watched,
         is_surrogate=is_surrogate,
         is_natural=is_natural,
-        is_sum_of_squares=is_sum_of_squares,
+        squares=squares,
     )

@@ -37,11 +37,11 @@ class AbstractTrustRegion(AbstractRule):
         return squared_radius, jnp.full_like(squared_radius, jnp.inf)
 
     def growth(
-        self, before: Float[Array, ""], value: Float[Array, ""]
+        self, before: Float[Array, ""], value: Float[Array, ""], squares: int
     ) -> Float[Array, ""]:
         """How many times larger than given `squared_radius` is, given how many times it
-        was at the step before, and the loss, if that consists of squares in the unit of
-        the targets. By default, once."""
+        was at the step before, and the loss, if that consists of so many `squares`, in
+        the unit of the targets. By default, once."""
         return jnp.ones_like(before)
 
     def of_measured(self, value: Float[Array, ""]) -> Float[Array, ""]:
@@ -76,8 +76,8 @@ class TrustRegion(AbstractTrustRegion):
     $$g \leftarrow \max\bigl(1, \min(h / h_0, 1.06 \, g)\bigr),$$
 
     as long as $h$ consists of [`eqx_kfac.SquaredError`][] (and L2) terms: other losses
-    have no unit, and may be large because of their entropy. Where that is not known, as
-    in `update`, $g = 1$.
+    have no unit, and may be large because of their entropy. (Of $k > 100$ outputs, $h_0$
+    is $k / 100$ times as large.) Where that is not known, as in `update`, $g = 1$.
 
     The value of a surrogate (an objective beside a loss without targets, such as that of
     a policy) says nothing of what is left to be gained. Instead, with the exact Fisher of
@@ -162,7 +162,8 @@ class TrustRegion(AbstractTrustRegion):
         - `measured_radius`: $m_\delta > 0$, in nats, for the whole step as gradients
             measure it; `jnp.inf`: it is not measured.
         - `large_loss`: $h_0 > 0$, in nats: with a squared error that is larger, $c$ is
-            as many times larger; `jnp.inf`: it never is.
+            as many times larger; `jnp.inf`: it never is. (Of 100 outputs; of more, this
+            is what as many have.)
 
         **Raises:** `ValueError` for a number out of its range.
         """
@@ -198,10 +199,12 @@ class TrustRegion(AbstractTrustRegion):
         return min(1.0, full) * most, most * self.velocity_factor
 
     def growth(
-        self, before: Float[Array, ""], value: Float[Array, ""]
+        self, before: Float[Array, ""], value: Float[Array, ""], squares: int
     ) -> Float[Array, ""]:
-        """The growth of the region, given that of the step before, and the loss."""
-        wanted = (value / self.large_loss).astype(before.dtype)
+        """The growth of the region, given that of the step before, the loss, and of how
+        many squares it consists."""
+        large = self.large_loss * max(1.0, squares / _FEW)
+        wanted = (value / large).astype(before.dtype)
         return jnp.where(wanted > 1, jnp.minimum(wanted, _FASTER * before), 1)
 
     def of_surrogate(
@@ -224,6 +227,10 @@ _MANY = 2.0
 # the size of the targets, the curvature grows as the square of their size, and that of a
 # dozen steps before must still hold; with 1.25, networks of eight layers explode.
 _FASTER = 1.06
+
+# From how many outputs on it is the loss of each of these that is large: three nats, if
+# `large_loss` is 300, which targets of a spread of one do not have.
+_FEW = 100
 
 
 class Window(eqx.Module):
