@@ -60,6 +60,5 @@ class Extent(eqx.Module):
 
 
 def init_extent() -> Extent:
-    """The extent of no velocity."""
-    zero, one = jnp.zeros((), float), jnp.ones((), float)
-    return Extent(zero, zero, one, one)
+    """The extent of no velocity. (No array is there twice, so that each may be donated.)"""
+    return Extent(*(jnp.full((), number, float) for number in (0.0, 0.0, 1.0, 1.0)))
