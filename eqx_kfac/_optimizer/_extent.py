@@ -60,5 +60,5 @@ class Extent(eqx.Module):
 
 
 def init_extent() -> Extent:
-    """The extent of no velocity. (No array is there twice, so that each may be donated.)"""
+    """The extent of no velocity. (Of distinct arrays, so that each may be donated.)"""
     return Extent(*(jnp.full((), number, float) for number in (0.0, 0.0, 1.0, 1.0)))
