@@ -61,4 +61,5 @@ class Extent(eqx.Module):
 
 def init_extent() -> Extent:
     """The extent of no velocity. (Of distinct arrays, so that each may be donated.)"""
-    return Extent(*(jnp.full((), number, float) for number in (0.0, 0.0, 1.0, 1.0)))
+    zero, one = lambda: jnp.zeros((), float), lambda: jnp.ones((), float)
+    return Extent(zero(), zero(), one(), one())
