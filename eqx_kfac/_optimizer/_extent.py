@@ -61,5 +61,9 @@ class Extent(eqx.Module):
 
 def init_extent() -> Extent:
     """The extent of no velocity. (Of distinct arrays, so that each may be donated.)"""
-    zero, one = lambda: jnp.zeros((), float), lambda: jnp.ones((), float)
-    return Extent(zero(), zero(), one(), one())
+    return Extent(
+        squared_length=jnp.zeros((), float),
+        slope=jnp.zeros((), float),
+        coupling=jnp.ones((), float),
+        growth=jnp.ones((), float),
+    )

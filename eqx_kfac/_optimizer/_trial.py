@@ -474,10 +474,8 @@ def start(
     is_surrogate, is_natural, squares, negative = False, False, 0, jnp.zeros((), bool)
     if linearised is not None:
         # At once, for of micro-batches, each look is one more trace of the loss.
-        kinds = "is_surrogate", "is_natural", "squares"
-        is_surrogate, is_natural, squares = linearised.seen(
-            lambda lin: tuple(getattr(lin.objective, kind) for kind in kinds)
-        )
+        kinds = "objective.is_surrogate", "objective.is_natural", "objective.squares"
+        is_surrogate, is_natural, squares = linearised.seen(operator.attrgetter(*kinds))
         negative = linearised.has_negative_weights()
     watched = watched and not is_surrogate
     is_bounded = state.norm_constraint is not None

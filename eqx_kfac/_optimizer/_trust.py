@@ -162,8 +162,8 @@ class TrustRegion(AbstractTrustRegion):
         - `measured_radius`: $m_\delta > 0$, in nats, for the whole step as gradients
             measure it; `jnp.inf`: it is not measured.
         - `large_loss`: $h_0 > 0$, in nats: with a squared error that is larger, $c$ is
-            as many times larger; `jnp.inf`: it never is. (Of 100 outputs; of more, this
-            is what as many have.)
+            as many times larger; `jnp.inf`: it never is. (Of up to 100 outputs; of
+            $k > 100$, $k / 100$ times as many nats.)
 
         **Raises:** `ValueError` for a number out of its range.
         """

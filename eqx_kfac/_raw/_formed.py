@@ -5,6 +5,7 @@ from typing import Any
 
 import equinox as eqx
 
+from .._block import AbstractBlock
 from .._tag import Tag
 from ..form import AbstractForm, Parameters
 from ..nn import Derived
@@ -44,7 +45,7 @@ def _rebuilt(cls: type, fields: dict[str, Any]) -> Any:
     return new
 
 
-def formed(layer: Any, form: AbstractForm, block: Any) -> Any:
+def formed(layer: Any, form: AbstractForm, block: AbstractBlock) -> Any:
     """A layer with a tag of this form."""
     check_has_no_tag(layer)
     return _rebuilt(type(layer), {**vars(layer), "tag": Tag(form, block)})
