@@ -25,7 +25,7 @@ class Average(NamedTuple):
     first: Bool[Array, ""] | bool = False
 
     @property
-    def still(self) -> Bool[Array, " layers"]:
+    def unknown(self) -> Bool[Array, " layers"]:
         """Which layers have none, so that nothing says how far they may go."""
         return ~self.known
 

@@ -42,8 +42,9 @@ from ._renew import renew
 from ._rollback import init_rollback
 from ._said import optimizer_said
 from ._schedule import Due, early, Staggered
+from ._start import Start, start
 from ._state import Info, init_average, init_faults, KFACState
-from ._trial import Start, start, Trial
+from ._trial import Trial
 from ._trust import AbstractTrustRegion
 
 

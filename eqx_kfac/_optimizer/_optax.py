@@ -142,7 +142,7 @@ class _ScaleByKFAC:
         inverse, _ = factorising(state.inverse, averaged, numbers.damping)
         gradient, _ = partition_tagged(updates)
         factorised = averaged, inverse, self.solver, numbers.damping
-        natural = precondition(gradient, *factorised, for_layers(old.still, averaged))
+        natural = precondition(gradient, *factorised, for_layers(old.unknown, averaged))
         ready = fine & (weight > 0)
         natural = jtu.tree_map(lambda n: jnp.where(ready, n, 0), natural)
         others = steepest(updates), state.fallback, params, self.fallback

@@ -67,9 +67,10 @@ def renew(
     when = due, due_inverse(jnp.zeros_like(trial.averaged.fine))
     if any(due.always for due in when):
         return anew()
-    # Layers that wait for curvature are a fault only where they have a gradient, which is
-    # looked at in the branch that renews.
-    waiting = not trial.is_penalised and jnp.any(trial.averaged.still)
+    # Layers that wait for curvature are a fault only if they have a gradient, which the
+    # branch that renews looks at.
+    layers = trial.waiting
+    waiting = False if layers is None else jnp.any(layers)
     now = ft.reduce(operator.or_, [due.now for due in when], waiting)
     return Renewed.of_arrays(
         jax.lax.cond(now, lambda: anew().arrays, lambda: unchanged.arrays)
@@ -100,7 +101,6 @@ def _factorised(trial: Trial, averaged: Average, due: Due) -> Renewed:
     each = trial.layer_damping(due)
     strength = for_each(trial.strength(damping, each), grads, curvature)
     inverse, factorised = factorising(state.inverse, curvature, strength)
-    without = jnp.zeros_like(averaged.fine)
-    if trial.still is not None:
-        without = unseen(grads, trial.still)
+    still = trial.still
+    without = jnp.zeros_like(averaged.fine) if still is None else unseen(grads, still)
     return Renewed(averaged, without, damping, each, inverse, factorised)

@@ -1,0 +1,151 @@
+r"""How far a step may go: learning rate and momentum, made smaller until a norm
+constraint or a trust region allows the step.
+
+Squared lengths are $\langle \delta, \hat F \delta \rangle$, with $\hat F$ the damped
+curvature with which the gradient was preconditioned, unless they are said to be those of
+the exact Fisher."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .._curvature import check_pushes_forward, LinearisedBatch
+from .._custom_types import Model
+from .._misc import tree_dot
+from .._module import PlainModule
+from ._extent import Extent
+from ._start import Start
+from ._state import KFACState
+from ._trust import AbstractTrustRegion
+
+
+# Learning rate and momentum.
+_Lengths = tuple[Float[Array, ""], Float[Array, ""]]
+
+
+class Bounds(PlainModule):
+    """What bounds a step: nothing (the state has no `norm_constraint`), a number, or a
+    trust region."""
+
+    region: AbstractTrustRegion | None
+    state: KFACState
+    start: Start
+    linearised: LinearisedBatch | None
+
+    @property
+    def are_measured(self) -> bool:
+        """Whether the whole step is bounded by the exact Fisher of its own batch, as for
+        surrogates: the averaged curvature of a policy is that of earlier policies, and
+        has no unit in common with the losses beside it."""
+        return self.start.is_surrogate and self.region is not None
+
+    def lengths(self, natural: Model, gradient: Model) -> tuple[_Lengths, Extent | None]:
+        r"""Learning rate $\alpha$ and momentum $\mu$ as the bounds allow them for
+        $\delta = \mu \delta_\text{prev} - \alpha \hat F^{-1} \nabla h$, given
+        $\hat F^{-1} \nabla h$ and $\nabla h$; and the extent of $\delta$ if there is a
+        trust region. Bounds that are measured come afterwards: see `measured_part`."""
+        state, given = self.state, (self.state.learning_rate, self.state.momentum)
+        if state.norm_constraint is None:
+            return given, None
+        norm = tree_dot(natural, gradient).astype(given[0].dtype)
+        if self.region is None:
+            return self._within_number(norm), None
+        if self.are_measured:
+            return given, state.extent
+        return self._within_region(self.region, norm, gradient)
+
+    def measured_part(self, velocity: Model) -> Float[Array, ""]:
+        r"""The part of a step that may be taken, such that
+        $\langle \delta, F \delta \rangle$, with the exact Fisher of this batch, is within
+        both bounds for a surrogate: the first one is for the losses without targets, the
+        second one for the other losses."""
+        assert self.region is not None and self.linearised is not None
+        lengths = self.linearised.surrogate_lengths
+        check_pushes_forward(
+            "Give a number for `norm_constraint`: a trust region of a loss without "
+            "targets needs",
+            lengths,
+            velocity,
+        )
+        without_targets, with_targets, value = lengths(velocity)
+        constraint = self.state.norm_constraint
+        bounds = self.region.of_surrogate(constraint, value)  # pyright: ignore
+        pairs = zip(bounds, (without_targets, with_targets), strict=True)
+        parts = [
+            jnp.where(length > 0, _at_most(bound, length.astype(bound.dtype)), 1)
+            for bound, length in pairs
+        ]
+        return jnp.minimum(*parts)
+
+    def _within_number(self, norm: Float[Array, ""]) -> _Lengths:
+        r"""Lengths such that $\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle$ is
+        at most the norm constraint, given the inner product."""
+        state, rate = self.state, self.state.learning_rate
+        most = state.rollback.narrowed(state.norm_constraint)
+        scale = _at_most(most, rate**2 * norm)
+        return scale * rate, state.momentum
+
+    def _within_region(
+        self, region: AbstractTrustRegion, norm: Float[Array, ""], gradient: Model
+    ) -> tuple[_Lengths, Extent]:
+        r"""Lengths within all bounds of a region, given
+        $\langle \hat F^{-1} \nabla h, \nabla h \rangle$; and the extent of the step."""
+        state, extent = self.state, self.state.extent
+        assert extent is not None  # A state has one if there is a region.
+        rate, momentum = state.learning_rate, state.momentum
+        growth = self._growth(extent, region)
+        constraint = growth.astype(state.norm_constraint.dtype) * state.norm_constraint
+        terms = None if self.linearised is None else self.linearised.terms
+        bounds = region(constraint, self.start.remaining, terms)
+        most, most_of_velocity = map(state.rollback.narrowed, bounds)
+        rate = _at_most(most, rate**2 * norm) * rate
+        # The slope of the loss along the previous update.
+        slope = tree_dot(state.velocity, gradient).astype(rate.dtype)
+        # The gradient of a batch that is unlike all others says nothing of the velocity.
+        coupling = jnp.where(
+            self.start.teaches, extent.coupling_given(slope), extent.coupling
+        )
+        # The curvature may have changed since the previous update was measured; but the
+        # inequality of Cauchy and Schwarz holds in every metric.
+        previous = jnp.maximum(extent.squared_length, slope**2 / _positive(norm))
+        momentum = momentum * _kept(slope, previous, norm)
+        # The square of the sum. As F (F^-1 g) = g, the inner product of its two parts is
+        # the slope, and no product with F is needed.
+        length = momentum**2 * previous - 2 * momentum * rate * slope + rate**2 * norm
+        extent = Extent(length, momentum * slope, coupling, growth)
+        scale = _at_most(most_of_velocity, length)
+        if self.start.is_natural:
+            # Gradients measure the Hessian, which only then is near the Fisher.
+            most = region.of_measured(self.start.remaining).astype(length.dtype)
+            scale = jnp.minimum(scale, _at_most(most, coupling * length))
+        return (scale * rate, scale * momentum), extent.scaled(scale)
+
+    def _growth(self, extent: Extent, region: AbstractTrustRegion) -> Float[Array, ""]:
+        """How many times larger the squared radius is than it was given. It only changes
+        where the objective consists of squared errors, which are as large as the unit of
+        the targets makes them, and not after a batch that is unlike all others."""
+        start = self.start
+        if start.squares == 0:
+            return extent.growth
+        growth = region.growth(extent.growth, start.remaining, start.squares)
+        return jnp.where(start.teaches, growth, extent.growth)
+
+
+def _at_most(most: Float[Array, ""], length: Float[Array, ""]) -> Float[Array, ""]:
+    """The factor in (0, 1] by which a vector is to be scaled such that its squared length
+    is at most `most`."""
+    return jnp.minimum(1, jnp.sqrt(most / _positive(length)))
+
+
+def _kept(
+    slope: Float[Array, ""], previous: Float[Array, ""], norm: Float[Array, ""]
+) -> Float[Array, ""]:
+    r"""The part of the previous update $\delta$ that is kept, given
+    $\langle \delta, \nabla h \rangle$ and the squared lengths of $\delta$ and of
+    $\hat F^{-1} \nabla h$: all of it up to a cosine of one half between these, and
+    nothing if $\delta$ leads straight uphill."""
+    cosine = slope / jnp.sqrt(_positive(previous * norm))
+    return jnp.clip(2 - 2 * cosine, 0, 1)
+
+
+def _positive(x: Float[Array, ""]) -> Float[Array, ""]:
+    return jnp.maximum(x, 1e-30)
