@@ -19,31 +19,33 @@ from ._sums import inverse_or_zero, total_weight
 
 
 class InputMoments(NamedTuple):
-    r"""$\sum w$, $\sum w x$ and $\sum w x x^\top$ over a layer's rows. The bias column
-    $\bar x = [x; 1]$ costs no copy: its moments are `first` and `ones`. The last two are
-    $\sum w$ and $\sum w x x^\top$ over the rows of uses of the transposed weight."""
+    r"""Weighted sums over a layer's rows. With a bias, inputs are $\bar x = [x; 1]$; the
+    column of ones is never written down, because its moments are `first` and `ones`.
+    Moments that a layer does not need are `None`."""
 
-    rows: Any = None
-    ones: Any = None  # $\sum w$ again, without rows that have no bias in them.
-    first: Any = None
-    second: Any = None
+    rows: Any = None  # $\sum w$
+    # $\sum w$ over the rows with a one in them: derivatives of the layer have a zero.
+    ones: Any = None
+    first: Any = None  # $\sum w x$
+    second: Any = None  # $\sum w x x^\top$
+    # The same over the rows of layers that use the transposed weight, whose inputs are of
+    # the size of this layer's outputs.
     transposed_rows: Any = None
     transposed: Any = None
 
 
 class OutputMoments(NamedTuple):
-    r"""$\sum g g^\top$ over a layer's rows, and over those of a layer that uses the
-    transposed weight; and moments of the inputs, if these depend on gradients. Or all
-    that there is of positions that are taken jointly."""
+    """What depends on gradients. If positions are taken jointly, all there is of a layer
+    is in `joint`, and nothing else is filled."""
 
-    second: Any = None
-    transposed: Any = None
-    inputs: InputMoments = InputMoments()
+    second: Any = None  # $\sum g g^\top$
+    transposed: Any = None  # The same over the rows that use the transposed weight.
+    inputs: InputMoments = InputMoments()  # If gradients are the weights of inputs.
     joint: Statistics = JointRows().empty()
 
     @property
     def has_joint(self) -> bool:
-        """Whether positions are taken jointly."""
+        """Whether positions are taken jointly, so that `joint` has slots."""
         return self.joint.outputs.squares["left"] is not None
 
 
@@ -70,7 +72,7 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
         Approximate Curvature*, ICML 2015.
     """
 
-    two_sided = True
+    two_sided = True  # See `AbstractBlock` for both.
     derivatives = True
 
     sharing: AbstractSharing
@@ -95,8 +97,9 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
         - `sharing`: [`eqx_kfac.Joint`][], [`eqx_kfac.Expand`][],
             [`eqx_kfac.Reduce`][] or [`eqx_kfac.TensorNormal`][].
         - `weighted`: whether the weights of the loss terms also weight the layer's
-            inputs. A row whose term has weight zero, but which influences others, counts
-            by its gradient. False for a layer whose inputs are not examples.
+            inputs. A position whose own term has weight zero, but which influences other
+            terms (through attention, say), counts if it has a gradient. False for a layer
+            whose inputs are not examples.
         - `tied`: whether another layer uses the transposed weight, and adds to the
             statistics; [`eqx_kfac.Shared`][] sets it.
         - `diagonal_input`, `diagonal_output`: whether only the diagonal of a factor is
@@ -113,7 +116,8 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
         check_flag("diagonal_input", diagonal_input)
         check_flag("diagonal_output", diagonal_output)
         self.sharing = sharing
-        self.weighted = weighted and not sharing.balanced  # Gradients have them.
+        # Where gradients weight the inputs, they have the weights of the loss already.
+        self.weighted = weighted and not sharing.balanced
         self.tied = tied
         self.diagonal_input = diagonal_input
         self.diagonal_output = diagonal_output
@@ -131,12 +135,14 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
 
     @property
     def subtracts_means(self) -> bool:  # pyright: ignore
-        # What is summed over positions may be less than the gradient that it is of.
+        # With the other kinds of sums, the moments may be smaller than those of the mean
+        # gradient: the difference would not be positive semidefinite.
         return not (self.tied or self.sharing.balanced or self.sharing.mixes_positions)
 
     def takes_jointly(self, sizes: Sizes) -> bool:
-        whole = sizes.d_in > 0 and not any(self.diagonal_sides(sizes))
-        return self.sharing.joint and whole and not self.tied
+        is_bias_alone = sizes.d_in == 0
+        has_matrices = not (is_bias_alone or any(self.diagonal_sides(sizes)))
+        return self.sharing.joint and has_matrices and not self.tied
 
     def joint_slots(self, form: AbstractForm, layer: Layer) -> Statistics:
         return _of_joint(JointRows().slots(form, layer))
@@ -170,60 +176,65 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
         if slots.outputs.has_joint:
             return _of_joint(JointRows().statistics(rows, slots.outputs.joint))
-        like = self._moments(slots)
-        if rows.derivative and like.second is None:  # Of a bias alone: zero.
-            return zeros_of(slots)
-        return filled_with_zeros(
-            self._sums(self.sharing(rows), like, slots.outputs), slots
-        )
+        wanted = self._moments(slots)
+        if rows.derivative and wanted.second is None:
+            return zeros_of(slots)  # The derivative of a bias in the inputs is zero.
+        sums = self._sums(self.sharing(rows), wanted, slots.outputs)
+        return filled_with_zeros(sums, slots)
 
     def _sums(
-        self, rows: Rows, like: InputMoments, like_outputs: OutputMoments
+        self, rows: Rows, wanted: InputMoments, wanted_outputs: OutputMoments
     ) -> Statistics:
-        """The statistics; `None` for those that are zero."""
+        """The statistics that have slots, `None` for those that are zero."""
         x, g, stack = rows.x, rows.g, rows.stack
-        number, of_inputs, of_outputs = self._weights(rows, like)
-        number = total_weight(number, g, stack, like.rows)
-        if rows.swapped:
-            transposed = x.second(of_inputs, stack, like.transposed)
-            inputs = InputMoments(transposed_rows=number, transposed=transposed)
-            transposed = Vectors(g).second(of_outputs, stack, like_outputs.transposed)
-            return self._placed(inputs, OutputMoments(transposed=transposed))
+        number, of_inputs, of_outputs = self._weights(rows, wanted)
+        number = total_weight(number, g, stack, wanted.rows)
+        if rows.swapped:  # They are of a layer that uses the transposed weight.
+            second_in = x.second(of_inputs, stack, wanted.transposed)
+            second_out = Vectors(g).second(of_outputs, stack, wanted_outputs.transposed)
+            inputs = InputMoments(transposed_rows=number, transposed=second_in)
+            return self._placed(inputs, OutputMoments(transposed=second_out))
         inputs = InputMoments(rows=number)
-        if like.second is not None:
-            inputs = inputs._replace(second=x.second(of_inputs, stack, like.second))
-        if like.first is not None and not rows.derivative:
-            inputs = inputs._replace(first=x.first(of_inputs, stack, like.first))
-        if like.ones is not None and not rows.derivative:
-            inputs = inputs._replace(ones=total_weight(of_inputs, g, stack, like.ones))
-        second = Vectors(g).second(of_outputs, stack, like_outputs.second)
+        if wanted.second is not None:
+            inputs = inputs._replace(second=x.second(of_inputs, stack, wanted.second))
+        if wanted.first is not None and not rows.derivative:
+            inputs = inputs._replace(first=x.first(of_inputs, stack, wanted.first))
+        if wanted.ones is not None and not rows.derivative:
+            inputs = inputs._replace(ones=total_weight(of_inputs, g, stack, wanted.ones))
+        second = Vectors(g).second(of_outputs, stack, wanted_outputs.second)
         return self._placed(inputs, OutputMoments(second=second))
 
     def _placed(self, inputs: InputMoments, outputs: OutputMoments) -> Statistics:
+        """Both moments where they belong: if gradients are the weights of inputs, all of
+        them depend on gradients."""
         if self.sharing.balanced:
             return Statistics(InputMoments(), outputs._replace(inputs=inputs))
         return Statistics(inputs, outputs)
 
     def _moments(self, statistics: Statistics) -> InputMoments:
-        """The moments of the inputs, wherever they are."""
+        """The moments of the inputs, from where `_placed` has put them."""
         balanced = self.sharing.balanced
         return statistics.outputs.inputs if balanced else statistics.inputs
 
-    def _weights(self, rows: Rows, like: InputMoments) -> tuple[Weights, ...]:
-        """How rows count; and by how much in the moments of their inputs, and of their
-        gradients."""
+    def _weights(self, rows: Rows, wanted: InputMoments) -> tuple[Weights, ...]:
+        """The weight of every row in the number of rows, in the moments of its inputs,
+        and in those of its gradients (`None`: 1). A gradient has the weight of its loss
+        term in it already."""
         if self.sharing.balanced:
-            g = rows.g.astype(like.rows.dtype)
-            sizes_in, sizes_out = _sizes(rows, like), jnp.sum(g**2, axis=-1)
-            return sizes_in * sizes_out, sizes_out, sizes_in
+            # Each side is weighted by the square of the other one: see `TensorNormal`.
+            g = rows.g.astype(wanted.rows.dtype)
+            squared_x, squared_g = _squared_norms(rows, wanted), jnp.sum(g**2, axis=-1)
+            return squared_x * squared_g, squared_g, squared_x
         weights = rows.weights
         if not rows.derivative:
             return weights, weights, None
-        # Where nothing moves, there is no row. (How a derivative is written decides
-        # whether JAX knows that by itself.)
-        moves = jnp.any(rows.x.vectors() != 0, axis=-1).astype(like.rows.dtype)
-        there = moves if weights is None else moves * trailing(weights, moves)
-        return there, weights, moves
+        # The inputs of these rows are tangents. A tangent of zero is no row: some ways to
+        # write a derivative let JAX leave it out, others do not, and both must count
+        # alike. It adds nothing to the moments of inputs, but its gradient need not be
+        # zero.
+        moves = jnp.any(rows.x.vectors() != 0, axis=-1).astype(wanted.rows.dtype)
+        number = moves if weights is None else moves * trailing(weights, moves)
+        return number, weights, moves
 
     def factors(
         self, statistics: Statistics, count: Array, l2: Array
@@ -235,20 +246,19 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
         if not self.tied:
             input_factor = second * trailing(inverse_or_zero(inputs.rows), second)
             output_factor = outputs.second / count
-        elif (
-            self.sharing.balanced
-        ):  # What moments are weighted by makes them commensurate.
+        elif self.sharing.balanced:
+            # Both uses may be added up: the weights have given their moments one unit.
             input_factor = second + outputs.transposed
             rows = inputs.rows + inputs.transposed_rows
             input_factor = input_factor * trailing(inverse_or_zero(rows), input_factor)
             output_factor = (outputs.second + inputs.transposed) / count
         else:
-            of_rows = trailing(inverse_or_zero(inputs.rows), second)
-            transposed = inputs.transposed
-            of_transposed = trailing(inverse_or_zero(inputs.transposed_rows), transposed)
-            output_factor, input_factor = _nearest(
-                (outputs.second / count, second * of_rows),
-                (transposed * of_transposed, outputs.transposed / count),
+            per_row = trailing(inverse_or_zero(inputs.rows), second)
+            transposed, number = inputs.transposed, inputs.transposed_rows
+            per_transposed = trailing(inverse_or_zero(number), transposed)
+            output_factor, input_factor = _as_one_product(
+                (outputs.second / count, second * per_row),
+                (transposed * per_transposed, outputs.transposed / count),
                 stack=inputs.rows.ndim,
             )
         return KroneckerFactors(input_factor, output_factor, l2.astype(count.dtype))
@@ -259,19 +269,21 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
         mean: Float[Array, "*stack d_out d_in"],
         count: Float[Array, ""],
     ) -> Statistics:
-        r"""$G - M M^\top / \operatorname{tr} A$, so that $G \otimes A$ has the trace, and
-        the trace over its inputs, that $G \otimes A$ had less those of the mean $M$. An
-        example's rows are independent for both factors, so its mean is a sum of as many
-        independent parts. (Positive semidefinite: $\lVert \sum \bar x (g \cdot v)
-        \rVert^2 \le \sum \lVert \bar x \rVert^2 \sum (g \cdot v)^2$.)"""
+        r"""$G' = G - \frac{N}{R} M M^\top / \operatorname{tr} A$ in the place of $G$,
+        with $M$ the mean of the examples' gradients. Then the trace of $G' \otimes A$,
+        and its partial trace over the inputs, are those of $G \otimes A$ less those of
+        $\frac{N}{R} \operatorname{vec}(M) \operatorname{vec}(M)^\top$. The factor: the
+        block takes the $R / N$ rows of an example for independent, so that each has the
+        mean $\frac{N}{R} M$. ($G'$ is positive semidefinite, because $\lVert \sum \bar x
+        (g \cdot v) \rVert^2 \le \sum \lVert \bar x \rVert^2 \sum (g \cdot v)^2$.)"""
         if statistics.outputs.has_joint:
             joint = statistics.outputs.joint
             return _of_joint(JointRows().minus_mean(joint, mean, count))
         moments, second = statistics.inputs, statistics.outputs.second
         trace = over_stack(trace_of_factor, moments.rows.ndim)
-        sizes = trace(_homogeneous(moments))
-        # `sizes` is of all rows: as many times tr A as an example has rows, and `count`.
-        share = count**2 * inverse_or_zero(sizes)
+        # The statistics are sums: the trace is R tr A, and N G has N^2 / (R tr A) of M M'
+        # subtracted.
+        share = count**2 * inverse_or_zero(trace(_homogeneous(moments)))
         mean = mean.astype(second.dtype)
         if second.ndim == moments.rows.ndim + 1:
             of_mean = jnp.sum(mean**2, axis=-1)
@@ -288,12 +300,13 @@ def _of_joint(joint: Statistics) -> Statistics:
     return Statistics(InputMoments(), OutputMoments(joint=joint))
 
 
-def _nearest(*pairs: tuple[Array, Array], stack: int) -> tuple[Array, Array]:
-    r"""A product $G \otimes A$ for a sum $\sum_u G_u \otimes A_u$ that has its trace, and
-    its partial traces: $G = \sum_u \operatorname{tr}(A_u) G_u$, $A = \sum_u
-    \operatorname{tr}(G_u) A_u / \operatorname{tr} G$. (In a product of sums, every $G_u$
-    would meet every $A_v$: if one is the inputs of a use, and the other one its gradients
-    in another use, these have no size in common.)"""
+def _as_one_product(*pairs: tuple[Array, Array], stack: int) -> tuple[Array, Array]:
+    r"""The product $G \otimes A$ that has the trace and the partial traces of a sum
+    $\sum_u G_u \otimes A_u$: $G = \sum_u \operatorname{tr}(A_u) G_u$, $A = \sum_u
+    \operatorname{tr}(G_u) A_u / \operatorname{tr} G$. (The product of the sums of both
+    sides would not do: it has terms $G_u \otimes A_v$ of different uses, and a side that
+    consists of inputs in one use consists of gradients in the other, which are of
+    another size.)"""
 
     trace = over_stack(trace_of_factor, stack)
     (g, a), *rest = pairs
@@ -303,24 +316,27 @@ def _nearest(*pairs: tuple[Array, Array], stack: int) -> tuple[Array, Array]:
     return G, A * trailing(inverse_or_zero(trace(G)), A)
 
 
-def _sizes(rows: Rows, like: InputMoments) -> Float[Array, "*rows"]:
-    r"""$\lVert \bar x \rVert^2$, of the coordinates that are trained."""
-    ones = jnp.ones_like(rows.g[..., 0], like.rows.dtype)
-    if like.second is None:
+def _squared_norms(rows: Rows, wanted: InputMoments) -> Float[Array, "*rows"]:
+    r"""$\lVert \bar x \rVert^2$, where the ones of $\bar x$ count if there is a bias, and
+    $x$ if there is more than a bias."""
+    ones = jnp.ones_like(rows.g[..., 0], wanted.rows.dtype)
+    if wanted.second is None:
         return ones
-    sizes = rows.x.sizes().astype(ones.dtype)
-    return sizes if like.ones is None or rows.derivative else sizes + ones
+    squares = rows.x.sizes().astype(ones.dtype)
+    return squares if wanted.ones is None or rows.derivative else squares + ones
 
 
 def _homogeneous(moments: InputMoments) -> Float[Array, "..."]:
-    r"""$\sum \bar x \bar x^\top$ of the coordinates that are there: $x$, 1, or both."""
+    r"""$\sum w \bar x \bar x^\top$, in which $\bar x$ is $[x; 1]$; $x$ without a bias; or
+    $[1]$ for a bias alone."""
     if moments.second is None:
         return moments.rows[..., None, None]
     if moments.ones is None:
         return moments.second
-    if moments.first is None:  # Diagonal.
+    if moments.first is None:  # Only the diagonal is kept.
         return jnp.concatenate([moments.second, moments.ones[..., None]], axis=-1)
-    # Padding may be fused with what comes next, unlike blocks written side by side.
+    # The matrix [[second, first], [first', ones]]. XLA fuses a padding and two selections
+    # with what comes next, while blocks written side by side are copied.
     last = jnp.concatenate([moments.first, moments.ones[..., None]], axis=-1)
     stack, size = last.ndim - 1, last.shape[-1]
     second = jnp.pad(moments.second, [(0, 0)] * stack + [(0, 1), (0, 1)])

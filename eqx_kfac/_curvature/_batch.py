@@ -1,4 +1,5 @@
-"""What a step asks of a batch: in one go, in micro-batches, or of its first examples."""
+"""A batch of examples, and what a step asks of it: all at once, in micro-batches, or of
+the first examples alone."""
 
 import functools as ft
 from collections.abc import Callable
@@ -33,7 +34,8 @@ class Batch(PlainModule):
     micro_batches: int = eqx.field(static=True, default=1)
 
     def first(self, examples: int | None) -> "Batch":
-        """The first `examples`, in micro-batches that are no larger."""
+        """The first `examples`, in micro-batches that are no larger than those of the
+        whole batch, and of equal size."""
         if examples is None:
             return self
         number = self._number_of_examples(f"the first {examples} examples")
@@ -56,42 +58,60 @@ class Batch(PlainModule):
         program: Program | None = None,
         collects: bool = True,
     ) -> "LinearisedBatch":
-        """Everything a step asks for, at `model`. `curvature` is that so far: blocks like
-        [`eqx_kfac.EKFAC`][] take their statistics in its bases. `row_slots` is where the
-        rows of the gradient are to go (not of micro-batches); `program`, what is known of
-        the loss function already. `collects`: tags are ready to collect statistics, for
-        which some of them copy parameters; if not, whoever asks for curvature pays for
-        another forward pass."""
+        """The batch at `model`, ready for everything that a step asks for.
+
+        **Arguments:**
+
+        - `curvature`: the curvature so far, in the bases of which blocks like
+            [`eqx_kfac.EKFAC`][] take their statistics.
+        - `row_slots`: where the rows of the gradient arrive; not of micro-batches.
+        - `program`: what is known of the loss function already.
+        - `collects`: whether tags are ready to collect statistics. This makes some of
+            them copy parameters for every example. If they are not, whoever asks for
+            curvature pays for another forward pass.
+        """
         program = self.analyse(model) if program is None else program
         if self.micro_batches > 1:
             share, row_slots, linearised = self._share(model), None, None
         else:
-            fill = ft.partial(_filled, curvature, row_slots, collects)
             linearised = linearise(
-                *(self.loss_fn, model, self.args, self.kwargs),
-                fill=fill,
+                self.loss_fn,
+                model,
+                self.args,
+                self.kwargs,
+                fill=ft.partial(_filled, curvature, row_slots, collects),
                 program=program,
                 collects=collects,
             )
             share = linearised.share
-        found = share, linearised, row_slots, program, collects
-        return LinearisedBatch(self, model, curvature, *found)
+        return LinearisedBatch(
+            batch=self,
+            model=model,
+            bases=curvature,
+            share=share,
+            linearisation=linearised,
+            row_slots=row_slots,
+            program=program,
+            collects=collects,
+        )
 
     def analyse(self, model: Model, uses: bool = True, trains: bool = False) -> Program:
-        """What the loss function does with the tags of the model."""
+        """What the loss function does with the tags of the model; `uses` and `trains` are
+        as for `analyse` of `_program`."""
         args = self.args if self.micro_batches == 1 else self._first_piece()
         return analyse(self.loss_fn, model, args, self.kwargs, uses, trains)
 
     def row_slots(self, model: Model, program: Program) -> RowSlots | None:
-        """Slots for the gradient's rows, where these are less work than features and are
-        all there at the same time."""
+        """Slots for the rows of the gradient, for those layers where preconditioning
+        row by row is less work; `None` for micro-batches, whose rows are never all there
+        at the same time."""
         if self.micro_batches > 1:
             return None
         return row_slots(self.loss_fn, model, self.args, self.kwargs, program)
 
     def value(self, model: Model, share: BatchPart) -> Float[Array, ""]:
-        """The objective at another model, where other examples may count: one more
-        forward pass."""
+        """The objective at another model: one more forward pass. As weights may depend on
+        the model, the terms are counted anew (of a whole batch, by `evaluate`)."""
         if not share.is_whole:
             share = self._share(model)
 
@@ -107,7 +127,7 @@ class Batch(PlainModule):
         if self.micro_batches == 1:
             return fn(0, self.args)
         pieces, static = eqx.partition(self._pieces(), _has_examples)
-        rest = []
+        rest = []  # What is no array among the aux, which a scan does not return.
 
         def body(total, indexed):
             index, piece = indexed
@@ -128,19 +148,20 @@ class Batch(PlainModule):
         return eqx.combine(jtu.tree_map(lambda x: x[0], pieces), static)
 
     def _share(self, model: Model) -> BatchPart:
-        """The terms of all micro-batches: only the loss knows how many they are. (Of the
-        forward pass, XLA keeps what they depend on: mostly nothing.)"""
+        """One micro-batch as a part of the whole, whose terms have to be counted first.
+        Only the losses know how many terms they have; XLA leaves out of these forward
+        passes what no count depends on, which is mostly everything."""
 
         def piece(index, args):
             objective, _ = run(self.loss_fn, model, args, self.kwargs)
             return whole(objective, model).counts, None
 
         counts, _ = self.total(piece)
-        return BatchPart(counts, 1 / self.micro_batches)
+        return BatchPart(counts, fraction=1 / self.micro_batches)
 
     def _pieces(self) -> tuple:
-        """The arrays with the micro-batches as first axis. Examples are dealt out in
-        turn, so that an axis that is split over devices stays split."""
+        """The arrays with the micro-batches as first axis. Example $i$ is in micro-batch
+        $i$ mod $k$: if devices hold consecutive examples, each keeps its own."""
         k = self.micro_batches
         number = self._number_of_examples(f"{k} micro-batches")
         if number % k != 0:
@@ -171,9 +192,9 @@ class LinearisedBatch(PlainModule):
 
     batch: Batch
     model: Model
-    bases: Model | None  # Curvature.
+    bases: Model | None  # The curvature so far, for blocks that need its bases.
     share: BatchPart
-    linearisation: Linearisation | None  # Of the whole, unless it is too big for that.
+    linearisation: Linearisation | None  # `None` if there are several micro-batches.
     row_slots: RowSlots | None
     program: Program = eqx.field(static=True)
     collects: bool = eqx.field(static=True)
@@ -199,11 +220,13 @@ class LinearisedBatch(PlainModule):
 
     def curvature(self, fisher: AbstractFisher, key: Key | None) -> Model:
         """The factors of every tagged layer, in a tree shaped like the model, from as
-        many examples as the Fisher wants. Where bases are needed and there are none, they
-        are found first."""
+        many examples as the Fisher wants. If a block needs bases and there are none yet,
+        it gets those of a first estimate, and the statistics are taken once more."""
         part = self.first(fisher.examples)
         program = part.program
-        if fisher.serves_several_positions:  # Of which gradients are not to be added up.
+        if fisher.serves_several_positions:
+            # A cotangent then holds columns of several positions at once, and gradients
+            # of different columns must not be added up.
             program = program._replace(joint=frozenset())
         if not part.collects or program != part.program:
             part = part.batch.linearise(part.model, part.bases, program=program)
@@ -214,10 +237,10 @@ class LinearisedBatch(PlainModule):
 
     def _curvature(self, fisher: AbstractFisher, key: Key | None) -> Model:
         def piece(index, linearisation):
-            own = key
+            piece_key = key
             if key is not None and self.linearisation is None:
-                own = jax.random.fold_in(key, index)
-            statistics = linearisation.statistics(fisher, own)
+                piece_key = jax.random.fold_in(key, index)
+            statistics = linearisation.statistics(fisher, piece_key)
             return (statistics, linearisation.l2()), None
 
         (statistics, l2), _ = self._total(piece)
@@ -229,8 +252,8 @@ class LinearisedBatch(PlainModule):
         return self.seen(lambda lin: lin.terms) * self.batch.micro_batches
 
     def seen(self, fn: Callable) -> Any:
-        """`fn(linearisation)` of something that is known without computing: of every
-        micro-batch, the same."""
+        """`fn(linearisation)`, if that is no array but something that is known while
+        tracing, and the same for all micro-batches."""
         if self.linearisation is not None:
             return fn(self.linearisation)
         found = []
@@ -251,8 +274,8 @@ class LinearisedBatch(PlainModule):
         return self._total(lambda _, lin: (lin.negative_weights, None))[0] > 0
 
     def surrogate_lengths(self, direction: Model) -> Float[Array, "3"]:
-        r"""$d^\top F d$ with the Fisher of the losses without targets, and with that of
-        the others; and the value of these."""
+        r"""$d^\top F d$ with the Fisher of the losses without targets; the same with the
+        Fisher of the losses that have targets; and the value of the latter."""
         return self._total(lambda _, lin: (lin.surrogate_lengths(direction), None))[0]
 
     def value_at(self, model: Model) -> Float[Array, ""]:
@@ -267,7 +290,10 @@ class LinearisedBatch(PlainModule):
         def piece(index, args):
             batch = self.batch
             linearised = linearise(
-                *(batch.loss_fn, self.model, args, batch.kwargs),
+                batch.loss_fn,
+                self.model,
+                args,
+                batch.kwargs,
                 share=self.share,
                 fill=ft.partial(_filled, self.bases, None, self.collects),
                 program=self.program,

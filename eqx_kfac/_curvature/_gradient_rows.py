@@ -1,4 +1,9 @@
-"""The rows of a gradient, of those layers where they are less work than features."""
+r"""The rows of a gradient.
+
+The gradient of a dense layer is a sum of products $g_n \bar x_n^\top$ over its rows. If a
+layer sees fewer rows than it has features, preconditioning them is less work than
+preconditioning a matrix. The tags of these layers have slots for $\bar x_n$ and $g_n$,
+which arrive there as cotangents when the gradient is pulled back."""
 
 import math
 from collections.abc import Callable
@@ -19,31 +24,34 @@ from ._sites import TagSite, used_sites, UsedSite
 
 
 class GradientRows(PlainModule):
-    """The `Rows` of those layers where preconditioning through them is less work (`None`
-    for others), and whether the gradient of these layers is their product."""
+    """The rows of a batch, where preconditioning through them is less work."""
 
-    layers: Model
+    layers: Model  # Of each layer, its `Rows`, or `None`.
+    # Whether the gradients of all these layers are the products of their rows, and
+    # nothing else.
     whole: Bool[Array, ""]
 
 
 class RowSlots(NamedTuple):
-    """Where the rows of a batch are to arrive, and what is known of them: trees shaped
-    like the model."""
+    """Where the rows of a batch arrive: trees shaped like the model."""
 
     slots: Model
-    uses: Model
+    uses: Model  # The shapes and types of the rows, in the use that has them.
 
     def rows(self, pulled: Model) -> GradientRows:
-        """What arrived, with the gradient `pulled`."""
+        """The rows that arrived in `pulled`, what came back from the loss: a gradient
+        whose tags hold them."""
 
         def layer_rows(tag, layer, use):
             if use is None:
                 return None
-            # In the types that the layer has seen. (A scan's body sees no stack.)
+            # In the types that the layer has seen. The axes of its stack come first here,
+            # but the body of a scan has not seen them all.
             x, g = tag.contents.row_slots
             x, g = x.astype(use.x.dtype), g.astype(use.g.dtype)
             stack = len(tag.form.sizes(layer).stack)
-            return tag.form.rows(x, g, None, stack, stack + use.axes - use.stack)
+            axes = stack + use.axes - use.stack
+            return tag.form.rows(x, g, None, stack, axes)
 
         layers = map_tags(layer_rows, pulled, self.uses)
         return GradientRows(layers, _are_whole(layers, empty_tags(pulled)))
@@ -56,10 +64,12 @@ def row_slots(
     kwargs: Kwargs,
     program: Program,
 ) -> RowSlots | None:
-    """Slots for the rows of those layers where they are less work than features; `None`
-    if there is no such layer. (A layer that is used more than once has no rows: its slots
-    would add them up.)"""
-    within_shard_map = varying_axes((args, kwargs))  # Every device has rows of its own.
+    """Slots for the rows of those layers that have fewer of them than features; `None`
+    if there is no such layer. A layer that is used more than once gets no slots, because
+    slots would add up the rows of all uses."""
+    # Every device of a `shard_map` has rows of its own.
+    within_shard_map = varying_axes((args, kwargs))
+    # With a regulariser, no gradient is the product of its rows.
     if within_shard_map or program.regularised or not _any_few(model, program):
         return None
     found, treedef = used_sites(loss_fn, model, args, kwargs, program)
@@ -74,8 +84,8 @@ def row_slots(
 
 
 def _any_few(model: Model, program: Program) -> bool:
-    """Whether any layer may have such rows: else, it is not looked at how often each of
-    them is used, which takes one more trace."""
+    """Whether any layer may have few rows. If none has, there is no need to find out how
+    often each layer is used, which takes one more trace of the loss function."""
     sites = [TagSite(tag, layer) for _, tag, layer in trained_layers(model)]
     return any(
         _are_few(n, site)
@@ -85,8 +95,9 @@ def _any_few(model: Model, program: Program) -> bool:
 
 
 def _use_with_few_rows(used: UsedSite) -> RowShapes | None:
-    """The use of a layer that is made for this, if rows are less work."""
+    """The only use of a layer, if there it has fewer rows than features."""
     site, use = used.site, used.once
+    # Rows of a derivative have no bias, so their product is not the whole gradient.
     if use is None or use.derivative:
         return None
     rows = math.prod(use.x.shape[use.stack : use.axes])
@@ -94,7 +105,8 @@ def _use_with_few_rows(used: UsedSite) -> RowShapes | None:
 
 
 def _are_few(rows: int, site: TagSite) -> bool:
-    """Whether so many rows are less work than the features of a layer."""
+    """Whether it is less work to multiply so many rows by the inverses of both factors,
+    and then with each other, than to multiply the gradient by both inverses."""
     if not (isinstance(site.form, Dense) and site.block.two_sided):
         return False
     d_out, d_in = site.sizes.d_out, site.sizes.d_in + site.sizes.bias
@@ -103,7 +115,10 @@ def _are_few(rows: int, site: TagSite) -> bool:
 
 
 def _are_whole(layers: Model, grads: Model) -> Bool[Array, ""]:
-    """Whether the gradient is the rows' product: the same numbers, not nearly so."""
+    """Whether the gradients are the products of the rows, bit for bit. They are, if
+    nothing else has a gradient there, for the products are computed as the gradients
+    were; a part that is not in the rows would be lost, however small it is. Otherwise
+    these layers are preconditioned as matrices."""
 
     def same(tag, layer, rows):
         if rows is None:

@@ -22,11 +22,13 @@ from .._tag import fill_tags, is_trainable, map_tags, only_rows, Tag, trained_la
 
 
 class BatchPart(PlainModule):
-    r"""Which part of a batch is looked at: everything a [`Linearisation`][] returns is
-    that part's summand of the whole, which has $N_i$ terms in loss $i$."""
+    r"""Which part of a batch is looked at: the whole, or a micro-batch. Everything that a
+    [`Linearisation`][] returns is the summand of that part in a sum over all parts."""
 
-    counts: list[Float[Array, ""]]  # N_i
-    fraction: float = eqx.field(static=True)  # Of what is not a mean over examples.
+    # N_i, how many terms loss i has in the whole batch.
+    counts: list[Float[Array, ""]]
+    # One over the number of parts: each adds so much of what is not a mean over examples.
+    fraction: float = eqx.field(static=True)
 
     @property
     def is_whole(self) -> bool:
@@ -35,7 +37,9 @@ class BatchPart(PlainModule):
 
     @property
     def count(self) -> Float[Array, ""]:
-        """$N$: what all statistics are divided by."""
+        """$N$, what the statistics of all losses are divided by: the number of terms of
+        the loss with most of them. (Any number would do, for the other losses are scaled
+        to it.)"""
         dtype = accumulator(*[n.dtype for n in self.counts])
         return jnp.max(jnp.stack([n.astype(dtype) for n in self.counts]))
 
@@ -48,8 +52,12 @@ class Linearisation(PlainModule):
     model: Model  # With filled tags.
     pushforward: Callable  # From tangents of the model to those of the objective.
     pullback: Callable  # From cotangents of the objective to those of the model.
-    curved: Sum  # The objective without penalties, and its pullback; tags know weights.
-    collect: Callable  # (cotangent, part of the objective that it is of)
+    # The terms of the objective that have curvature (all but penalties), from a run in
+    # which the tags know the weights of the examples; and the pullback of that run, from
+    # which statistics are collected: `collect(cotangent, part)`, where `part(curved)` is
+    # what the cotangent is of.
+    curved: Sum
+    collect: Callable
     share: BatchPart
     axes: frozenset = eqx.field(static=True)  # Of `shard_map`; they split the examples.
 
@@ -71,7 +79,8 @@ class Linearisation(PlainModule):
         return self.pullback(cotangent, wanted=only_rows(self.model))
 
     def statistics(self, fisher: AbstractFisher, key: Key | None) -> Model:
-        """The statistics of every tagged layer, summed over all cotangents."""
+        """The statistics of every tagged layer, summed over all cotangents of the
+        Fisher."""
         pulled, number = self.pulled(fisher, key)
 
         def pull(index):
@@ -84,10 +93,11 @@ class Linearisation(PlainModule):
             return statistics
 
         # What depends on inputs alone is the same in every pullback; the rest adds up.
-        # (Rows without a weight of their own count by a gradient: one will do.)
+        # Only rows whose term has no weight count if their gradient is not zero. Whether
+        # it is, one cotangent of which every output has a part tells: the probe.
         probe = self._probe(fisher)
         inputs = statistics if probe is None else map_tags(_statistics, probe)
-        zeros = _outputs(map_tags(_statistics, self.model))
+        zeros = _outputs(map_tags(_statistics, self.model))  # The slots, still empty.
         outputs = _sum(lambda i: _outputs(pull(i)), number, fisher.batch_size, zeros)
         return jtu.tree_map(
             lambda s, o: Statistics(s.inputs, o),
@@ -97,8 +107,8 @@ class Linearisation(PlainModule):
         )
 
     def _centred(self, statistics: Model, pulled: Model) -> Model:
-        """Statistics without those of the mean over the examples, whose sum is `pulled`
-        back."""
+        """Statistics less those of the mean of the examples' gradients. Their sum is in
+        `pulled`, what came back from the cotangent beside the statistics."""
         if not self.share.is_whole:
             raise ValueError(
                 "`kfac.Centred` takes the mean over the whole batch, of which a "
@@ -128,8 +138,8 @@ class Linearisation(PlainModule):
         return pull, fisher.number(self.objective.losses)
 
     def _probe(self, fisher: AbstractFisher) -> Model | None:
-        """What comes back from a cotangent in which all outputs take part, if there are
-        weights."""
+        """What comes back from a cotangent of which every output has a part; `None` if
+        no loss has weights, or the Fisher's own cotangents are like that."""
         losses = self.objective.losses
         if all(loss.weights is None for loss in losses):
             return None
@@ -153,7 +163,8 @@ class Linearisation(PlainModule):
 
     def gram(self, directions: Sequence[Model]) -> Float[Array, "n n"]:
         r"""$d_a^\top C d_b$ for all pairs of `directions`, with $C$ the Gauss-Newton
-        matrix of the objective, its `L2` terms included: one pushforward each."""
+        matrix of the objective, its `L2` terms included. Each direction is pushed forward
+        once."""
         tangents = [self._push(d).terms for d in directions]
 
         def inner(a, b):
@@ -180,8 +191,8 @@ class Linearisation(PlainModule):
         return sum(found, jnp.zeros((), jnp.int32))
 
     def surrogate_lengths(self, direction: Model) -> Float[Array, "3"]:
-        r"""$d^\top F d$ with the Fisher of the losses without targets, and with that of
-        the others; and the value of these."""
+        r"""$d^\top F d$ with the Fisher of the losses without targets; the same with the
+        Fisher of the losses that have targets; and the value of the latter."""
         lengths, values = {False: [], True: []}, []
         pairs = self.objective.weighted_losses, self._push(direction).losses
         zipped = zip(*pairs, self.share.counts, strict=True)
@@ -218,8 +229,9 @@ class Linearisation(PlainModule):
         return self.collect(list(placed), outputs)
 
     def _scales(self) -> list[Callable]:
-        r"""Multiplication by $\sqrt{c_i w N / N_i}$ for the outputs of every loss $i$:
-        dividing by $N$ then gives the curvature of $\sum_i c_i h_i$."""
+        r"""Multiplication by $\sqrt{c_i w N / N_i}$ for the cotangents of every loss $i$:
+        squares of what is pulled back, divided by $N$, are then the curvature of
+        $\sum_i c_i h_i$."""
         terms = self.objective.weighted_losses
         total = self.share.count
 
@@ -287,9 +299,9 @@ def linearise(
     weights = example_weights(objective.losses, trained_layers(model))
     curved, collect = objective, pullback
     if collects and (weights is not None or len(objective.curved) < len(objective.terms)):
-        # The moments of a layer's inputs have to know the weights, which only the loss
-        # knew, and nothing of what only penalties see. What the two runs share, XLA
-        # computes once.
+        # Another run for the statistics: moments of a layer's inputs need the weights,
+        # which are only known once the loss is there; and rows that only penalties see
+        # must not be in them. XLA computes once what both runs share.
         if weights is not None:
             weights = jax.lax.stop_gradient(weights)
             weights = cast_varying(weights, varying_axes(model))
@@ -312,7 +324,7 @@ def filter_linearize(fn: Callable, model: Model) -> tuple[Sum, Callable, Callabl
         out, aux = fn(eqx.combine(params, static))
         out, out_rest = eqx.partition(out, eqx.is_inexact_array)
         arrays, others = eqx.partition((out_rest, aux), eqx.is_array)
-        rest[:] = [others]
+        rest[:] = [others]  # A traced function can only return arrays.
         return out, arrays
 
     out, pushforward, arrays = jax.linearize(dynamic, params, has_aux=True)
@@ -322,6 +334,8 @@ def filter_linearize(fn: Callable, model: Model) -> tuple[Sum, Callable, Callabl
         """Pulls a cotangent of `part` of the output back to the `wanted` part of the
         model; what leads to the rest is not gone through at all."""
         wanted = eqx.filter(wanted, eqx.is_inexact_array)
+        # Tangents of the other parameters are constants here, which a transpose does not
+        # go through: any will do, and their own values are arrays that are there.
         pushed = lambda wanted: part(pushforward(eqx.combine(wanted, params)))
         (transposed,) = jax.linear_transpose(pushed, wanted)(cotangent)
         return transposed
@@ -341,7 +355,8 @@ def _value(objective: Sum, share: BatchPart, axes: frozenset) -> Float[Array, ""
             return jnp.zeros((), jnp.float32)
         total = sum_over(term.total, axes)
         if share.is_whole:
-            # As a function of the weights, which may depend on the model.
+            # Not a number from before: weights may depend on the model, so that the
+            # count has a gradient, too.
             count = sum_over(term.count, axes)
         return total / count.astype(total.dtype)
 
@@ -365,7 +380,7 @@ def _check_constant_weights(pushforward: Callable, model: Model) -> None:
     how much all of them count is not known."""
 
     def weights(params):
-        # Those that are not floating have no gradient.
+        # (The tangents of weights that are no floating numbers are empty.)
         return [loss.weights for loss in pushforward(params).losses]
 
     if depends(weights, eqx.filter(model, eqx.is_inexact_array)):
@@ -388,7 +403,8 @@ def _mean_over_layer(tag: Tag, diagonal: Any) -> Any:
     """The mean over each layer's parameters of a diagonal."""
     if not is_trainable(tag, diagonal):
         return None
-    # The bias (the last one) by itself: XLA sees what is constant, and writes nothing.
+    # Weights and bias as two matrices. Joined to one, they would be written down, while
+    # XLA sums diagonals that it knows to be constant without that.
     *weights, bias = tag.form.parameters(diagonal)
     parts = (*weights, None), (*[None] * len(weights), bias)
     matrices = [
@@ -422,10 +438,10 @@ def _sum(fn: Callable, number: int, at_once: int, zeros: PyTree) -> PyTree:
 
 def _statistics(tag: Tag, layer: Layer) -> Statistics:
     """The statistics of one layer, of the examples of all devices."""
-    own = varying_axes(tag.form.parameters(layer))
+    axes_of_layer = varying_axes(tag.form.parameters(layer))
 
     def total(a):
-        return sum_over(a, varying_axes(a) - own)
+        return sum_over(a, varying_axes(a) - axes_of_layer)
 
     return jtu.tree_map(total, tag.statistics)
 

@@ -13,13 +13,9 @@ from .._curvature import Batch, GradientRows, LinearisedBatch
 from .._custom_types import Key, Model, Numeric
 from .._devices import beside, cast_varying, putting, varying_axes, zeros_split_as
 from .._fisher import AbstractFisher, Centred, MonteCarlo
-from .._inverse import for_each
-from .._misc import later
-from .._operator import still_sharded
 from .._raw import check_covered
 from .._solver import AbstractDampedSolver
 from .._tag import partition_tagged
-from ._after import after
 from ._arguments import check_init, check_step, check_update
 from ._choices import (
     check_choices,
@@ -33,17 +29,17 @@ from ._collect import Average, collect
 from ._damping import AbstractDamping, LevenbergMarquardt
 from ._extent import init_extent
 from ._factors import check_belongs, init_factors
-from ._fallback import init_fallback, update_fallback
+from ._fallback import init_fallback
 from ._guard import AbstractGuard
 from ._hyperparameters import chosen_by, current, initial, MovingAverage, WeightDecay
 from ._layer_damping import AbstractLayerDamping, init_layer_damping
 from ._quadratic import AbstractStepRule, QuadraticModel
-from ._renew import renew
 from ._rollback import init_rollback
 from ._said import optimizer_said
 from ._schedule import Due, early, Staggered
 from ._start import Start, start
 from ._state import Info, init_average, init_faults, KFACState
+from ._step import take_step
 from ._trial import Trial
 from ._trust import AbstractTrustRegion
 
@@ -60,10 +56,11 @@ class KFAC(eqx.Module):
     $$\delta = -\alpha \hat F^{-1} \nabla h + \mu \, \delta_\text{prev}, \qquad
     \theta \leftarrow \theta + \delta$$
 
-    with $\hat F = \hat G \otimes \hat A + (\lambda + \eta) I$ for every tagged layer,
-    averaged over the steps so far ($\eta$ is the coefficient of an [`eqx_kfac.L2`][]
-    term). The object only holds choices; everything that changes is in its state. Jit,
-    scan, shard and donate as you like.
+    with $\hat F = \hat G \otimes \hat A + (\lambda + \eta) I$ for every tagged layer.
+    The factors $\hat G$ and $\hat A$ are averages over the steps so far, $\lambda$ is
+    the damping, and $\eta$ the coefficient of an [`eqx_kfac.L2`][] term. The object only
+    holds choices; everything that changes is in its state. Jit, scan, shard and donate as
+    you like.
 
     Without arguments, it is what "How to choose" recommends: steps within a trust region
     that shrinks with the loss, and averaged parameters, which are the ones to evaluate.
@@ -108,9 +105,10 @@ class KFAC(eqx.Module):
     inverse_period: int | Staggered = eqx.field(static=True, converter=plain)
     ema: Numeric | MovingAverage = eqx.field(converter=plain)
     fallback: optax.GradientTransformation | None
-    # Periods that begin shorter.
+    # The names of the periods that were left to the library: work that they govern is
+    # also due at some of the first steps.
     _early: frozenset[str] = eqx.field(static=True, repr=False)
-    # Gradients are preconditioned by their rows, where that is less work.
+    # Whether gradients are preconditioned through their rows, where that is less work.
     _by_rows: ClassVar[bool] = True
 
     def __init__(
@@ -141,7 +139,7 @@ class KFAC(eqx.Module):
         - `fisher`: which curvature is estimated; see [`eqx_kfac.MonteCarlo`][].
         - `solver`: how the damped curvature is inverted: [`eqx_kfac.Cholesky`][] (fast,
             factored damping) or [`eqx_kfac.Eigh`][] (exact damping). `"auto"` stands for
-            `Cholesky()`; with a [`eqx_kfac.LayerDamping`][], of `scaled_bias`.
+            `Cholesky()`, or `Cholesky(scaled_bias=True)` with a `LayerDamping`.
         - `norm_constraint`: $c > 0$ or `None`. The preconditioned gradient is scaled so
             that $\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle \le c$. Or an
             [`eqx_kfac.TrustRegion`][]`()`, which is what `"auto"` stands for.
@@ -161,12 +159,13 @@ class KFAC(eqx.Module):
         - `ema`: $\rho \in [0, 1]$, the decay of the moving average of the curvature; or
             [`eqx_kfac.MovingAverage`][].
         - `fallback`: an optax optimizer for the parameters that no tag covers, e.g.
-            `optax.adam(1e-3)`. It gets the direction of steepest ascent, also of complex
-            parameters, and its updates are applied unchanged.
+            `optax.adam(1e-3)`. It gets gradients that point in the direction of steepest
+            ascent (of complex parameters, the conjugates of what JAX returns), and its
+            updates are applied unchanged.
 
-        If learning rate, momentum or damping is chosen by a rule, which considers every
-        step, `"auto"` stands for a damping of 0.03, no norm constraint, no averaging,
-        and periods of 1 and 5.
+        If a rule chooses learning rate, momentum or damping anew at every step, `"auto"`
+        stands for a damping of 0.03, no norm constraint, no averaging, and periods of 1
+        and 5.
 
         If a layer sees fewer rows (examples, positions) than it has features, its
         gradient is preconditioned row by row: less work, the same step. This is checked
@@ -193,11 +192,12 @@ class KFAC(eqx.Module):
         at once, the points of a differential equation. Such an objective has next to no
         noise, and may fall by many orders of magnitude.
 
-        Learning rate and momentum minimise the quadratic model of the objective, and the
-        damping, in either direction by a factor of two every other step, follows how well
-        that predicts the loss, but does not fall below 3 % of the curvature along the
-        step. So nothing has a unit, or is to be tuned. Curvature is estimated every five
-        steps, and has little noise: it is soon forgotten. "How to choose" has results.
+        Learning rate and momentum minimise the quadratic model of the objective. Every
+        other step, the damping is doubled or halved (times 0.7 squared) if that model
+        predicts the loss badly or well; it does not fall if it is less than 3 % of the
+        curvature along the step. So no number has a unit, and none has to be tuned.
+        Curvature is estimated every five steps. As it has little noise, older estimates
+        soon lose their weight. "How to choose" has results.
 
         !!! Example
 
@@ -229,9 +229,9 @@ class KFAC(eqx.Module):
     @classmethod
     def vmc(cls, **choices: Any) -> "KFAC":
         r"""K-FAC for variational Monte Carlo: an [`eqx_kfac.Energy`][] whose walkers are
-        drawn anew from $\lvert \psi \rvert^2$ at every step. Its value says nothing of a
-        step, for it is that of the walkers as they were; so there are no rules, and no
-        region that shrinks.
+        drawn anew from $\lvert \psi \rvert^2$ at every step. An energy that is estimated
+        from walkers drawn before a step does not tell whether the step was good. So no
+        number is chosen by a rule that compares losses, and no trust region shrinks.
 
         Steps are those of stochastic reconfiguration: the covariance
         ([`eqx_kfac.Centred`][]), a learning rate of $0.1 / (1 + t / 1000)$ per Hartree at
@@ -303,7 +303,7 @@ class KFAC(eqx.Module):
         return cast_varying(state, varying_axes(model))
 
     def _init_with(self, **trees: Any) -> KFACState:
-        """The initial state with what depends on the model."""
+        """The initial state, given the `trees` in it that depend on the model."""
         step = jnp.zeros((), jnp.int32)
         bounded = self._rules.norm_constraint is not None
         return KFACState(
@@ -358,14 +358,18 @@ class KFAC(eqx.Module):
         program = batch.analyse(model, trains=True)
         slots = batch.row_slots(model, program) if self._by_rows else None
         due = self._due(state, "curvature_period")
-        # A forward pass that also serves statistics has tags in it, some of which copy
-        # parameters for each example: if most steps collect none, they have their own.
+        # If statistics are collected at every step, gradients share their forward pass.
+        # Otherwise most steps are cheaper without tags in it, for some tags copy
+        # parameters for each example.
         collects = due.period == 1
         linearised = batch.linearise(model, state.curvature, slots, program, collects)
         value, aux, grads, rows = linearised.value_and_grads()
         begun = start(value, grads, state, self._rules, linearised=linearised)
-        how = linearised, self.fisher, state.ema, self._burn_in, key, due
-        estimate = lambda before: collect(before, *how, begun.teaches)
+
+        def estimate(before):
+            arguments = linearised, self.fisher, state.ema, self._burn_in, key, due
+            return collect(before, *arguments, begun.teaches)
+
         updates, state, info = self._updates(
             model, state, estimate, due, begun, rows, linearised
         )
@@ -410,7 +414,7 @@ class KFAC(eqx.Module):
         begun = start(value, grads, state, self._rules, watched)
         estimated = grads, curvature, state.ema, begun.teaches
         estimate = lambda before: before.including(*estimated)
-        due = Due.of(state, 1)
+        due = Due.of(state, period=1)
         updates, state, _ = self._updates(model, state, estimate, due, begun)
         return (state.rollback.led(updates, model) if watched else updates), state
 
@@ -438,8 +442,9 @@ class KFAC(eqx.Module):
     def _due(
         self, state: KFACState, name: str, again: Bool[Array, ""] | bool = False
     ) -> Due:
-        """When curvature is estimated, or factorised: also at the first steps, if it is
-        due every so many that a period begins shorter."""
+        """When curvature is estimated, or factorised (the period of this `name`), and
+        whenever it is due `again`. A period that was left to the library also has turns
+        at the first steps."""
         due = Due.of(state, getattr(self, name), again)
         if name not in self._early:
             return due
@@ -455,8 +460,7 @@ class KFAC(eqx.Module):
         rows: GradientRows | None = None,
         linearised: LinearisedBatch | None = None,
     ) -> tuple[Model, KFACState, Info]:
-        """Renew the curvature and its factorisation (if due), precondition, choose the
-        length, look (if due), decide."""
+        """The updates of a step, the next state, and what is to be said of the step."""
         trial = Trial(
             rules=self._rules,
             guard=self.guard,
@@ -472,28 +476,8 @@ class KFAC(eqx.Module):
         def due_inverse(first):
             return self._due(state, "inverse_period", state.refactorise | first)
 
-        new = renew(trial, estimate, due, due_inverse)
-        # What is made of it would be there while curvature is renewed.
-        state = state._replace(velocity=later(state.velocity, new.factorised))
-        trial = dataclasses.replace(trial, averaged=new.averaged, state=state)
-        curvature = new.averaged.curvature
-        damping = trial.strength(new.damping, new.layer_damping)
-        strength = for_each(damping, begun.grads, curvature)
-        others, fallback = update_fallback(
-            begun.grads, state.fallback, model, self.fallback
-        )
-        proposal = trial.propose(new.damping, new.inverse, strength, others)
-        found = trial.evaluate(proposal)
-        info = trial.judge(proposal, found, new.factorised, new.without)
-        state = state._replace(
-            curvature=still_sharded(curvature),
-            inverse=still_sharded(new.inverse),
-            layer_damping=new.layer_damping,
-            weight=new.averaged.weight,
-            known=new.averaged.known,
-        )
-        choices = found.share, self._rules, self.weight_decay, begun.watched
-        return *after(model, state, proposal, fallback, info, *choices), info
+        others = self.fallback, self.weight_decay
+        return take_step(trial, estimate, due, due_inverse, *others)
 
 
 def _vmc_rate(step: Array) -> Array:

@@ -1,4 +1,4 @@
-"""The optax faces of K-FAC."""
+"""K-FAC as optax optimizers: the preconditioner alone, and all of it."""
 
 import dataclasses
 from typing import Any
@@ -52,8 +52,8 @@ def scale_by_kfac(
     transformation to be chained with others. Its `update` takes the curvature as an extra
     argument; `curvature=None` keeps the average as it is. Before a layer has any
     curvature, and while a number is out of its range, its updates are zero.
-    Gradients are as `jax.grad` returns them, also of complex parameters: they are
-    conjugated here.
+    Gradients are as `jax.grad` returns them, also of complex parameters, whose
+    conjugates are taken here.
 
     **Arguments:**
 
@@ -130,23 +130,29 @@ class _ScaleByKFAC:
         updates, params = _unmask(updates), _unmask(params)
         check_belongs(state, self.init, updates)
         numbers = initial(self._hyperparameters, state.step)
-        fine = in_range(numbers) if any(map(_may_change, self._hyperparameters)) else True
+        # Numbers that cannot change were checked when they were chosen.
+        checked = not any(map(_may_change, self._hyperparameters))
+        fine = True if checked else in_range(numbers)
         known = known_layers(state.curvature)
-        old = Average(state.curvature, state.weight, jnp.asarray(fine), known)
+        average = Average(state.curvature, state.weight, jnp.asarray(fine), known)
         if curvature is not None:
-            old = old.including(updates, _trained(curvature, updates), numbers.ema)
-        averaged, weight = old.curvature, old.weight
-        due = Due.of(state, self.inverse_period, old.first)
+            new = _trained(curvature, updates)
+            average = average.including(updates, new, numbers.ema)
+        averaged, weight = average.curvature, average.weight
+        due = Due.of(state, self.inverse_period, again=average.first)
         factorising = Factorising(updates, self.solver, due, fine)
         averaged = factorising.in_own_bases(averaged)
         inverse, _ = factorising(state.inverse, averaged, numbers.damping)
         gradient, _ = partition_tagged(updates)
         factorised = averaged, inverse, self.solver, numbers.damping
-        natural = precondition(gradient, *factorised, for_layers(old.unknown, averaged))
+        natural = precondition(
+            gradient, *factorised, for_layers(average.unknown, averaged)
+        )
         ready = fine & (weight > 0)
         natural = jtu.tree_map(lambda n: jnp.where(ready, n, 0), natural)
-        others = steepest(updates), state.fallback, params, self.fallback
-        others, fallback = update_fallback(*others)
+        others, fallback = update_fallback(
+            steepest(updates), state.fallback, params, self.fallback
+        )
         averaged, inverse = still_sharded((averaged, inverse))
         state = ScaleByKFACState(state.step + 1, averaged, inverse, weight, fallback)
         return eqx.combine(natural, others), state
@@ -171,8 +177,9 @@ def optax_kfac(
     steps are rejected) and `value` as extra arguments. How the curvature is estimated
     (`fisher`, `curvature_period`, burn-in) is up to you, who estimate it.
 
-    The defaults are numbers, not the rules of `KFAC()`, because optax's `update` may be
-    called without the loss and without the parameters, which these rules need. If you
+    The defaults are numbers. What `KFAC()` has instead (a trust region, damping for every
+    layer, averaged parameters) needs the loss and the parameters, and optax's `update`
+    may be called without them. If you
     pass both to `update`, you get the steps of `KFAC()` with `"auto"` for `damping`,
     `norm_constraint`, `averaging` and `inverse_period`; except that the trust region does
     not know how many terms the loss has, and is not smaller for small batches.
@@ -216,7 +223,7 @@ def optax_kfac(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _KFAC:
-    """An optimizer, as optax has them."""
+    """An optimizer as the two functions that optax asks for."""
 
     optimizer: KFAC
 
@@ -225,17 +232,19 @@ class _KFAC:
         params, optimizer = _unmask(params), self.optimizer
         if is_placeholder(params):
             trees = _in_place_of(params, optimizer.fallback)
+            leaf = trees["curvature"]
             state = optimizer._init_with(
                 velocity=params,
                 layer_damping=None,
                 averaged_parameters=None,
-                rollback=trees["curvature"],
-                known=trees["curvature"],
+                rollback=leaf,
+                known=leaf,
                 **trees,
             )
         else:
             state = optimizer.init(params)
-        # Numbers keep one type for good, also where optax joins states of two branches.
+        # Numbers have one definite type from the beginning, because optax may choose
+        # between the states of two branches, which must have the same types.
         fixed = [
             None if v is None else jnp.array(v, float) for v in state.hyperparameters
         ]
@@ -270,14 +279,17 @@ def _check_given(curvature: object, name: str) -> None:
 
 
 def _may_change(choice: object) -> bool:
-    """Whether a number has not been looked at when it was chosen."""
+    """Whether a number may be another one in a later step, so that checking it when it
+    was chosen does not suffice."""
     return callable(choice) or eqx.is_array(choice)
 
 
 def _in_place_of(
     params: Any, fallback: optax.GradientTransformation | None
 ) -> dict[str, Any]:
-    """Leaves for trees of which no part is like the parameters."""
+    """What a state has in the place of its trees if optax asks for a state of
+    placeholders, to learn which of its parts are shaped like the parameters: curvature
+    and inverse are not, so that one leaf stands for each."""
     others = None if fallback is None else fallback.init(params)
     leaf = jnp.zeros(())
     return dict(curvature=leaf, inverse=leaf, fallback=others)

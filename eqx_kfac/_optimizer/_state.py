@@ -23,9 +23,19 @@ from ._said import shown, state_said
 _Model = TypeVar("_Model")
 
 
-_FAULTS = (  # In this order. All but the last two reject a step.
-    *("hyperparameters", "loss", "gradient", "weights", "curvature", "unseen"),
-    *("update", "increase", "divergence", "factorisation", "waiting"),
+# In the order of `Faults.each`. The last two do not reject a step.
+_FAULTS = (
+    "hyperparameters",
+    "loss",
+    "gradient",
+    "weights",
+    "curvature",
+    "unseen",
+    "update",
+    "increase",
+    "divergence",
+    "factorisation",
+    "waiting",
 )
 
 
@@ -52,23 +62,31 @@ class Faults(eqx.Module):
         "hyperparameters", "A number in the state was out of its range."
     )
     loss = _fault("loss", "The loss was not finite before the step.")
-    gradient = _fault("gradient", "The loss was finite, its gradient was not, or huge.")
+    gradient = _fault(
+        "gradient", "The loss was finite, but its gradient was not finite, or huge."
+    )
     weights = _fault(
         "weights",
-        """A loss had a weight below zero, whose curvature would not be positive
-        semidefinite. An objective that is no weighted likelihood is a scalar beside a
-        loss without targets: `surrogate + loss`.""",
+        """A loss had a weight below zero, so that its curvature would not be positive
+        semidefinite. If the weights are advantages or the like, the objective is no
+        weighted likelihood: add it as a scalar to a loss without targets, `surrogate +
+        loss`.""",
     )
     curvature = _fault(
-        "curvature", "Both were finite, the curvature was not, or there is none yet."
+        "curvature",
+        """Loss and gradient were finite, but the curvature was not, or there was none
+        yet.""",
     )
     unseen = _fault(
         "unseen",
-        """A layer's curvature was exactly zero although it was just estimated from the
-        examples of this step, its gradient was not: it did not come through the layer's
-        tag (`kfac.verify` names the layer), or from a loss that curvature was not taken
-        of, or from outputs so certain that they have none. Not looked for in `KFAC.step`
-        if scalars are added to the loss: they have a gradient only.""",
+        """A layer had a gradient, but no curvature, although the curvature had just been
+        estimated from the examples of this step. So the gradient did not come through the
+        layer's tag (`kfac.verify` names the layer), or not from the loss of which the
+        curvature is; or the squares that curvature is made of were rounded to zero.
+        `KFAC.step` does not look for this fault if scalars are added to the loss, because
+        these have a gradient and no curvature; and if no layer has any curvature, the
+        outputs are so certain that it is zero, and the damping alone determines the
+        step.""",
     )
     update = _fault("update", "The update was not finite.")
     increase = _fault(
@@ -76,18 +94,19 @@ class Faults(eqx.Module):
     )
     divergence = _fault(
         "divergence",
-        """The loss before the step was many times what it had been, and nothing bounded
-        the step; or the parameters went back to where it was good: see
-        `kfac.Rollback`.""",
+        """The loss before the step was many times what losses had been. Either nothing
+        bounded the step, so that it was not taken; or the parameters went back to where
+        the loss was good. See `kfac.Rollback`.""",
     )
     factorisation = _fault(
-        "factorisation", "It could not be inverted: the previous inverse is still used."
+        "factorisation",
+        "The curvature could not be inverted: the previous inverse is still used.",
     )
     waiting = _fault(
         "waiting",
-        """A layer had a gradient but no curvature yet, for it was not used by examples
-        from which curvature was estimated: it was left where it was. Where it is
-        `unseen`, it waits at all steps in between. Not looked for where that is not.""",
+        """A layer had a gradient, but no curvature yet, because the examples from which
+        curvature was estimated did not use it: the layer was left where it was. (A layer
+        that is `unseen` when curvature is estimated waits at the steps in between.)""",
     )
 
     @classmethod
@@ -97,7 +116,7 @@ class Faults(eqx.Module):
 
     @property
     def rejecting(self) -> Array:
-        """Whether the step was not taken. (The last two faults let it be.)"""
+        """Whether the step was not taken: not for the last two faults."""
         return jnp.any(self.each[..., :-2], axis=-1)
 
     def as_dict(self) -> dict[str, Array]:
@@ -171,8 +190,8 @@ class KFACState(NamedTuple):
     - `weight`: the total weight of the moving average; 0 before the first estimate.
     - `velocity`: the previous update of the tagged layers; zero after one that was
         rejected because it led uphill.
-    - `extent`: how long `velocity` is ([`eqx_kfac.Extent`][]), if a `TrustRegion` bounds
-        it.
+    - `extent`: how long `velocity` is in the metric of the curvature
+        ([`eqx_kfac.Extent`][]), if a `TrustRegion` bounds it.
     - `layer_damping`: the damping of each layer as last chosen by a `LayerDamping`, if
         there is one.
     - `fallback`: the state of the optax optimizer for parameters that no tag covers.
@@ -227,8 +246,9 @@ class ScaleByKFACState(NamedTuple):
 
 
 class Info(eqx.Module):
-    """What happened in one step of [`eqx_kfac.KFAC`][]. A value that was not measured in
-    this step is infinite; one that never is, `None`.
+    """What happened in one step of [`eqx_kfac.KFAC`][]. A number that this optimizer
+    measures at some steps is infinite at the others; a number that it never measures is
+    `None`.
 
     **Fields:**
 
@@ -238,13 +258,15 @@ class Info(eqx.Module):
         micro-batches.
     - `learning_rate`: before the norm constraint or the trust region shortens the step.
     - `momentum`: before the trust region shortens the step.
-    - `damping`: in this step: before the rule, after calibration.
+    - `damping`: the damping of this step. (A rule that adapts the damping chooses that
+        of the next step, which is in the state.)
     - `reduction_ratio`: the change of the loss divided by what the quadratic model
         predicted; minus infinity if the model promised no descent.
     - `gradient_norm`: the Euclidean norm of the gradient, over all parameters; infinite
         if squares overflow.
-    - `through_rows`: whether the gradient was preconditioned through the rows, where
-        these are fewer; `None` if they are fewer nowhere, or this is not tried.
+    - `through_rows`: whether the gradients of layers that see fewer rows (examples,
+        positions) than they have features were preconditioned row by row; `None` if
+        there are no such layers, or this is not tried.
     - `update_norm`: the Euclidean norm of the update without weight decay; 0 if the
         step was not taken.
     - `rejected`: whether the step was not taken, so that the parameters stay.
@@ -320,7 +342,7 @@ class Info(eqx.Module):
 
 
 def init_average(model: Model) -> AveragedParameters:
-    """No iterates yet."""
+    """An average of which no iterate is part yet."""
 
     def zeros(p):
         dtype = p.dtype if jnp.iscomplexobj(p) else accumulator(p.dtype)
@@ -335,7 +357,7 @@ def averaged(model: _Model, state: KFACState) -> _Model:
     $$\bar\theta = \sum_t \xi^{T-t} \theta_t \Big/ \sum_t \xi^{T-t},$$
 
     over the steps that were taken. It is usually better than the last iterate if steps
-    are noisy. Evaluate it, but train the other model.
+    are noisy. Evaluate it, but go on training `model`.
 
     **Arguments:**
 
@@ -384,7 +406,7 @@ def averaged(model: _Model, state: KFACState) -> _Model:
 
 
 def init_faults() -> Faults:
-    """Nothing went wrong so far."""
+    """Counts of zero: nothing went wrong so far."""
     return Faults(jnp.zeros(len(_FAULTS), jnp.int32))
 
 
