@@ -18,10 +18,10 @@ class Average(NamedTuple):
     curvature: Model
     weight: Float[Array, ""]  # Total weight of the estimates; 0 before the first.
     fine: Bool[Array, ""]  # Whether all is finite so far.
-    known: Bool[Array, " layers"]  # Which layers have any, in a row.
-    # Whether an estimate from all of this step's examples is in it,
+    known: Bool[Array, " layers"]  # Which layers have any curvature, all in one row.
+    # Whether this step has added an estimate from all of its examples.
     fresh: Bool[Array, ""] | bool = False
-    # and any layer's first curvature.
+    # Whether this step has added the first curvature of any layer.
     first: Bool[Array, ""] | bool = False
 
     @property
@@ -36,8 +36,9 @@ class Average(NamedTuple):
         ema: Array,
         taken: Bool[Array, ""] | bool = True,
     ) -> "Average":
-        """With an estimate from elsewhere, of this step's examples, if it is to be
-        `taken`; with none, only what there is already is fine."""
+        """The average with an estimate `new`, made elsewhere from this step's examples,
+        if it is to be `taken`. Without one (`None`), the average stays as it is, which is
+        fine unless it is empty."""
         if new is None:
             return self._replace(fine=self.fine & (self.weight > 0))
         joined = include(*self[:2], model, new, ema, self.fine & taken)
@@ -52,7 +53,7 @@ class Average(NamedTuple):
         fine: Bool[Array, ""],
         fresh: Bool[Array, ""],
     ) -> "Average":
-        """The next one, with what is known of its layers."""
+        """The next average, and which of its layers have any curvature."""
         known = known_layers(curvature)
         first = self.first | jnp.any(known & ~self.known)
         return Average(curvature, weight, fine, known, fresh, first)
@@ -68,8 +69,8 @@ def collect(
     due: Due,
     taken: Bool[Array, ""],
 ) -> Average:
-    """The average with one more estimate, if one is due and to be `taken`; with `burn_in`
-    more if it is the first."""
+    """The average with one more estimate, if one is due and to be `taken`; if it is the
+    first one, with `burn_in` more."""
     first = before.weight == 0
     whole = linearised.batch.first(fisher.examples) is linearised.batch
     fresh, unchanged = jnp.full_like(first, whole), first & ~first

@@ -17,10 +17,11 @@ class Extent(eqx.Module):
     \frac{\langle \delta, \nabla h' \rangle - \langle \mu \delta_\text{prev}, \nabla h
     \rangle} {\langle \delta, \hat F \delta \rangle}\Bigr),$$
 
-    up to what the Hessian differs from the Fisher. What is new in the velocity was made
-    of the gradient before, with whose noise it is in line; so its slope is taken for
-    zero, where nobody knows how much of it is noise. It is rather too few times than too
-    many, then, by no more than one new part descends.
+    up to the difference between Hessian and Fisher. The new part of the velocity,
+    $-\alpha \hat F^{-1} \nabla h$, was made of the gradient before the step, and is in
+    line with the noise of its batch. Nobody knows how much of its slope there is noise,
+    so the formula leaves out that slope. Hence $\kappa$ is rather too small than too
+    large, by at most the descent that the new part promised.
 
     **Fields:**
 
@@ -46,8 +47,8 @@ class Extent(eqx.Module):
         return 0.5 * (self.coupling + ratio)
 
     def scaled(self, factor: Float[Array, ""]) -> "Extent":
-        """The extent of `factor` times the velocity. (Of a length that has overflowed,
-        nothing is left if the factor is zero.)"""
+        """The extent of `factor` times the velocity. (Zero times a length that has
+        overflowed is zero.)"""
         factor = factor.astype(self.slope.dtype)
         times = lambda factor, a: jnp.where(factor > 0, factor * a, 0)
         squared_length = times(factor**2, self.squared_length)
@@ -55,7 +56,7 @@ class Extent(eqx.Module):
         return Extent(squared_length, slope, self.coupling, self.growth)
 
     def stopped(self, flag: Bool[Array, ""]) -> "Extent":
-        """The extent of a velocity that is set to zero, if `flag` says so."""
+        """The extent after the velocity was set to zero, if `flag` is true."""
         return self.scaled(jnp.where(flag, 0.0, 1.0))
 
 

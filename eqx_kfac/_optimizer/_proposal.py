@@ -1,4 +1,4 @@
-"""A step that may be taken: what it consists of, and what is left of it if it is not."""
+"""A step that may be taken: what it consists of, and what remains if it is rejected."""
 
 from typing import NamedTuple
 
@@ -15,16 +15,20 @@ from ._extent import Extent
 class Proposal(NamedTuple):
     """A step that may be taken, or not."""
 
+    # As they were chosen, before any bound makes the step shorter.
     damping: Float[Array, ""]
-    learning_rate: Float[Array, ""]  # Without the norm constraint.
+    learning_rate: Float[Array, ""]
     momentum: Float[Array, ""]
-    lengths: Float[Array, "2"]  # Both as they are taken: of what follows.
-    natural: Model  # The natural gradient of the parameters that tags cover,
-    before: Model  # and their update before this one;
-    others: Model  # the update of those that the fallback looks after.
+    # What the velocity is made of: learning rate and momentum as they are used, the
+    # natural gradient, and the previous update, all of the parameters that tags cover.
+    lengths: Float[Array, "2"]
+    natural: Model
+    before: Model
+    others: Model  # The update of all other parameters, from the `fallback`.
     squares: Float[Array, ""]  # The squared Euclidean norm of the velocity.
-    extent: Extent | None  # How long it is, if that is bounded.
-    # By the quadratic model, for the velocity; `None` if it was not needed so far.
+    extent: Extent | None  # The velocity's length, if a trust region bounds it.
+    # The change of the loss that the quadratic model predicts for the velocity; `None` if
+    # nothing has asked for it so far.
     predicted: Float[Array, ""] | None
 
     @property
@@ -47,10 +51,10 @@ class Proposal(NamedTuple):
     def velocity_after(
         self, rejected: Bool[Array, ""], stopped: Bool[Array, ""]
     ) -> Model:
-        """The velocity after the step: if that is `rejected`, what it was, or, if it is
-        to be `stopped`, zero. (The lengths say so, and the numbers that these multiply
-        are finite. For a flag that chooses one of two arrays, the compiler of a CPU
-        writes a loop for each of its values: for three flags, eight of them.)"""
+        """The velocity after the step. If that is `rejected`, it is the previous one, or
+        zero if it is to be `stopped`. This is done by other lengths, of arrays that are made
+        finite. (Choosing between arrays by a flag, the compiler of a CPU writes a loop
+        for each value of the flag, and for three flags eight of them.)"""
         finite = lambda a: jnp.where(jnp.isfinite(a), a, 0)
         old = jnp.stack([jnp.zeros_like(stopped), ~stopped]).astype(self.lengths.dtype)
         lengths = jnp.where(rejected, old, self.lengths)

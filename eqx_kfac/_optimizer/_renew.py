@@ -1,5 +1,5 @@
-"""The curvature and its factorisation, renewed at those steps at which any of it is due:
-one decision for all, because a GPU stops for every single one."""
+"""The curvature and its factorisation, renewed at those steps at which either is due. The
+decision is one for both, because a GPU stops for every decision."""
 
 import dataclasses
 import functools as ft
@@ -21,9 +21,9 @@ from ._trial import Trial
 
 
 class Renewed(NamedTuple):
-    """What is to be preconditioned with."""
+    """What gradients are preconditioned with in this step."""
 
-    averaged: Average  # Except for whether any layer's curvature is its `first`.
+    averaged: Average  # Its `first` is not kept: nobody needs it afterwards.
     without: Bool[Array, ""]  # Whether any layer has a gradient, but no curvature.
     damping: Float[Array, ""]
     layer_damping: Model | None
@@ -32,7 +32,8 @@ class Renewed(NamedTuple):
 
     @property
     def arrays(self) -> tuple:
-        """All fields, in few arrays: each costs a GPU a copy."""
+        """All fields, with the flags in one array, because each array costs a GPU a
+        copy."""
         averaged = self.averaged
         flags = averaged.fine, averaged.fresh, self.without, self.factorised
         known = averaged.known
@@ -57,7 +58,8 @@ def renew(
     due_inverse: Callable[[Bool[Array, ""]], Due],
 ) -> Renewed:
     """The curvature with another `estimate`, and its factorisation, each if it is due.
-    That may be because the curvature is the first one: `due_inverse(first)`."""
+    When the factorisation is, `due_inverse(first)` tells, given whether any layer has
+    just got its first curvature."""
     unchanged = _unchanged(trial)
 
     def anew():
@@ -78,7 +80,8 @@ def renew(
 
 
 def _unchanged(trial: Trial) -> Renewed:
-    """At a step at which nothing is due; then every layer has some curvature."""
+    """What there is at a step at which nothing is due. Then no layer waits for its
+    curvature."""
     state, averaged = trial.state, trial.averaged
     no = jnp.zeros_like(averaged.fine)
     return Renewed(

@@ -57,18 +57,18 @@ class Rollback(eqx.Module):
         return (self.level > 0) & (value.astype(most.dtype) > most)
 
     def refuses(self, is_bounded: bool) -> Bool[Array, ""]:
-        """Whether no step is taken from a loss that has diverged: it leads back, or
-        nothing bounds the step."""
+        """Whether no step is taken from a loss that has diverged: because the parameters
+        go back, or because nothing bounds the step."""
         return self.due | (not is_bounded)
 
     @property
     def due(self) -> Bool[Array, ""]:
-        """Whether one more bad loss leads back."""
+        """Whether the parameters go back if one more loss is bad."""
         return (self.bad == _PATIENCE - 1) & (self.level > 0)
 
     @property
     def back(self) -> Bool[Array, ""]:
-        """Whether the last step has led back."""
+        """Whether the parameters went back in the last step."""
         return (self.bad == _PATIENCE) & (self.level > 0)
 
     def after(
@@ -78,13 +78,14 @@ class Rollback(eqx.Module):
         bad: Bool[Array, ""],
         rejected: Bool[Array, ""],
     ) -> "Rollback":
-        """What is known after a step from `model`, where the loss was `value`."""
+        """The record after a step from `model`, where the loss was `value`, and whether
+        that was `bad`, the step `rejected`."""
         finite, began = jnp.isfinite(value), self.level > 0
         number = jnp.where(bad, self.bad + 1, 0).astype(self.bad.dtype)
         back = (number == _PATIENCE) & began
         accepted = (number >= 2 * _PATIENCE) & finite
         size = jnp.abs(value).astype(self.level.dtype)
-        # If it happens again and again, it is rather the data than the steps.
+        # If losses diverge again while steps are cautious, the data are to blame.
         again = jnp.where(self.caution > 1, _RAISED, 1.0).astype(size.dtype)
         raised = jnp.where(finite, _RAISED * self.level, self.level)
         level = jnp.where(
@@ -107,15 +108,16 @@ class Rollback(eqx.Module):
         )
 
     def damped(self, strength: Any) -> Any:
-        """More damping, for some steps after it has led back."""
+        """The damping, larger for some steps after the parameters went back."""
         return jtu.tree_map(lambda d: d * self.caution.astype(d.dtype), strength)
 
     def narrowed(self, bound: Float[Array, ""]) -> Float[Array, ""]:
-        """A smaller bound on a squared length, for some steps after one has led back."""
+        """A bound on a squared length, smaller for some steps after the parameters went
+        back."""
         return bound / self.caution.astype(bound.dtype)
 
     def chosen(self, model: Model) -> Model:
-        """`model`, or, if the last step has led back, its parameters of then."""
+        """`model`, with the last good parameters if they went back in the last step."""
 
         def choose(path, p):
             if not eqx.is_inexact_array(p):
@@ -125,7 +127,8 @@ class Rollback(eqx.Module):
         return jtu.tree_map_with_path(choose, model)
 
     def led(self, updates: Model, model: Model) -> Model:
-        """The updates, or, if the last step has led back, those that do so."""
+        """The updates, or what leads from `model` to the last good parameters if they are
+        to go back."""
         model = eqx.filter(model, eqx.is_inexact_array)
 
         def lead(update, p, old):
@@ -135,14 +138,15 @@ class Rollback(eqx.Module):
 
 
 def init_rollback(model: Model) -> Rollback:
-    """Nothing to go back to so far. (The parameters themselves may be donated.)"""
+    """A record of nothing. (Its parameters are zeros, and not those of the model, whose
+    arrays may be donated.)"""
     params = jtu.tree_map(zeros_split_as, by_path(model))
     loss, level = jnp.zeros((), float), jnp.zeros((), float)  # Each may be donated.
     return Rollback(params, loss, level, jnp.zeros((), jnp.int32), jnp.ones((), float))
 
 
-_MANY = 10.0  # Times as large is no noise,
-_LEAST = 0.3  # unless it is noise of losses that are nearly zero, in nats.
-_PATIENCE = 4  # Losses in a row.
-_RAISED = 2.0  # By each loss that has diverged, unless such losses lead back.
-_MORE, _MOST = 10.0, 1e6  # Damping.
+_MANY = 10.0  # A loss that is so many times larger is no noise,
+_LEAST = 0.3  # unless losses are nearly zero: below so many nats.
+_PATIENCE = 4  # After so many bad losses in a row, the parameters go back.
+_RAISED = 2.0  # Each bad loss raises the level by this factor, until they go back.
+_MORE, _MOST = 10.0, 1e6  # How much more damping there is then, and the most.

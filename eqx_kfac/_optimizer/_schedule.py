@@ -80,7 +80,7 @@ class Due(NamedTuple):
     def of(
         cls, state: Any, period: int | Staggered, again: Bool[Array, ""] | bool = False
     ) -> "Due":
-        """When it is, given the state of an optimizer."""
+        """The `Due` of work with this period, given the state of an optimizer."""
         in_turn = isinstance(period, Staggered)
         number = period.period if in_turn else period
         turns = number if in_turn else 1
@@ -88,17 +88,18 @@ class Due(NamedTuple):
 
     @property
     def every_part(self) -> Bool[Array, ""]:
-        """Whether all of the work is due, whoever's turn it is."""
+        """Whether all of the work is due, not only the part whose turn it is."""
         return (self.weight == 0) | self.again
 
     @property
     def now(self) -> Bool[Array, ""]:
-        """Whether it is."""
+        """Whether any of the work is due."""
         return (jnp.fmod(self.step, self.period) == 0) | self.every_part
 
     @property
     def always(self) -> bool:
-        """Whether any of it is at every step."""
+        """Whether some of the work is due at every step, and this is known while
+        tracing."""
         return self.period == 1 or self.turns > 1
 
     def when(
