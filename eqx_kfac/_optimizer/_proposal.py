@@ -52,9 +52,9 @@ class Proposal(NamedTuple):
         self, rejected: Bool[Array, ""], stopped: Bool[Array, ""]
     ) -> Model:
         """The velocity after the step. If that is `rejected`, it is the previous one, or
-        zero if it is to be `stopped`. This is done by other lengths, of arrays that are made
-        finite. (Choosing between arrays by a flag, the compiler of a CPU writes a loop
-        for each value of the flag, and for three flags eight of them.)"""
+        zero if it is to be `stopped`. This is done by other lengths, of arrays that are
+        made finite. (Choosing between arrays by a flag, the compiler of a CPU writes a
+        loop for each value of the flag, and for three flags eight of them.)"""
         finite = lambda a: jnp.where(jnp.isfinite(a), a, 0)
         old = jnp.stack([jnp.zeros_like(stopped), ~stopped]).astype(self.lengths.dtype)
         lengths = jnp.where(rejected, old, self.lengths)
