@@ -17,6 +17,7 @@ from . import reference
 from .helpers import (
     arrays,
     assert_near,
+    close,
     leaves,
     make_mesh,
     normal,
@@ -394,6 +395,37 @@ def test_a_classifier_of_large_inputs():
         losses.append(float(info.loss))
     assert int(state.rejected) == 0
     assert losses[0] > 1000 and losses[-1] < 0.01 * losses[0]
+
+
+def test_certain_outputs_are_no_curvature():
+    """The next step estimates it anew, whatever the period, and factorises it."""
+    model, (x, y) = make_model(), data()
+    choices = dict(fisher=kfac.Exact(), curvature_period=10, inverse_period=10)
+    optimizer = plain_kfac(0.1, 0.0, 0.02, **choices)
+
+    def step(model, state, scale):
+        scale = jnp.asarray(scale)
+        return stepped(optimizer, certain_loss, model, state, x, y, scale=scale)
+
+    _, state, _ = step(model, optimizer.init(model), 1e6)
+    assert float(state.weight) == 0
+    new, state, _ = step(model, state, 1.0)
+    assert float(state.weight) == 1
+    expected, _, _ = step(model, optimizer.init(model), 1.0)
+    for got, want in zip(leaves(new), leaves(expected), strict=True):
+        close(got, want)
+
+
+def test_certain_outputs_say_nothing_of_other_examples():
+    """Only the first examples are looked at."""
+    model, (x, y) = make_model(), data()
+    fisher = kfac.Exact(examples=BATCH // 2)
+    optimizer = plain_kfac(0.1, 0.0, 0.02, fisher=fisher)
+    scale = jnp.where(jnp.arange(BATCH)[:, None] < BATCH // 2, 1e6, 1.0)
+    loss_fn = lambda model, x, y, scale: certain_loss(model, x, y, scale)
+    new, _, info = stepped(optimizer, loss_fn, model, optimizer.init(model), x, y, scale)
+    assert info.faults.waiting and not info.rejected
+    assert all(map(np.array_equal, leaves(new), leaves(model)))
 
 
 class Experts(eqx.Module):

@@ -55,6 +55,9 @@ class Average(NamedTuple):
     ) -> "Average":
         """The next average, and which of its layers have any curvature."""
         known = known_layers(curvature)
+        if known.size > 0:
+            # An average of nothing but zeros is none: then the next step estimates anew.
+            weight = jnp.where(jnp.any(known), weight, 0)
         first = self.first | jnp.any(known & ~self.known)
         return Average(curvature, weight, fine, known, fresh, first)
 

@@ -187,7 +187,8 @@ class KFACState(NamedTuple):
         averaged factors, and every other leaf by `None`. (After `kfac.packed`,
         symmetric matrices are `Packed`.)
     - `inverse`: the same, with the factorisation of the damped factors.
-    - `weight`: the total weight of the moving average; 0 before the first estimate.
+    - `weight`: the total weight of the moving average; 0 before the first estimate in
+        which any layer has curvature.
     - `velocity`: the previous update of the tagged layers; zero after one that was
         rejected because it led uphill.
     - `extent`: how long `velocity` is in the metric of the curvature

@@ -188,10 +188,11 @@ class Trial(PlainModule):
         unknown = self.averaged.unknown
         if self.linearised is None:
             return unknown
-        # Nothing bypasses a tag of a loss function that was analysed. So if no layer has
-        # any curvature, the outputs are so certain that their Fisher is zero, and damping
-        # alone says how far a step may go.
-        return unknown & ~jnp.all(unknown)
+        # Nothing bypasses a tag of a loss function that was analysed. So if all examples
+        # of this step give no layer any curvature, the outputs are so certain that their
+        # Fisher is zero, and damping alone says how far the step may go.
+        is_certain = jnp.all(unknown) & self.averaged.fresh
+        return unknown & ~is_certain
 
     @property
     def still(self) -> Model | None:
