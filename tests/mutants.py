@@ -231,7 +231,7 @@ MUTANTS = [
     M("_inverse/_factorise.py", "jnp.asarray(damping, factors.l2.dtype) + factors.l2\n\n\ndef for_each", "jnp.asarray(damping, factors.l2.dtype)\n\n\ndef for_each", "factorise optimizer"),
     M("_jobs.py", "part = slice(int(end) - math.prod(job.shape), int(end))", "part = slice(math.prod(job.shape))", "factorise"),
     M("_jobs.py", "me * n + jnp.arange", "n + jnp.arange", "distributed"),
-    M("_jobs.py", "new = batch.some(batch.number - rest[i] + own)", "new = batch.some(own)", "distributed"),
+    M("_jobs.py", "new = batch.some(batch.number - left_over[i] + places)", "new = batch.some(places)", "distributed"),
     M("_jobs.py", "least = min(free, key=lambda d: totals[d])", "least = free[0]", "distributed"),
     M("_devices.py", "axes = [a for a in mesh.manual_axes if a not in varying and _is_tracked(a)]", "axes = list(mesh.manual_axes)", "distributed sharding"),
     M("_tag/_tag.py", "return self.form.replace(new, tuple(placed))", "return new", "distributed"),
