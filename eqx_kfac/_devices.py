@@ -180,7 +180,7 @@ def _traced_once(fn: Callable, *args: Any) -> Any:
 
 def _concrete_mesh(tree: PyTree) -> Mesh | None:
     """The first concrete mesh on which an array is. (Arrays that one program uses are on
-    the same mesh.) `None` while tracing, or with one device."""
+    the same mesh.) `None` while tracing, or if no array is on a mesh."""
     return next((m for m in meshes_of(tree) if isinstance(m, Mesh)), None)
 
 

@@ -73,12 +73,12 @@ class Job(NamedTuple):
 
 
 def done(jobs: Sequence[Job], devices: Devices | None = None) -> list[Any]:
-    """What all `jobs` return, each of which is a decomposition of matrices, or as much
-    work as one; with several `devices`, each does a part of them."""
+    """What all `jobs` return. They are decompositions of matrices, or other work that is
+    worth sharing out: with several `devices`, each does a part of the jobs."""
 
     def is_separate(job):
-        # A batch that a loop goes through gains nothing, unless it is shared out over
-        # devices.
+        # Split arguments stay on the devices that have them. And a batch that a loop goes
+        # through gains nothing, unless it is shared out over devices.
         return is_split(job.args) or (devices is None and not job.together)
 
     results = list[Any]([None] * len(jobs))
