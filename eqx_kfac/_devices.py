@@ -1,5 +1,17 @@
-"""Arrays that live on several devices: axes that vary within a `shard_map`, explicit
-meshes, and what is made beside arrays that are there."""
+"""Arrays on several devices: how they are split, how new arrays are placed like them, and
+what devices that have the same arrays tell each other.
+
+JAX has three ways to use several devices, and most functions here serve all of them:
+
+- Within a `shard_map`, the program is that of one device. An array *varies* over an axis
+  of the mesh if devices along that axis may have different arrays in its place.
+- On an *explicit* mesh, the type of every array says how it is split over the devices,
+  and some operations have to be told how their results are.
+- On any other mesh, the compiler of `jax.jit` decides that.
+
+A mesh is *concrete* if it has devices. While JAX traces, meshes are *abstract*: there are
+names and lengths of axes alone.
+"""
 
 import functools as ft
 import math
@@ -22,8 +34,9 @@ _Function = TypeVar("_Function", bound=Callable)
 
 
 def putting(fn: _Function) -> _Function:
-    """`fn`, which makes arrays of numbers, and is meant to: a `jax.transfer_guard`
-    against transfers that nobody has asked for lets these pass."""
+    """`fn`, which may put numbers of the host on a device, even under a
+    `jax.transfer_guard`. (The guard is there to find transfers that nobody has intended,
+    and the arrays of a new state are intended.)"""
 
     @ft.wraps(fn)
     def wrapped(*args, **kwargs):
@@ -48,24 +61,25 @@ def cast_varying(tree: PyTree, axes: frozenset) -> PyTree:
     The transpose of this is a `psum`: what is collected on each device is added up.
     """
 
-    def cast(x):
+    def mark(x):
         missing = tuple(sorted(axes - varying_axes(x)))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
-    return jtu.tree_map(cast, tree) if axes else tree
+    return jtu.tree_map(mark, tree) if axes else tree
 
 
 def sum_over(x: Array, axes: frozenset) -> Array:
-    """The sum over the devices along `shard_map` axes; what is the same on all of them
-    (a count of examples) is one per device nevertheless."""
+    """The sum over the devices along `shard_map` axes. Every device contributes its `x`,
+    also where all have the same one: a count of the examples on one device becomes the
+    count of all examples."""
     if not axes:
         return x
     return jax.lax.psum(cast_varying(x, axes), tuple(sorted(axes)))
 
 
 def explicit_sharding(aval: Any) -> NamedSharding | None:
-    """The sharding of an abstract value if it lives on an explicit mesh, else `None`:
-    there, a contraction over a sharded axis has to be told where its result goes."""
+    """The sharding of an abstract array on an explicit mesh, where a contraction over a
+    split axis has to be told how its result is split; `None` on any other mesh."""
     sharding = getattr(aval, "sharding", None)
     if isinstance(sharding, NamedSharding):
         if AxisType.Explicit in sharding.mesh.axis_types:
@@ -81,19 +95,21 @@ def placed_like(a: Array, like: Like) -> Array:
     return cast_varying(a, varying_axes(like))
 
 
-def split_as(a: Array, axes: int, like: Like, like_axes: int) -> Array:
-    """`a`, split over the devices of an explicit mesh as it is along its first `axes`
-    axes, and along the others as `like` behind its first `like_axes` ones."""
-    sharding, own = explicit_sharding(like), explicit_sharding(jax.typeof(a))
-    if sharding is None:
+def split_as(a: Array, axes: int, like: jax.ShapeDtypeStruct, like_axes: int) -> Array:
+    """`a`, whose later axes are split over the devices of an explicit mesh like the later
+    axes of the abstract array `like`. The first `axes` axes of `a` stay split as they
+    are; the first `like_axes` axes of `like` do not count."""
+    wanted, present = explicit_sharding(like), explicit_sharding(jax.typeof(a))
+    if wanted is None:
         return a
-    first = (None,) * axes if own is None else own.spec[:axes]
-    spec = PartitionSpec(*first, *sharding.spec[like_axes:])
-    return jax.sharding.reshard(a, NamedSharding(sharding.mesh, spec))
+    first = (None,) * axes if present is None else present.spec[:axes]
+    spec = PartitionSpec(*first, *wanted.spec[like_axes:])
+    return jax.sharding.reshard(a, NamedSharding(wanted.mesh, spec))
 
 
-def split_along(a: Array, axes: int) -> NamedSharding | None:
-    """How `a` is split over the devices of an explicit mesh along its first `axes`."""
+def sharding_along(a: Array, axes: int) -> NamedSharding | None:
+    """The sharding of arrays that are split over the devices of an explicit mesh as `a`
+    is along its first `axes` axes, and along no other axis."""
     sharding = explicit_sharding(jax.typeof(a))
     if sharding is None:
         return None
@@ -101,18 +117,20 @@ def split_along(a: Array, axes: int) -> NamedSharding | None:
 
 
 def gathered(a: Array, axes: int) -> Array:
-    """`a`, split over the devices of an explicit mesh along its first `axes` only."""
-    sharding = split_along(a, axes)
+    """`a`, whose later axes are not split over the devices of an explicit mesh any more:
+    every device gets the whole of them. Its first `axes` axes stay split."""
+    sharding = sharding_along(a, axes)
     return a if sharding is None else jax.sharding.reshard(a, sharding)
 
 
 def zeros_beside(
     leaf: Array, shape: Sequence[int], dtype: DTypeLike, stack: int
 ) -> Array:
-    """Zeros that are sharded like `leaf` along their first `stack` axes, and replicated
-    along the others; within `shard_map` they vary as `leaf` does."""
+    """Zeros on the devices of `leaf`. Their first `stack` axes are split like those of
+    `leaf`, and their other axes are not split; within a `shard_map` they vary as `leaf`
+    does."""
     zeros = jnp.zeros(shape, dtype)
-    sharding = split_along(leaf, stack)
+    sharding = sharding_along(leaf, stack)
     if sharding is not None:
         zeros = jax.sharding.reshard(zeros, sharding)
     return cast_varying(zeros, varying_axes(leaf))
@@ -130,12 +148,15 @@ def zeros_of(structs: PyTree) -> PyTree:
 
 
 def zeros_as_from(fn: Callable, *args: Any) -> PyTree:
-    """Zeros of the shapes, types and shardings of what `fn(*args)` returns; in one
-    program, for outside of `jit` every other shape would be one to compile."""
+    """Zeros of the shapes, types and shardings of what `fn(*args)` returns.
+
+    One program makes all of them: outside of `jit`, JAX would compile a program for each
+    shape."""
     structs, treedef = jtu.tree_flatten(eqx.filter_eval_shape(_traced_once, fn, *args))
     mesh = _concrete_mesh(args)
     if mesh is None:
         return treedef.unflatten(_zeros(tuple(structs)))
+    # A program without arguments runs on one device. What it returns is put on the mesh.
     zeros = _zeros(tuple(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in structs))
 
     def place(zeros, struct):
@@ -146,24 +167,27 @@ def zeros_as_from(fn: Callable, *args: Any) -> PyTree:
     return treedef.unflatten(map(place, zeros, structs))
 
 
+# Abstract arrays are no arguments of a program, but part of what JAX compiles it for.
 _zeros = jax.jit(zeros_of, static_argnums=0)
 
 
 @eqx.filter_jit
 def _traced_once(fn: Callable, *args: Any) -> Any:
-    """`fn(*args)`, which JAX does not trace again for arguments of the same types: every
-    step asks for the shapes that its state should have."""
+    """`fn(*args)`. `jit` is there because JAX remembers what it has traced: whenever a
+    step is traced, it asks for the shapes that its state should have."""
     return fn(*args)
 
 
 def _concrete_mesh(tree: PyTree) -> Mesh | None:
-    """The mesh where arrays are that are no tracers."""
+    """The first concrete mesh on which an array is. (Arrays that one program uses are on
+    the same mesh.) `None` while tracing, or if no array is on a mesh."""
     return next((m for m in meshes_of(tree) if isinstance(m, Mesh)), None)
 
 
 def beside(tree: PyTree, like: PyTree) -> PyTree:
-    """`tree`, with arrays that are on one device only put on all of the mesh where arrays
-    of `like` are. (While tracing, the compiler does that.)"""
+    """`tree` on the mesh of `like`: every array that is on no mesh, or on another one,
+    is copied to all devices. (Nothing is to be done while tracing, since the compiler
+    places the arrays of a program.)"""
     mesh = _concrete_mesh(like)
     if mesh is None:
         return tree
@@ -176,44 +200,47 @@ def beside(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def mesh_of(a: Any) -> Mesh | AbstractMesh | None:
-    """The mesh on which an array is, if on any. While tracing, there are no devices."""
+    """The mesh on which an array is, if it is on any; an abstract one while tracing."""
     if not eqx.is_array(a):
         return None
-    # NumPy's arrays have none.
+    # An array of NumPy has no sharding.
     sharding = getattr(jax.typeof(a) if isinstance(a, Tracer) else a, "sharding", None)
     return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
 def meshes_of(tree: PyTree) -> list[Mesh | AbstractMesh]:
-    """The meshes on which arrays are, in their order."""
+    """The meshes of all arrays that are on one, in the order of the arrays."""
     meshes = map(mesh_of, jtu.tree_leaves(tree))
     return [mesh for mesh in meshes if mesh is not None and not mesh.empty]
 
 
 def zeros_split_as(a: Array, dtype: DTypeLike | None = None) -> Array:
-    """Zeros of the same shape, and split over devices alike."""
+    """Zeros of the shape of `a`, which are split over devices as `a` is."""
     zeros, mesh = jnp.zeros_like(a, dtype=dtype), mesh_of(a)
     if isinstance(mesh, AbstractMesh) and mesh.size > 1 and not mesh.manual_axes:
-        # How an array is split by `jit` only the compiler knows, and it makes the same of
-        # what is computed from it.
-        number = jnp.where(jnp.isfinite(a), a, 0).astype(zeros.dtype)
-        zeros = jnp.abs(zeros * number)
+        # How `jit` splits `a`, only the compiler knows. It splits a product with `a` in
+        # the same way, so the zeros are computed as such a product. Zero times infinity
+        # would not be zero; and zero times a negative number is -0, of which `abs` is 0.
+        finite = jnp.where(jnp.isfinite(a), a, 0).astype(zeros.dtype)
+        zeros = jnp.abs(zeros * finite)
     return zeros
 
 
 def split_rows(
     a: Shaped[Array, "... rows columns"], over: tuple[str, ...], mesh: AbstractMesh
 ) -> Shaped[Array, "... rows columns"]:
-    """`a`, its rows split over some axes of a mesh, if they can be divided; with all axes
-    before as they are."""
+    """Matrices whose rows are split over the devices along the axes `over` of a mesh. If
+    the number of devices does not divide the number of rows, each device has all rows.
+    The axes before those of the matrices stay as they are."""
     explicit, stack = explicit_sharding(jax.typeof(a)), a.ndim - 2
     first = (None,) * stack if explicit is None else explicit.spec[:stack]
     number = math.prod(mesh.shape[axis] for axis in over)
-    rows = over if over and a.shape[-2] % number == 0 else None
-    spec = PartitionSpec(*first, rows, None)
+    of_rows = over if over and a.shape[-2] % number == 0 else None
+    spec = PartitionSpec(*first, of_rows, None)
     if not isinstance(a, Tracer):
-        own = mesh_of(a)
-        return a if own is None else jax.device_put(a, NamedSharding(own, spec))
+        # `mesh` is abstract. The devices are those of the mesh on which the array is.
+        concrete = mesh_of(a)
+        return a if concrete is None else jax.device_put(a, NamedSharding(concrete, spec))
     if explicit is not None:
         return jax.sharding.reshard(a, NamedSharding(mesh, spec))
     return jax.lax.with_sharding_constraint(a, NamedSharding(mesh, spec))
@@ -226,15 +253,16 @@ def over_stack(fn: Callable, axes: int) -> Callable:
     return fn
 
 
-def decomposed_over_stack(fn: Callable, axes: int) -> Callable:
-    """Maps over a stack what JAX cannot split over the devices of an explicit mesh by
-    itself: there, `fn` (which must not close over arrays) sees the part of one device.
-    Elsewhere this is `over_stack`."""
+def split_over_stack(fn: Callable, axes: int) -> Callable:
+    """`over_stack` of an `fn` that JAX cannot split over devices by itself, such as a
+    decomposition of matrices. If the stack is split over the devices of an explicit mesh,
+    each device maps `fn` over its own layers; `fn` must not close over arrays."""
     mapped = over_stack(fn, axes)
 
     def apply(*args):
-        kinds = map(jax.typeof, jtu.tree_leaves(args))
-        sharding = next(filter(None, map(explicit_sharding, kinds)), None)
+        avals = map(jax.typeof, jtu.tree_leaves(args))
+        sharding = next(filter(None, map(explicit_sharding, avals)), None)
+        # Where layers themselves are split, no device has a whole one.
         if axes == 0 or sharding is None or any(sharding.spec[axes:]):
             return mapped(*args)
         spec = PartitionSpec(*sharding.spec[:axes])
@@ -252,17 +280,18 @@ def is_split(tree: PyTree) -> bool:
 
 
 class Devices(NamedTuple):
-    """Several devices that have the same arrays, and can share what is to be done with
-    them: those along some axes of a mesh."""
+    """Several devices that have the same arrays, so that each can do a part of what is to
+    be done with them: the devices along some `axes` of a mesh."""
 
     mesh: AbstractMesh
     axes: tuple[str, ...]
 
     @classmethod
     def of(cls, *trees: PyTree) -> "Devices | None":
-        """The devices on whose mesh arrays are. `None` if there is one device only.
-        Within `shard_map`, those along its axes over which no array varies, as far as
-        JAX keeps account of that."""
+        """All devices of the mesh on which arrays are; `None` if there is no more than
+        one. Within a `shard_map`, only devices along such axes count over which no array
+        varies. If JAX does not keep account of what varies over an axis
+        (`check_vma=False`), devices along it may differ, and do not count."""
         meshes = [mesh.abstract_mesh for mesh in meshes_of(trees)]
         meshes = [m for m in (jax.sharding.get_abstract_mesh(), *meshes) if m.size > 1]
         if not meshes:
@@ -279,9 +308,9 @@ class Devices(NamedTuple):
         return math.prod(self.mesh.shape[a] for a in self.axes)
 
     def everywhere(self, fn: Callable, args: PyTree) -> PyTree:
-        """`fn(args)` on every device by itself. All have the same arguments, and have to
-        return the same."""
-        if self.mesh.manual_axes:
+        """`fn(args)`, run on every device by itself. All devices have the same arguments,
+        and `fn` has to return the same on all of them."""
+        if self.mesh.manual_axes:  # A `shard_map` runs the whole program like that.
             return fn(args)
         every = PartitionSpec()
         fn = jax.shard_map(
@@ -293,20 +322,24 @@ class Devices(NamedTuple):
         """Within `everywhere`, the number of the device."""
         return jax.lax.axis_index(self.axes)
 
-    def gathered(self, tree: PyTree) -> PyTree:
-        """What all devices have, one after the other along the first axis."""
+    def all_gathered(self, tree: PyTree) -> PyTree:
+        """Within `everywhere`, the arrays of all devices, one after the other along the
+        first axis. (JAX gathers no arrays without entries: they stay what they are.)"""
+        # In a user's `shard_map`, JAX has to know that all devices get the same: that the
+        # result is "invarying". The `shard_map` of `everywhere` does not keep account.
         to = "invarying" if self.mesh.manual_axes else "varying"
         gather = lambda a: jax.lax.all_gather(a, self.axes, tiled=True, to=to)
         return jtu.tree_map(lambda a: gather(a) if a.size > 0 else a, tree)
 
-    def added(self, tree: PyTree) -> PyTree:
-        """The sum of what all devices have."""
+    def summed(self, tree: PyTree) -> PyTree:
+        """Within `everywhere`, the sums of the arrays of all devices."""
         add = lambda a: jax.lax.psum(a, self.axes)
         return jtu.tree_map(lambda a: add(a) if a.size > 0 else a, tree)
 
 
 def check_tracked() -> None:
-    """Raises within a `shard_map` of which JAX does not know what its devices share."""
+    """Raises within a `shard_map` if JAX does not keep account of which arrays are the
+    same on all devices."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = [a for a in mesh.manual_axes if mesh.shape[a] > 1 and not _is_tracked(a)]
     if axes:
@@ -320,5 +353,6 @@ def check_tracked() -> None:
 
 
 def _is_tracked(axis: str) -> bool:
-    """Whether JAX knows what varies over an axis of `shard_map` (`check_vma`)."""
+    """Whether JAX knows which arrays vary over an axis of a `shard_map` (`check_vma`). If
+    it does, it knows that the number of a device along the axis varies over it."""
     return axis in varying_axes(jax.lax.axis_index(axis))

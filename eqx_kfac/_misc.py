@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Inexact, PyTree, Shaped
 
 from ._complex import as_real
 from ._custom_types import Key, Like
-from ._devices import explicit_sharding, split_along, zeros_of
+from ._devices import explicit_sharding, sharding_along, zeros_of
 
 
 def accumulator(*dtypes: Any) -> Any:
@@ -33,7 +33,7 @@ def moment(
     `stack` ones, accumulated in at least float32; `like` is the result's type."""
     sharding = explicit_sharding(like)
     if sharding is None:  # Made outside of the context of an explicit mesh.
-        sharding = split_along(a, stack)
+        sharding = sharding_along(a, stack)
 
     def contract(a, b):
         batch, rows = tuple(range(stack)), tuple(range(stack, a.ndim - 1))

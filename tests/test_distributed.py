@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import eqx_kfac as kfac
-from eqx_kfac._jobs import dealt
+from eqx_kfac._jobs import deal
 
 from .benchmarks.devices import decompositions, transfers
 from .helpers import (
@@ -343,7 +343,7 @@ def test_the_work_is_dealt_out_evenly(devices):
     sides = [64 * w for pair in zip(WIDTHS[:-1], WIDTHS[1:], strict=True) for w in pair]
     kinds = sorted(set(sides))
     work, numbers = [k**3 for k in kinds], [sides.count(k) % devices for k in kinds]
-    hands = dealt(work, numbers, devices)
+    hands = deal(work, numbers, devices)
     totals_of = lambda hands: [sum(work[i] for i, _ in hand) for hand in hands]
     totals = totals_of(hands)
     jobs = sorted(job for hand in hands for job in hand)
@@ -352,7 +352,7 @@ def test_the_work_is_dealt_out_evenly(devices):
     every = sum(k**3 * (sides.count(k) // devices) for k in kinds)
     even = sum(side**3 for side in sides) / devices
     assert max(totals) + every <= 1.3 * even
-    as_if_alike = totals_of(dealt([1.0 for _ in kinds], numbers, devices))
+    as_if_alike = totals_of(deal([1.0 for _ in kinds], numbers, devices))
     assert max(as_if_alike) >= max(totals) + (devices == 8)
 
 

@@ -27,10 +27,10 @@ from ._formed import Formed, formed, unformed
 from ._notes import Notes, Part, RawArray, tags_for
 from ._parts import HeldParts, joined, parts_of
 from ._watched import (
+    CalledLater,
     map_watched,
     Marked,
     method_of,
-    OwnParts,
     plain,
     walked,
     Watched,
@@ -295,7 +295,7 @@ def _noted(model: Model, args: tuple, method: Any, notes: Notes) -> None:
                 module = replaced(module, name, marked)
         return module
 
-    with contextlib.suppress(OwnParts):  # Then, all are at their values.
+    with contextlib.suppress(CalledLater):  # Then, all are tagged at their values.
         walked(_rebuilt(mark, model), method, args, {}, notes)
 
 

@@ -83,7 +83,7 @@ class Frame:
     def write(self, names: Sequence[Atom], values: Sequence, facts: Sequence) -> None:
         self.known.update(zip(names, zip(values, facts, strict=True), strict=True))
 
-    def alone(self, atom: Atom) -> bool:
+    def used_once(self, atom: Atom) -> bool:
         """Whether a variable is used only once."""
         return isinstance(atom, Literal) or self.counts[atom] == 1
 

@@ -25,7 +25,7 @@ def _moved(frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
         pairs = zip(fact.terms, axes, strict=True)
         moved = [t._replace(axes=a) for t, a in pairs]
         return out(fact._replace(terms=tuple(moved), uniform=None))
-    if fact.pending is not None and frame.alone(eqn.invars[0]):
+    if fact.pending is not None and frame.used_once(eqn.invars[0]):
         there = fact.pending.axes
         axes = move(there)
         # All of a result is seen by its tag, in the order of the array.
@@ -47,7 +47,7 @@ def _cast(frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
         return None
     keep = fact.terms or fact.uniform is not None
     if fact.pending is not None:
-        keep = frame.alone(eqn.invars[0])
+        keep = frame.used_once(eqn.invars[0])
     (out,) = evaluated(eqn, [value])
     uniform = None if fact.uniform is None else jnp.asarray(fact.uniform).astype(new)
     return ([out], [fact._replace(uniform=uniform)]) if keep else None
@@ -122,7 +122,7 @@ def _joined(frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
         (bias,) = other.terms
         site, *rest = fact.pending.sites
         order = bias_order(fact.pending, bias)
-        if order is None or not frame.alone(eqn.invars[i]):
+        if order is None or not frame.used_once(eqn.invars[i]):
             continue
         if rest or not frame.visitor.accepts(site, bias):
             continue

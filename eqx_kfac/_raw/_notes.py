@@ -1,4 +1,17 @@
-"""What a program does with the arrays of a model, and the tags that follow from it."""
+"""What a program does with the arrays of a model, and the tags that follow from it.
+
+While the program is evaluated (`_walk.py`), `Notes` collects all uses of every array. A
+*use* is a place where the array, or a *window* of it (a range along every axis),
+multiplies data in one of the forms that are known: as a matrix, as the kernel of a
+convolution, as a table whose rows are looked up. Anything else that is done with an array
+is an *other use*.
+
+Then `tags_for` chooses the tags. An array that has no other use is divided into *parts*,
+each of which is a window with the same matrix in all of its uses. A part has a tag of its
+own, which also covers the bias that is added to the products, if it is the same for all
+of them. An array that cannot be divided like that is tagged at its value, in one tag with
+all such arrays of its module.
+"""
 
 import dataclasses
 import itertools
@@ -13,60 +26,65 @@ from .._tag import Tag
 from ..form import AbstractForm, Convolution, Leaf, Lookup, Parameters, size_of, View
 from ._facts import AbstractVisitor, Order, Term
 from ._sites import Site
-from ._watched import matrix, transposed
+from ._watched import matrix_key, transposed_key
 
 
-class Noted(NamedTuple):
-    """A use of an array, with the bias that is added to the result."""
+class NotedUse(NamedTuple):
+    """A use of an array, and the bias that is added to the result."""
 
     form: AbstractForm
-    weight: Leaf
-    stack: int
-    bias: int | None
-    bias_leaf: Leaf | None
+    weight: Leaf  # How the form sees the array.
+    stack: int  # Along how many leading axes of the array loops go.
+    bias: int | None  # The number of the array that is the bias.
+    bias_leaf: Leaf | None  # How the form sees the bias.
 
 
 class Notes(AbstractVisitor):
-    """Notes what an array of parameters is used as, and whether it is used otherwise."""
+    """A visitor that notes all uses of arrays, by the numbers of these, and changes
+    nothing."""
 
     def __init__(self):
-        self.uses: dict[int, list[Noted]] = {}
-        self.others: dict[int, set[int]] = {}  # How many axes loops went along.
+        self.uses: dict[int, list[NotedUse]] = {}
+        # Along how many leading axes of an array loops go, in each of its other uses.
+        self.other_uses: dict[int, set[int]] = {}
 
     def site(self, site: Site, z: Array, bias: Term | None, order: Order | None) -> Array:
         number = leaf = None
         if bias is not None and order is not None:
-            number, leaf = bias.parameter, _bias_leaf(site, bias, *order)
+            number, leaf = bias.parameter, _bias_leaf(site, bias, order)
         use = site.use
-        noted = Noted(use.form, use.weight, site.stack, number, leaf)
+        noted = NotedUse(use.form, use.weight, site.stack, number, leaf)
         if noted not in self.uses.setdefault(site.parameter, []):
             self.uses[site.parameter].append(noted)
         return z
 
     def accepts(self, site: Site, bias: Term) -> bool:
-        return True
+        return True  # Whether all uses agree on a bias is only known in the end.
 
     def otherwise(self, term: Term) -> None:
-        self.others.setdefault(term.parameter, set()).add(term.stack)
+        self.other_uses.setdefault(term.parameter, set()).add(term.stack)
 
     def sliced(self, parameters: set[int]) -> tuple[PyTree, Callable]:
-        return (), lambda _: self
+        return (), lambda _: self  # There is nothing to slice: the visitor has no arrays.
 
 
-def _bias_leaf(site: Site, bias: Term, sizes: tuple, order: tuple) -> Leaf:
-    """Where a bias is, as its form expects it."""
-    form, seen = site.use.form, site.use.weight.seen
+def _bias_leaf(site: Site, bias: Term, order: Order) -> Leaf:
+    """How the form of a site sees a bias: along the outputs, which come first in its
+    weight; in a convolution with an axis of length one for each axis of the kernel."""
+    form, weight_shape = site.use.form, site.use.weight.seen
     if isinstance(form, Convolution):
-        seen = (seen[0], *[1] * len(form.kernel))
+        bias_shape = (weight_shape[0], *[1] * len(form.kernel))
     else:
-        seen = seen[:-1]
+        bias_shape = weight_shape[:-1]
+    sizes, permutation = order
     window = bias.axes.window[bias.stack :]
-    return Leaf("", window, sizes, order, seen)
+    # The name of an array is not known here: `_form` fills it in.
+    return Leaf("", window, shape=sizes, order=permutation, seen=bias_shape)
 
 
 class RawArray(NamedTuple):
-    """An array of a model that no layer has a tag for: the path of the module that holds
-    it, its name there, and its shape."""
+    """An array of a model that no tagged layer covers: the path of the module that holds
+    the array, the name of the array there, and its shape."""
 
     module: str
     name: str
@@ -79,61 +97,66 @@ class RawArray(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A window of an array, which is one matrix in all of its uses."""
+    """A window of an array, which is the same matrix, or its transpose, in all uses."""
 
-    number: int  # Of the array.
+    number: int  # The number of the array.
     form: AbstractForm
-    weight: Leaf
-    stack: int
-    tied: bool  # In some of them, it is transposed.
-    bias: int | None
+    weight: Leaf  # How the form sees the window.
+    stack: int  # Along how many leading axes of the array loops go.
+    tied: bool  # Whether some of the uses are of the transpose.
+    bias: int | None  # The number of the array that is the bias in all uses.
     bias_leaf: Leaf | None
 
 
 def parts_of(arrays: Sequence[RawArray], notes: Notes) -> list[Part]:
-    """The parts of all arrays that are matrices in whatever is done with them, with their
-    biases."""
-    found: list[Part] = []
+    """The parts of all arrays that can be divided into parts. An array that is a bias
+    anywhere has none."""
+    all_parts: list[Part] = []
     biases = {use.bias for uses in notes.uses.values() for use in uses}
     for number, array in enumerate(arrays):
-        if number in notes.uses and number not in {*notes.others, *biases}:
-            found += _parts(number, array, notes.uses[number])
+        if number in notes.uses and number not in {*notes.other_uses, *biases}:
+            all_parts += _parts(number, array, notes.uses[number])
+    # Whether an array can be a bias depends on all parts to which it is added.
     by_bias = lambda part: -1 if part.bias is None else part.bias
-    for bias, parts in itertools.groupby(sorted(found, key=by_bias), key=by_bias):
+    for bias, parts in itertools.groupby(sorted(all_parts, key=by_bias), key=by_bias):
         parts = list(parts)
         if bias >= 0 and not _is_bias(bias, parts, arrays, notes):
             for part in parts:
-                alone = part._replace(bias=None, bias_leaf=None)
-                found[found.index(part)] = alone
-    return found
+                without_bias = part._replace(bias=None, bias_leaf=None)
+                all_parts[all_parts.index(part)] = without_bias
+    return all_parts
 
 
-def _parts(number: int, array: RawArray, uses: list[Noted]) -> list[Part]:
-    """The parts of one array; none if its uses do not agree, or leave out any of it."""
+def _parts(number: int, array: RawArray, uses: list[NotedUse]) -> list[Part]:
+    """The parts of one array; none if the windows of its uses overlap or leave out any
+    entry, or if the uses of a window differ."""
     stacks = {use.stack for use in uses}
     if len(stacks) > 1:
         return []
     (stack,) = stacks
-    own = math.prod(array.shape[stack:])
-    by_window: dict[Any, list[Noted]] = {}
+    size = math.prod(array.shape[stack:])
+    by_window: dict[Any, list[NotedUse]] = {}
     for use in uses:
         by_window.setdefault(use.weight.window, []).append(use)
-    leaves = [same[0].weight for same in by_window.values()]
-    if sum(map(size_of, leaves)) != own or not _are_apart([w.window for w in leaves]):
+    leaves = [of_window[0].weight for of_window in by_window.values()]
+    if sum(map(size_of, leaves)) != size or not _are_apart([w.window for w in leaves]):
         return []
-    parts = [_part(number, stack, same) for same in by_window.values()]
+    parts = [_part(number, stack, of_window) for of_window in by_window.values()]
     return [] if None in parts else parts  # pyright: ignore
 
 
-def _part(number: int, stack: int, uses: list[Noted]) -> Part | None:
-    """What all these uses of a window have in common."""
+def _part(number: int, stack: int, uses: list[NotedUse]) -> Part | None:
+    """The part that all these uses of one window are uses of; `None` if there is none."""
+    # The tag has the form of one of the uses: of a lookup if there is any, so that the
+    # factor for the rows to look up, which may be very many, is diagonal.
     lookups = [use for use in uses if isinstance(use.form, Lookup)]
     owner = (lookups or uses)[0]
-    kind, tied = matrix(owner.form, owner.weight), False
+    owner_key, tied = matrix_key(owner.form, owner.weight), False
     for use in uses:
-        own = matrix(use.form, use.weight)
-        if own != kind:
-            if isinstance(use.form, Convolution) or transposed(own) != kind:
+        key = matrix_key(use.form, use.weight)
+        if key != owner_key:
+            # A kernel of a convolution is not one matrix that could be transposed.
+            if isinstance(use.form, Convolution) or transposed_key(key) != owner_key:
                 return None
             tied = True
     biases = {(use.bias, use.bias_leaf) for use in uses}
@@ -144,9 +167,10 @@ def _part(number: int, stack: int, uses: list[Noted]) -> Part | None:
 def _is_bias(
     bias: int, parts: list[Part], arrays: Sequence[RawArray], notes: Notes
 ) -> bool:
-    """Whether an array is nothing but the bias of these parts, which are in the same
+    """Whether the array with the number `bias` is the bias of these parts and nothing
+    else, each of its entries is the bias of one output, and all arrays are in the same
     module."""
-    if bias in notes.others or bias in notes.uses:
+    if bias in notes.other_uses or bias in notes.uses:
         return False
     numbers = {part.number for part in parts}
     used_by = {n for n, uses in notes.uses.items() if any(u.bias == bias for u in uses)}
@@ -155,13 +179,14 @@ def _is_bias(
     if used_by != numbers or len(modules) > 1 or len(stacks) > 1:
         return False
     leaves = [part.bias_leaf for part in parts if part.bias_leaf is not None]
-    own = math.prod(arrays[bias].shape[stacks.pop() :])
+    size = math.prod(arrays[bias].shape[stacks.pop() :])
     windows = [leaf.window for leaf in leaves]
-    return sum(map(size_of, leaves)) == own and _are_apart(windows)
+    return sum(map(size_of, leaves)) == size and _are_apart(windows)
 
 
 def _are_apart(windows: Sequence[Any]) -> bool:
-    """Whether no two windows of an array have an entry in common."""
+    """Whether no two windows of an array, each with `(start, stop)` for every axis, have
+    an entry in common."""
 
     def overlap(a, b):
         return all(max(s, t) < min(e, f) for (s, e), (t, f) in zip(a, b, strict=True))
@@ -172,9 +197,12 @@ def _are_apart(windows: Sequence[Any]) -> bool:
 def tags_for(
     arrays: Sequence[RawArray], notes: Notes, choose: Callable
 ) -> dict[str, dict[str, Tag]]:
-    """The tags of all modules, by path and name. `choose(array, part, name)` is the block
-    for a part of an array, or for an array that is no matrix (`None`), at a tag of that
-    name; or `None` for no tag."""
+    """The tags of all modules, by the path of the module and the name of the tag.
+
+    `choose(array, part, name)` returns the block of the tag with that name for a part of
+    an array, or, if `part` is `None`, for the value of the array. It returns `None` if
+    there is to be no tag.
+    """
     plan: dict[str, dict[str, Tag]] = {}
     parts = parts_of(arrays, notes)
     covered: set[int] = set()
@@ -182,12 +210,15 @@ def tags_for(
         array = arrays[part.number]
         block = choose(array, part, _name(array, part))
         if block is not None and part.tied:
+            # Only a Kronecker block can add statistics of the transpose to its own. With
+            # another block, the array is left to be tagged at its value, below.
             if not isinstance(block, Kronecker):
                 continue
             block = dataclasses.replace(block, tied=True)
         if block is not None:
-            own = plan.setdefault(array.module, {})
-            own[_name(array, part)] = Tag(_form(part, arrays), block)
+            tags = plan.setdefault(array.module, {})
+            tags[_name(array, part)] = Tag(_form(part, arrays), block)
+        # If there is no block, the user wants the array untagged, also at its value.
         covered |= {part.number} if part.bias is None else {part.number, part.bias}
     for number, array in enumerate(arrays):
         if number in covered:
@@ -196,12 +227,13 @@ def tags_for(
         name = "others" if stack == 0 else f"others, stacked {stack}"
         block = choose(array, None, name)
         if block is not None:
-            own = plan.setdefault(array.module, {})
-            _add_at_value(own, name, array, stack, block)
+            tags = plan.setdefault(array.module, {})
+            _add_to_value_tag(tags, name, array, stack, block)
     return plan
 
 
 def _form(part: Part, arrays: Sequence[RawArray]) -> View:
+    """The form of the tag of a part."""
     weight = dataclasses.replace(part.weight, name=arrays[part.number].name)
     if part.bias is None or part.bias_leaf is None:
         return View(part.form, weight)
@@ -210,27 +242,30 @@ def _form(part: Part, arrays: Sequence[RawArray]) -> View:
 
 
 def _name(array: RawArray, part: Part) -> str:
-    """The name of a tag: that of the array, and which part of it, if there are others."""
-    own = array.shape[part.stack :]
+    """The name of the tag of a part: the name of the array, with the window in brackets
+    unless the part is the whole array."""
+    shape = array.shape[part.stack :]
     ranges = [
         ":" if (start, stop) == (0, n) else f"{start}:{stop}"
-        for n, (start, stop) in zip(own, part.weight.window, strict=True)
+        for n, (start, stop) in zip(shape, part.weight.window, strict=True)
     ]
     whole = all(r == ":" for r in ranges)
     return array.name if whole else f"{array.name}[{', '.join(ranges)}]"
 
 
 def _stack(notes: Notes, number: int) -> int:
-    """How many axes of an array loops go along, in all its uses."""
+    """Along how many leading axes of an array loops go. If its uses differ in that, the
+    array is no stack: there are none."""
     stacks = {use.stack for use in notes.uses.get(number, ())}
-    stacks |= notes.others.get(number, set())
+    stacks |= notes.other_uses.get(number, set())
     return stacks.pop() if len(stacks) == 1 else 0
 
 
-def _add_at_value(
+def _add_to_value_tag(
     tags: dict[str, Tag], name: str, array: RawArray, stack: int, block: AbstractBlock
 ) -> None:
-    """One more array for the tag of a module at whatever is no matrix."""
+    """Adds an array to the tag `name` of its module, which is at the values of arrays. A
+    tag has one block: if the array is to have another one, it gets a tag of its own."""
     if name in tags and tags[name].block != block:
         name = array.name
     ranks = {}

@@ -1,10 +1,23 @@
-"""A program, evaluated equation by equation: where an array of parameters, on whatever
-way it has come there, multiplies data, somebody is told, and may put a tag there.
+"""A program, evaluated equation by equation, in which a visitor is told what becomes of
+arrays of parameters, and may put a tag wherever one of them multiplies data.
 
-No pattern of several equations is looked for. Of every value it is known whether it
-depends on data, and whether it is such an array in other clothes: transposed, reshaped,
-sliced, cast, multiplied by a number, or added to something. What becomes of it otherwise
-is told as well.
+Nothing here looks for patterns of several equations. Instead, a `Fact` is known of every
+value of the program (`_facts.py`):
+
+- whether the value depends on data, the inputs of the program;
+- whether it is the sum of some *terms*, each of which is an array of parameters that has
+  been transposed, reshaped, sliced, cast, or multiplied by a number (`_moves.py`);
+- whether it is *pending*: the product of such terms and data, to which a bias may still
+  be added.
+
+A place where a term multiplies data is a *site*, and says what the array is used as there
+(`_sites.py`). An operation that adds a bias to a pending value tells the visitor of its
+sites, with that bias. An operation that moves or casts the value leaves it pending if
+nothing else uses it. All other operations *settle* the value first: the visitor is told
+of its sites, without a bias. The visitor returns the value, tagged perhaps, with which
+the program goes on. It is also told of terms with which anything else is done.
+
+A *frame* has the values of all variables of one jaxpr, and the facts of them.
 """
 
 import dataclasses
@@ -14,7 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._jax import Equation
+from .._jax import Atom, Equation
 from .._program import opened, scan_counts
 from ..form import Dense, Einsum, Lookup
 from ._axes import Axes
@@ -31,16 +44,22 @@ from ._moves import evaluated, MOVING
 from ._sites import contraction, convolution, lookup, row, Site
 
 
-# An array of which a row is chosen by an index has no rows wider than this: those of a
-# whole matrix would have a second moment with the square of its entries.
+# How many numbers an index may choose from an array in a lookup. The numbers are outputs
+# of the lookup, and one of its factors is a matrix with a row for each of them: for a row
+# of a table, this is no trouble, but for one of several matrices it would be.
 WIDE = 8192
 
-# Forms that know what to do with a real and an imaginary part.
+# Forms whose sites may be in complex numbers.
 _IN_COMPLEX_NUMBERS = (Dense, Einsum)
 
 
 class Walk:
-    """Evaluates jaxprs for a visitor."""
+    """Evaluates jaxprs, and tells a visitor what becomes of arrays of parameters.
+
+    The methods for single operations get an equation, and the values and facts of its
+    operands. They return the values and facts of its results; or `None` if they cannot
+    follow the operation, which is then one like any other.
+    """
 
     def __init__(self, visitor: AbstractVisitor):
         self.visitor = visitor
@@ -52,7 +71,7 @@ class Walk:
         values: Sequence[Any],
         facts: Sequence[Fact],
     ) -> list[Any]:
-        """The values that a jaxpr returns."""
+        """The values that a jaxpr returns, given its inputs and the facts of them."""
         return self._run(jaxpr, consts, values, facts, settle=True)[0]
 
     def _run(
@@ -63,33 +82,35 @@ class Walk:
         facts: Sequence[Fact],
         settle: bool = False,
     ) -> tuple[list[Any], list[Fact]]:
-        """The results of a jaxpr, and what is known of them; `settle`: none of them is
-        still pending."""
+        """The results of a jaxpr, and the facts of them. With `settle`, none of them is
+        left pending, so that no bias is looked for outside of the jaxpr."""
         frame = Frame(self.visitor, jaxpr)
         constant = [Fact() for _ in consts]
         names = [*jaxpr.constvars, *jaxpr.invars]
         frame.write(names, [*consts, *values], [*constant, *facts])
         for eqn in jaxpr.eqns:
             inputs = [frame.read(atom) for atom in eqn.invars]
-            found = self._special(frame, eqn, inputs)
-            frame.write(eqn.outvars, *(found or self._anything(frame, eqn)))
-        frame.settle([a for a in jaxpr.outvars if settle or not frame.alone(a)])
+            results = self._followed(frame, eqn, inputs)
+            frame.write(eqn.outvars, *(results or self._not_followed(frame, eqn)))
+        # A result that other equations of the jaxpr use as well is settled here, so that
+        # all of them see the same value.
+        frame.settle([a for a in jaxpr.outvars if settle or not frame.used_once(a)])
         out = [frame.read(atom) for atom in jaxpr.outvars]
         return [value for value, _ in out], [fact for _, fact in out]
 
-    def _special(self, frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
-        """The results of an operation, and what is known of them, if there is anything to
-        be known."""
+    def _followed(self, frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
+        """An operation that may keep a term what it is, or multiply data by it, or that
+        has a program within it."""
         name = eqn.primitive.name
         if name in MOVING:
             return MOVING[name](frame, eqn, inputs)
-        return _SPECIAL[name](self, frame, eqn, inputs) if name in _SPECIAL else None
+        return _FOLLOWED[name](self, frame, eqn, inputs) if name in _FOLLOWED else None
 
-    def _anything(self, frame: Frame, eqn: Equation, told: bool = True) -> tuple:
-        """An operation of which nothing special is known."""
-        frame.settle(eqn.invars)
-        inputs = [frame.read(atom) for atom in eqn.invars]
-        if told:
+    def _not_followed(self, frame: Frame, eqn: Equation, tell: bool = True) -> tuple:
+        """An operation of which is only known whether its results depend on data; `tell`:
+        whether the visitor is told of the terms among its operands."""
+        inputs = _settled(frame, eqn)
+        if tell:
             for _, fact in inputs:
                 for term in fact.terms:
                     self.visitor.otherwise(term)
@@ -98,38 +119,41 @@ class Walk:
         return out, [Fact(data)] * len(out)
 
     #
-    # The array meets data
+    # Products of terms and data
     #
 
     def _contraction(self, frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
+        """A `dot_general` of data, from the left or from the right, and terms."""
         sides = [i for i, (_, fact) in enumerate(inputs) if fact.terms]
         if len(sides) != 1 or not inputs[1 - sides[0]][1].data:
             return None
         (side,) = sides
-        frame.settle([eqn.invars[1 - side]])
-        x, _ = frame.read(eqn.invars[1 - side])
+        x = _settled_value(frame, eqn.invars[1 - side])
         match = lambda term: contraction(eqn, side, term.axes, x)
-        return self._met(frame, eqn, inputs[side][1].terms, match)
+        return self._pending(frame, eqn, inputs[side][1].terms, match)
 
     def _convolution(self, frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
+        """A convolution of data with a kernel that consists of terms."""
         (_, fact_x), (_, fact) = inputs
         if fact_x.terms or not fact.terms or not fact_x.data:
             return None
-        frame.settle([eqn.invars[0]])
-        x, _ = frame.read(eqn.invars[0])
-        return self._met(
-            frame, eqn, fact.terms, lambda term: convolution(eqn, term.axes, x)
-        )
+        x = _settled_value(frame, eqn.invars[0])
+        match = lambda term: convolution(eqn, term.axes, x)
+        return self._pending(frame, eqn, fact.terms, match)
 
     def _lookup(self, frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
+        """A `gather` of rows of one array. The array must not have been multiplied by a
+        number: the data are indices, which cannot be multiplied by it instead."""
         (_, fact), (index, fact_index) = inputs
         if len(fact.terms) != 1 or not fact_index.data or fact.terms[0].scale is not None:
             return None
-        return self._met(
-            frame, eqn, fact.terms, lambda term: lookup(eqn, term.axes, index)
-        )
+        match = lambda term: lookup(eqn, term.axes, index)
+        return self._pending(frame, eqn, fact.terms, match)
 
     def _dynamic_slice(self, frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
+        """A slice that begins at an index which depends on data. It is a lookup if its
+        length is one along one axis, and all along the others. The array must not have
+        been multiplied by a number, as for `_lookup`."""
         (_, fact), *indices = inputs
         if len(fact.terms) != 1:
             return None
@@ -138,29 +162,34 @@ class Walk:
         cut = [i for i, n in enumerate(sizes) if n != shape[i]]
         if len(cut) != 1 or sizes[cut[0]] != 1 or term.scale is not None:
             return None
-        index, of_index = indices[cut[0]]
-        if not of_index.data:
+        (along,) = cut
+        index, fact_index = indices[along]
+        if not fact_index.data:
             return None
-        match = lambda term: row(eqn, term.axes, cut[0], jnp.asarray(index))
-        return self._met(frame, eqn, fact.terms, match)
+        match = lambda term: row(eqn, term.axes, along, jnp.asarray(index))
+        return self._pending(frame, eqn, fact.terms, match)
 
-    def _met(
+    def _pending(
         self, frame: Frame, eqn: Equation, terms: tuple[Term, ...], match: Callable
     ) -> tuple | None:
-        """The result of an operation on data and the sum of `terms`."""
+        """The product of data and the sum of `terms`, which is pending. `match(term)` is
+        what `contraction` returns for a term: the use of its array and all that a site
+        says of it; or `None` if no form fits."""
         matches = [match(term) for term in terms]
-        if None in matches or not all(_fits(m) for m in matches):
+        if None in matches or not all(_is_narrow(m) for m in matches):
             return None
         sites = [
             Site(t.parameter, t.stack, *_scaled(_in_one_layer(m, t.stack), t.scale))
             for t, m in zip(terms, matches, strict=True)
         ]
-        frame.settle(eqn.invars)
-        (y,) = evaluated(eqn, [frame.read(atom)[0] for atom in eqn.invars])
+        values = [value for value, _ in _settled(frame, eqn)]
+        (y,) = evaluated(eqn, values)
         if jnp.issubdtype(y.dtype, jnp.complexfloating) and any(
             not isinstance(site.use.form, _IN_COMPLEX_NUMBERS) for site in sites
         ):
             return None
+        # To arrange `y` for a site, its axes are first divided. The first site stands for
+        # all of them here. That axes can be joined again is certain.
         axes = Axes.of(sites[0].outputs.shape).reshape(y.shape)
         assert axes is not None
         return [y], [Fact(True, (), Pending(tuple(sites), axes))]
@@ -170,23 +199,24 @@ class Walk:
     #
 
     def _inlined(self, frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
-        concerned = [fact.terms or fact.pending for _, fact in inputs]
-        if not any(concerned):
+        """A `jit`, whose equations are evaluated as if they were part of the program."""
+        if not any(fact.terms or fact.pending for _, fact in inputs):
             return None
         closed = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         inner, consts = opened(closed)
+        # A bias may be added within the `jit`, unless the value is used outside as well.
         for atom, (_, fact) in zip(eqn.invars, inputs, strict=True):
-            if fact.pending is not None and not frame.alone(atom):
+            if fact.pending is not None and not frame.used_once(atom):
                 frame.settle([atom])
         inputs = [frame.read(atom) for atom in eqn.invars]
         values, facts = [list(column) for column in zip(*inputs, strict=True)]
         return self._run(inner, consts, values, facts)
 
     def _checkpoint(self, frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
+        """A `jax.checkpoint`, which becomes another one around the tagged program."""
         if not any(fact.terms for _, fact in inputs):
             return None
-        frame.settle(eqn.invars)
-        inputs = [frame.read(atom) for atom in eqn.invars]
+        inputs = _settled(frame, eqn)
         inner, consts = opened(eqn.params["jaxpr"])
         facts = [fact for _, fact in inputs]
 
@@ -199,10 +229,10 @@ class Walk:
         return out, _all_alike(inputs, len(out))
 
     def _cond(self, frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
+        """A choice of one of several programs, each of which may be tagged."""
         if not any(fact.terms for _, fact in inputs):
             return None
-        frame.settle(eqn.invars)
-        (index, of_index), *operands = [frame.read(atom) for atom in eqn.invars]
+        (index, fact_index), *operands = _settled(frame, eqn)
         facts = [fact for _, fact in operands]
 
         def branch(closed):
@@ -211,78 +241,97 @@ class Walk:
 
         branches = [branch(closed) for closed in eqn.params["branches"]]
         out = jax.lax.switch(index, branches, *(value for value, _ in operands))
-        return out, _all_alike([(index, of_index), *operands], len(out))
+        return out, _all_alike([(index, fact_index), *operands], len(out))
 
     def _while(self, frame: Frame, eqn: Equation, inputs: list) -> tuple:
-        """A loop of unknown length has no derivative in reverse mode: whatever is used in
-        it is used for something else than training."""
-        return self._anything(frame, eqn, told=False)
+        """A loop of unknown length. It has no derivative in reverse mode, so it adds
+        nothing to the gradient of an array, and the visitor need not be told of it."""
+        return self._not_followed(frame, eqn, tell=False)
 
     def _scan(self, frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
+        """A loop, which may go along the layers of stacked arrays. Within it, an array is
+        one layer of the stack, and the visitor has the slices that belong to it."""
         if not any(fact.terms for _, fact in inputs):
             return None
-        frame.settle(eqn.invars)
-        inputs = [frame.read(atom) for atom in eqn.invars]
+        inputs = _settled(frame, eqn)
         m, n = scan_counts(eqn)
         consts, carry, xs = inputs[:m], inputs[m : m + n], inputs[m + n :]
-        rows = [sliced_fact(fact) for _, fact in xs]
-        along = {t.parameter for fact in rows if fact for t in fact.terms}
+        facts_xs = [sliced_fact(fact) for _, fact in xs]
+        along = {t.parameter for fact in facts_xs if fact for t in fact.terms}
         within = {t.parameter for _, fact in consts for t in fact.terms}
-        if None in rows or along & within:
+        # The tag of an array cannot be both in slices and whole.
+        if None in facts_xs or along & within:
             return None
         for term in [term for _, fact in carry for term in fact.terms]:
-            self.visitor.otherwise(term)  # What it is later, is another value.
+            self.visitor.otherwise(term)  # In later rounds, the carry is another value.
         data = any(fact.data for _, fact in inputs)
         inner, constants = opened(eqn.params["jaxpr"])
-        facts = [f for _, f in consts] + [Fact(data)] * n + rows
-        beside, inside = self.visitor.sliced(along)
+        facts = [f for _, f in consts] + [Fact(data)] * n + facts_xs
+        for_visitor, visitor_within = self.visitor.sliced(along)
         fixed = [value for value, _ in consts]
 
         def body(carry, slices):
-            xs, beside = slices
+            xs, for_visitor = slices
             values = [*fixed, *carry, *xs]
-            walk = Walk(inside(beside))
+            walk = Walk(visitor_within(for_visitor))
             out, _ = walk._run(inner, constants, values, facts, settle=True)
             return out[:n], out[n:]
 
         carry, xs = ([value for value, _ in pairs] for pairs in (carry, xs))
         options = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
-        carry, ys = jax.lax.scan(body, carry, (xs, beside), **options)
+        carry, ys = jax.lax.scan(body, carry, (xs, for_visitor), **options)
         out = [*carry, *ys]
         return out, [Fact(data)] * len(out)
 
 
-def _fits(match: tuple) -> bool:
-    """Whether the factors of an array that is only looked up in would not be too wide (a
-    whole matrix that is chosen by an index)."""
+def _settled(frame: Frame, eqn: Equation) -> list:
+    """The operands of an equation and the facts of them, none of which is pending."""
+    frame.settle(eqn.invars)
+    return [frame.read(atom) for atom in eqn.invars]
+
+
+def _settled_value(frame: Frame, atom: Atom) -> Any:
+    """The value of a variable that is not pending any more. (Settling may replace it by a
+    tagged value.)"""
+    frame.settle([atom])
+    value, _ = frame.read(atom)
+    return value
+
+
+def _is_narrow(match: tuple) -> bool:
+    """Whether a match is no lookup, or one of so few numbers that their second moment is
+    of use as a factor."""
     use, *_ = match
     return not isinstance(use.form, Lookup) or product(use.out) <= WIDE
 
 
 def _in_one_layer(match: tuple, stack: int) -> tuple:
-    """A match, in terms of the axes that an array has within loops along the others."""
+    """A match within loops along the first `stack` axes of an array: the window that the
+    form sees is one of a single layer, without these axes."""
     use, *rest = match
     weight = dataclasses.replace(use.weight, window=use.weight.window[stack:])
     return use._replace(weight=weight), *rest
 
 
 def _scaled(match: tuple, scale: Any) -> tuple:
-    """A match, whose input is multiplied by what the array was multiplied by."""
+    """A match, whose input is multiplied by the number by which the array was multiplied:
+    the product is the same, and is linear in the array itself."""
     use, x, *rest = match
     if scale is None:
         return match
     scale = jnp.asarray(scale)
     dtype = x.dtype
     if jnp.iscomplexobj(scale) and not jnp.iscomplexobj(x):
-        dtype = (jnp.zeros((), dtype) * 1j).dtype
+        dtype = (jnp.zeros((), dtype) * 1j).dtype  # The complex type of that precision.
     return use, x.astype(dtype) * scale.astype(dtype), *rest
 
 
 def _all_alike(inputs: list, number: int) -> list[Fact]:
+    """The fact of each of so many results, if any of them may depend on any input."""
     return [Fact(any(fact.data for _, fact in inputs))] * number
 
 
-_SPECIAL: dict[str, Callable] = {
+_FOLLOWED: dict[str, Callable] = {
     "dot_general": Walk._contraction,
     "conv_general_dilated": Walk._convolution,
     "gather": Walk._lookup,

@@ -1,10 +1,26 @@
-"""Modules of any class with tags for their own arrays. While curvature is collected, what
-a call of them does is evaluated equation by equation, and the tags are bound where their
-arrays meet data."""
+"""Modules of any class, with tags for the arrays that they hold themselves.
+
+A *watched* module is of a class that is made here, a subclass of the class that it had.
+It has one more field, `tag`, which is a dictionary of tags by name. While curvature is
+being collected, a call of any of its methods is traced, and the program is evaluated
+equation by equation (`_walk.py`). The visitor is a `Binder`, which binds the tags of an
+array where the array multiplies data. At other times, the methods do what they do in the
+original class.
+
+The form of such a tag is a `View`. A tag with the form `Parameters` is *at the value* of
+its arrays instead, which are tagged before the call, once for every example. There, a
+*witness* tells examples apart: a number that is computed from all inputs of the call, so
+that `vmap` maps it over all axes over which it maps any of them.
+
+A complex array is trained as two real ones, its real and its imaginary part. A watched
+module holds these *parts* in the field of the array (`_parts.py`), and its methods get
+them joined to the complex array.
+"""
 
 import contextlib
 import functools as ft
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -29,25 +45,31 @@ from ._walk import Walk
 
 
 class Watched(Derived):
-    """A module whose class was made by `watched_class`: it has one more field, a
-    dictionary of tags for its arrays, and knows when its methods are called."""
+    """A module of a class made by `watched_class`. Its field `tag` is a dictionary."""
 
 
 class Marked(NamedTuple):
-    """Stands for an array of parameters in a module, by its number."""
+    """An array of parameters in a module, with the number by which a visitor knows it."""
 
     number: int
     array: Array
 
 
+class CalledLater(Exception):
+    """A method returns something that will be called after it: a function, or a module
+    with arrays of the model. Evaluating the method alone would miss that call."""
+
+
 @ft.cache
 def watched_class(cls: type, complex_fields: tuple[str, ...] = ()) -> type:
-    """A subclass of `cls` whose instances are watched, and have the parts of complex
-    arrays in some fields."""
+    """A subclass of `cls` whose instances are watched; in `complex_fields`, they hold the
+    parts of complex arrays."""
 
     def intercepted(name):
         def method(self, *args, **kwargs):
-            with contextlib.suppress(OwnParts):
+            # If the result is something to be called later, this method runs as in `cls`,
+            # and methods that are called later are intercepted in their turn.
+            with contextlib.suppress(CalledLater):
                 if is_collecting(self):
                     return watched_call(self, name, args, kwargs)
                 if _has_complex_fields(self):
@@ -72,31 +94,39 @@ def watched_class(cls: type, complex_fields: tuple[str, ...] = ()) -> type:
 
 
 def subclass(cls: type, marker: type, namespace: dict[str, Any]) -> type:
-    """A subclass of a module's class, of the same name. (Some packages' classes refuse to
-    be inherited from, which is for those who read them, and not for what they do.)"""
-    kind: Any = type(eqx.Module)
-    return kind.__new__(type(cls), cls.__name__, (cls, marker), namespace)
+    """A subclass of a module's class, of the same name, which inherits from `marker` too.
+
+    Some packages have metaclasses that raise if anybody inherits from their classes. That
+    is a rule for how programs are written, which does not concern a subclass that nobody
+    sees. So this calls `__new__` of Equinox's own metaclass, and not that of `type(cls)`.
+    """
+    metaclass: Any = type(eqx.Module)
+    return metaclass.__new__(type(cls), cls.__name__, (cls, marker), namespace)
 
 
 def _methods(cls: type) -> list[str]:
-    """The names of the methods that a user may call on an instance."""
+    """The names of all methods of instances that `cls` and its bases define, except for
+    special ones other than `__call__`."""
     names = []
     for base in cls.__mro__[: cls.__mro__.index(eqx.Module)]:
         for name, value in vars(base).items():
             is_call = callable(value) and hasattr(value, "__get__")
-            kinds = (staticmethod, classmethod, property, type)
-            magic = name.startswith("__") and name != "__call__"
-            if is_call and not magic and not isinstance(value, kinds):
+            others = (staticmethod, classmethod, property, type)
+            is_special = name.startswith("__") and name != "__call__"
+            if is_call and not is_special and not isinstance(value, others):
                 names.append(name)
+    # What a base defines as a method may be something else in `cls`.
     return [n for n in dict.fromkeys(names) if callable(_function(cls, n))]
 
 
 def _function(cls: type, name: str) -> Any:
+    """What a class defines or inherits by a name, not bound to anything."""
     return inspect.getattr_static(cls, name)
 
 
 def _rebuilt(cls: type, fields: dict[str, Any]) -> Any:
-    """A watched module, from a copy or a pickle."""
+    """A watched module with these fields, one of which is `tag`; `cls` is the class that
+    it has when it is not watched. (Copies and pickles call this function, too.)"""
     complex_fields = tuple(name for name, f in fields.items() if holds_parts(f))
     new = object.__new__(watched_class(cls, complex_fields))
     vars(new).update(fields)
@@ -104,13 +134,13 @@ def _rebuilt(cls: type, fields: dict[str, Any]) -> Any:
 
 
 def watched(module: Any, tags: dict[str, Tag]) -> Any:
-    """A module with `tags`, watched."""
+    """The watched module of `module`, with `tags`."""
     check_has_no_tag(module)
     return _rebuilt(type(module), {**vars(module), "tag": tags})
 
 
 def check_has_no_tag(module: Any) -> None:
-    """Raises if a module has something else where its tags would be."""
+    """Raises if a module has a field `tag` already, so that its tags have no place."""
     if "tag" in vars(module):
         raise TypeError(
             f"A {type(module).__name__} has a field `tag` of its own, which is where "
@@ -119,8 +149,8 @@ def check_has_no_tag(module: Any) -> None:
 
 
 def plain(module: Any) -> Any:
-    """A watched module as it was."""
-    new = object.__new__(type(module).__mro__[1])
+    """A watched module as a module of the class that it had, without its tags."""
+    new = object.__new__(type(module).__mro__[1])  # The first base of `watched_class`.
     vars(new).update({k: v for k, v in vars(module).items() if k != "tag"})
     return new
 
@@ -151,9 +181,9 @@ def watched_within(tree: PyTree) -> Iterator[Any]:
 
 
 def _fields(module: Any) -> list[tuple[str, Any]]:
-    """The fields of a module that may hold other ones."""
-    kinds = (eqx.Module, list, tuple, dict)
-    return [(k, v) for k, v in vars(module).items() if isinstance(v, kinds)]
+    """The fields of a module that may have modules in them, with their names."""
+    containers = (eqx.Module, list, tuple, dict)
+    return [(k, v) for k, v in vars(module).items() if isinstance(v, containers)]
 
 
 def _is_watched(node: PyTree) -> bool:
@@ -168,62 +198,63 @@ def is_collecting(module: Any) -> bool:
 
 
 def _has_complex_fields(module: Any) -> bool:
+    """Whether a watched module, or one within it, holds parts of complex arrays."""
     return any(type(node)._complex_fields for node in watched_within(module))
 
 
 def joined_call(module: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """A method of a watched module as it was: with complex arrays not only where it reads
-    fields, but also where it takes itself apart as a tree."""
+    """What a method of a watched module returns, called on the plain module. There,
+    complex arrays are joined even if the method takes the module apart as a tree; in a
+    watched one, they are joined only when a field is read."""
     model = joined(map_watched(plain, module))
     out = getattr(model, name)(*args, **kwargs)
-    if _has_own_parts(out, model):
-        raise OwnParts
+    if _is_called_later(out, model):
+        raise CalledLater
     return out
 
 
 def watched_call(module: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """A method of a watched module, with tags where its arrays meet data."""
-    tags: dict[int, list[Bound]] = {}
-    count = iter(range(10**9))
+    """What a method of a watched module returns, with all tags bound."""
+    bound: dict[int, list[Bound]] = {}
+    new_number = itertools.count()
     witness = _witness((args, kwargs))
 
-    def unwatched(node):
+    def marked(node):
+        # The plain module, with some arrays tagged at their values, and with a mark on
+        # each array that has tags for where it multiplies data. These tags are put into
+        # `bound`, by the number on the mark.
         for tag in node.tag.values():
             if isinstance(tag.form, Parameters):
-                node = _tagged_at_value(tag, node, witness)
-        forms = [tag for tag in node.tag.values() if isinstance(tag.form, View)]
+                node = _tagged_at_values(tag, node, witness)
+        tags = [tag for tag in node.tag.values() if isinstance(tag.form, View)]
         numbers = {}
-        for tag in forms:
+        for tag in tags:
             for leaf in tag.form.names:
                 array = member(node, leaf)
                 if eqx.is_array(array) and leaf not in numbers:
-                    numbers[leaf] = next(count)
-        for tag in forms:
+                    numbers[leaf] = next(new_number)
+        for tag in tags:
             weight, *bias = tag.form.names
             if weight in numbers:
-                own = numbers.get(bias[0]) if bias else None
-                tags.setdefault(numbers[weight], []).append(Bound(tag, own))
+                bias_number = numbers.get(bias[0]) if bias else None
+                bound.setdefault(numbers[weight], []).append(Bound(tag, bias_number))
         new = plain(node)
         for leaf, number in numbers.items():
             new = replaced(new, leaf, Marked(number, member(node, leaf)))
         return new
 
-    marked = map_watched(unwatched, module)
-    if not tags:
-        return getattr(joined(marked), name)(*args, **kwargs)
-    return walked(marked, name, args, kwargs, Binder(tags))
+    model = map_watched(marked, module)
+    if not bound:
+        return getattr(joined(model), name)(*args, **kwargs)
+    return walked(model, name, args, kwargs, Binder(bound))
 
 
-class OwnParts(Exception):
-    """A method returns modules that it has, or functions: these are called later."""
-
-
-def _has_own_parts(out: PyTree, model: Any) -> bool:
+def _is_called_later(out: PyTree, model: Any) -> bool:
     """Whether a function, or a module with any of the model's arrays, is in `out`."""
-    own = {id(leaf) for leaf in jtu.tree_leaves(model) if eqx.is_array(leaf)}
+    of_model = {id(leaf) for leaf in jtu.tree_leaves(model) if eqx.is_array(leaf)}
     is_module = lambda node: isinstance(node, eqx.Module)
     for node in jtu.tree_leaves(out, is_leaf=is_module):
-        if is_module(node) and any(id(a) in own for a in jtu.tree_leaves(node)):
+        if is_module(node) and any(id(a) in of_model for a in jtu.tree_leaves(node)):
             return True
         if callable(node) and not is_module(node):
             return True
@@ -233,15 +264,15 @@ def _has_own_parts(out: PyTree, model: Any) -> bool:
 def walked(
     model: Any, name: Any, args: tuple, kwargs: dict[str, Any], visitor: AbstractVisitor
 ) -> Any:
-    """A method of a module, some of whose arrays are `Marked`, as a visitor evaluates
-    it."""
+    """What a method of a module returns, evaluated for a visitor. Some arrays of the
+    module are `Marked`: these are the ones that the visitor is told of."""
     is_leaf = lambda node: isinstance(node, Marked)
     leaves, treedef = jtu.tree_flatten(model, is_leaf=is_leaf)
     inputs, inputs_treedef = jtu.tree_flatten((args, kwargs))
     facts = list(map(_fact, leaves)) + [Fact(data=True)] * len(inputs)
     values = [leaf.array if is_leaf(leaf) else leaf for leaf in leaves] + inputs
     dynamic = [i for i, value in enumerate(values) if eqx.is_array(value)]
-    rest = []
+    not_arrays = []  # What the method returns beside arrays, filled in by `run`.
 
     def run(arrays):
         filled = list(values)
@@ -250,154 +281,184 @@ def walked(
         model = joined(treedef.unflatten(filled[: len(leaves)]))
         args, kwargs = inputs_treedef.unflatten(filled[len(leaves) :])
         out = method_of(model, name)(*args, **kwargs)
-        if _has_own_parts(out, model):
-            raise OwnParts
+        if _is_called_later(out, model):
+            raise CalledLater
         arrays, others = eqx.partition(out, eqx.is_array)
         arrays, structure = jtu.tree_flatten(arrays)
-        rest[:] = structure, others
+        not_arrays[:] = structure, others
         return arrays
 
     arrays = [values[i] for i in dynamic]
     closed = jax.make_jaxpr(run)(arrays)
-    jaxpr, *used = part_of(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
-    consts = [c for c, there in zip(closed.consts, used[0], strict=True) if there]
+    # What no result depends on is left out: it would count as a use of arrays.
+    jaxpr, used_consts, used_inputs = part_of(
+        closed.jaxpr, [True] * len(closed.jaxpr.outvars)
+    )
+    consts = [c for c, used in zip(closed.consts, used_consts, strict=True) if used]
     pairs = [(values[i], facts[i]) for i in dynamic]
-    pairs = [pair for pair, there in zip(pairs, used[1], strict=True) if there]
+    pairs = [pair for pair, used in zip(pairs, used_inputs, strict=True) if used]
     values, facts = ([p[i] for p in pairs] for i in (0, 1))
     results = Walk(visitor).results(jaxpr, consts, values, facts)
-    structure, others = rest
+    structure, others = not_arrays
     return eqx.combine(structure.unflatten(results), others)
 
 
 def method_of(model: Any, name: Any) -> Callable:
-    """A method by its name; or a function of the model and more."""
+    """The method of that name; or, if `name` is a function of the model and the inputs,
+    that function as if it were a method."""
     return ft.partial(name, model) if callable(name) else getattr(model, name)
 
 
 def _fact(leaf: Any) -> Fact:
+    """What is known of a leaf of a module before the program begins."""
     if not isinstance(leaf, Marked):
         return Fact()
     return Fact(terms=(Term(leaf.number, Axes.of(leaf.array.shape)),))
 
 
 def _witness(inputs: PyTree) -> Array:
-    """A number that belongs to the example: to be vmapped over whatever any of the inputs
-    of a call is vmapped over."""
+    """The witness of the inputs of a call: the sum of their first entries, so that it
+    depends on each of them. Only the axes over which it is mapped matter."""
     arrays = [a for a in jtu.tree_leaves(inputs) if eqx.is_array(a) and a.size > 0]
     arrays = [a for a in arrays if jnp.issubdtype(a.dtype, jnp.number)]
     firsts = [jnp.real(a.reshape(-1)[0]).astype(float) for a in arrays]
     return jax.lax.stop_gradient(sum(firsts, jnp.zeros(())))
 
 
-def _tagged_at_value(tag: Tag, layer: Layer, witness: Array) -> Any:
-    """A layer, whose parameters that a tag is at are tagged, for every layer of a
-    stack."""
+def _tagged_at_values(tag: Tag, layer: Layer, witness: Array) -> Any:
+    """A layer with the arrays of a tag tagged at their values; if they are stacked, each
+    layer of the stack by itself."""
     parameters = tag.form.parameters(layer)
-    there = [
+    present = [
         (p, rank)
         for p, rank in zip(parameters, tag.form.ranks, strict=True)  # pyright: ignore
         if p is not None
     ]
-    if not there or not tag.collecting:
+    if not present or not tag.collecting:
         return layer
 
-    def one(tag, parameters):
-        own = tag.form.replace(layer, parameters)
-        return tag.form.parameters(tag.parameters(own, witness))
+    def one_layer(tag, parameters):
+        # Of the layer, the tag reads nothing but these parameters: the rest may be whole.
+        new = tag.form.replace(layer, parameters)
+        return tag.form.parameters(tag.parameters(new, witness))
 
-    first, rank = there[0]
+    # All arrays of a tag have the same stack, so that any of them tells its axes.
+    first, rank = present[0]
     for _ in range(first.ndim - rank):
-        one = jax.vmap(one)
-    return tag.form.replace(layer, one(tag, parameters))
+        one_layer = jax.vmap(one_layer)
+    return tag.form.replace(layer, one_layer(tag, parameters))
 
 
 class Bound(NamedTuple):
-    """A tag of an array, and the number of the bias that it covers too."""
+    """A tag of an array, and the number of the bias that the tag covers, too."""
 
     tag: Tag
     bias: int | None
 
 
 class Binder(AbstractVisitor):
-    """Binds tags where their arrays meet data."""
+    """A visitor that binds the tags of arrays, by the numbers of these, where the arrays
+    multiply data."""
 
-    def __init__(self, tags: dict[int, list[Bound]]):
-        self.tags = tags
+    def __init__(self, bound: dict[int, list[Bound]]):
+        self.bound = bound
 
     def site(self, site: Site, z: Array, bias: Term | None, order: Order | None) -> Array:
-        bound = self._of(site)
+        bound = self._bound_at(site)
         if bound is None:
             return z
         tag = bound.tag
-        own, form = tag.form.form, site.use.form  # pyright: ignore
-        swapped = matrix(form, site.use.weight) != matrix(own, tag.form.weight)  # pyright: ignore
-        if swapped or form != own:
+        expected, form = tag.form.form, site.use.form  # pyright: ignore
+        key = matrix_key(form, site.use.weight)
+        swapped = key != matrix_key(expected, tag.form.weight)  # pyright: ignore
+        # The form of this use may differ from the form of the tag, by the strides of a
+        # convolution for instance, or it may be a use of the transpose. Its statistics
+        # are added to the same slots all the same.
+        if swapped or form != expected:
             tag = Tag(form, tag.block, swapped=swapped).with_slots_of(tag)
         return tagged(tag, z, site)
 
     def accepts(self, site: Site, bias: Term) -> bool:
-        bound = self._of(site)
+        bound = self._bound_at(site)
         return bound is not None and bound.bias == bias.parameter
 
     def otherwise(self, term: Term) -> None:
         pass  # What bypasses the tags is found by whoever collects the curvature.
 
     def sliced(self, parameters: set[int]) -> tuple[PyTree, Callable]:
-        own = {k: [b.tag for b in bs] for k, bs in self.tags.items() if k in parameters}
+        # The tags of stacked arrays have slots for each layer of the stack. A loop along
+        # the arrays takes slices of these, too.
+        tags = {
+            number: [bound.tag for bound in several]
+            for number, several in self.bound.items()
+            if number in parameters
+        }
 
-        def inside(slices):
+        def visitor_within(slices):
             new = {
-                k: [b._replace(tag=t) for b, t in zip(self.tags[k], tags, strict=True)]
-                for k, tags in slices.items()
+                number: [
+                    bound._replace(tag=tag)
+                    for bound, tag in zip(self.bound[number], sliced, strict=True)
+                ]
+                for number, sliced in slices.items()
             }
-            return Binder({**self.tags, **new})
+            return Binder({**self.bound, **new})
 
-        return own, inside
+        return tags, visitor_within
 
-    def _of(self, site: Site) -> Bound | None:
-        """The tag for a use of an array: of its matrix, or of the transposed one."""
-        kind = matrix(site.use.form, site.use.weight)
-        for bound in self.tags.get(site.parameter, ()):
+    def _bound_at(self, site: Site) -> Bound | None:
+        """The tag that belongs to the matrix of a site, or, if the tag is for the
+        transpose as well, to its transpose."""
+        key = matrix_key(site.use.form, site.use.weight)
+        for bound in self.bound.get(site.parameter, ()):
             form, block = bound.tag.form, bound.tag.block
-            own = matrix(form.form, form.weight)  # pyright: ignore
+            tag_key = matrix_key(form.form, form.weight)  # pyright: ignore
             tied = isinstance(block, Kronecker) and block.tied
-            if kind == own or (tied and transposed(kind) == own):
+            if key == tag_key or (tied and transposed_key(key) == tag_key):
                 return bound
         return None
 
 
 def tagged(tag: Tag, z: Array, site: Site) -> Array:
-    """A result of a form, tagged; of complex numbers, real and imaginary parts are two
-    positions."""
-    x = site.x
+    """The result `z` of the form at a site, tagged. The real and the imaginary part of
+    complex numbers are two positions: the array, which is real, multiplies each of them
+    by itself."""
     if not jnp.iscomplexobj(z):
-        x = jnp.real(x) if jnp.iscomplexobj(x) else x
-        return jax.vmap(tag)(z, x) if site.mapped else tag(z, x)
+        # The form of a site that is `mapped` is for one entry of the first axis.
+        return jax.vmap(tag)(z, site.x) if site.mapped else tag(z, site.x)
     both = lambda a: jnp.concatenate([jnp.real(a), jnp.imag(a)], axis=-2)
-    real, imaginary = jnp.split(tag(both(z), both(x)), 2, axis=-2)
+    real, imaginary = jnp.split(tag(both(z), both(site.x)), 2, axis=-2)
     return jax.lax.complex(real, imaginary)
 
 
-def matrix(form: AbstractForm, leaf: Leaf) -> tuple:
-    """Which matrix a form makes of an array: two uses with the same one are uses of the
-    same parameters."""
+def matrix_key(form: AbstractForm, leaf: Leaf) -> tuple:
+    """A key that two uses of an array have in common if they make the same matrix of it.
+
+    For a convolution, the key is all that says how the kernel is arranged. Otherwise, it
+    is the window of the array, the shape to which the window is first reshaped, and which
+    axes of that shape are groups, outputs and inputs. These are always in this order,
+    whatever the order is in which the form wants the axes.
+    """
     if isinstance(form, Convolution):
         kernel = form.kernel, form.channel_groups
         return kernel, leaf.window, leaf.shape, leaf.order, leaf.flips, leaf.seen
-    parts, rest = [], list(leaf.order)
+    # The form sees axes of the lengths `leaf.seen`. Each of them consists of one or more
+    # axes of `leaf.shape`, which are taken in `leaf.order` until their lengths multiply
+    # to its length.
+    joined_axes, remaining = [], list(leaf.order)
     for size in leaf.seen:
         taken, product = [], 1
         while product < size:
-            taken.append(rest.pop(0))
+            taken.append(remaining.pop(0))
             product *= leaf.shape[taken[-1]]
-        parts.append(tuple(taken))
-    if isinstance(form, Lookup):
-        parts = parts[::-1]
-    groups = parts[0] if form == GROUPED else ()
-    return leaf.window, leaf.shape, groups, parts[-2], parts[-1]
+        joined_axes.append(tuple(taken))
+    if isinstance(form, Lookup):  # The weight of a lookup has its inputs first.
+        joined_axes = joined_axes[::-1]
+    groups = joined_axes[0] if form == GROUPED else ()
+    return leaf.window, leaf.shape, groups, joined_axes[-2], joined_axes[-1]
 
 
-def transposed(matrix: tuple) -> tuple:
-    """The transposed matrix."""
-    *rest, out, into = matrix
-    return *rest, into, out
+def transposed_key(key: tuple) -> tuple:
+    """The key of the transpose of a matrix, if `key` is not that of a convolution."""
+    *others, outputs, inputs = key
+    return *others, inputs, outputs
