@@ -358,6 +358,9 @@ MUTANTS = [
     M("nn/_linear.py", "y = y if self.bias is None else y + self.bias", "pass", "layers"),
     M("nn/_shared.py", "tied=True", "tied=False", "layers"),
     # Arrays of any module.
+    M("_raw/_notes.py", "return not isinstance(site.use.form, Lookup)", "return True", "raw"),
+    M("_raw/_notes.py", 'name = "others" if "others" not in names else "other arrays"', 'name = "others"', "raw"),
+    M("_raw/_notes.py", "return not part.tied or block is None or isinstance(block, Kronecker)", "return True", "raw"),
     M("_raw/_axes.py", "axes = tuple(self.axes[i] for i in permutation)", "axes = self.axes", "raw"),
     M("_raw/_axes.py", "window[original] = first + start * stride, first + stop * stride", "window[original] = start * stride, stop * stride", "raw"),
     M("_raw/_axes.py", "flips ^= {original}", "pass", "raw"),

@@ -34,6 +34,12 @@ def of_one_kind(m, x):
     return m.w[2:, :2] @ h + m.w[2:, 2]
 
 
+def there_and_back(m, x):
+    """Only Kronecker blocks can be tied."""
+    first, second = m.w[:3], m.w[3:]
+    return jnp.concatenate([first.T @ jnp.tanh(first @ x), second @ x])
+
+
 def spectral(m, x):
     f = jnp.fft.rfft(x)[:, :3]
     f = jnp.einsum("if,iof->of", f, jax.lax.complex(m.re, m.im))
@@ -300,6 +306,34 @@ CASES = {
         "v",
         w=(2, 3, 3),
         v=(2, 3),
+    ),
+    "a bias added to a lookup": case(
+        lambda m, i: jnp.tanh(m.e[i] + m.b),
+        WORDS,
+        {"e": "Lookup 3x5", "others": "Parameters 3"},
+        e=(5, 3),
+        b=(3,),
+    ),
+    "as many outputs as there are to look up": case(
+        lambda m, i: jnp.tanh(m.e[i] + m.b),
+        WORDS % 3,
+        {"e": "Lookup 3x3", "others": "Parameters 3"},
+        e=(3, 3),
+        b=(3,),
+    ),
+    "a matrix named as other arrays are": case(
+        lambda m, x: jnp.tanh(m.others @ x) * m.s,
+        VECTORS,
+        {"other arrays": "Parameters 2", "others": "Dense 2x3"},
+        others=(2, 3),
+        s=(2,),
+    ),
+    "a window there and back, and another one": case(
+        there_and_back,
+        VECTORS,
+        {"w[0:3, :]": "Dense 3x3, tied", "w[3:5, :]": "Dense 2x3"},
+        "w[0:3, :]",
+        w=(5, 3),
     ),
     "one bias for two": case(
         lambda m, x: (m.w @ x + m.b) * (m.v @ x + m.b),

@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from jaxtyping import Array, PyTree
 
@@ -59,7 +59,8 @@ class Notes(AbstractVisitor):
         return z
 
     def accepts(self, site: Site, bias: Term) -> bool:
-        return True  # Whether all uses agree on a bias is only known in the end.
+        # A lookup has no bias. Whether all uses agree on a bias is only known in the end.
+        return not isinstance(site.use.form, Lookup)
 
     def otherwise(self, term: Term) -> None:
         self.other_uses.setdefault(term.parameter, set()).add(term.stack)
@@ -96,6 +97,11 @@ class RawArray(NamedTuple):
         return f"{self.module}.{self.name}"
 
 
+# Which block a tag has, given an array, the part of it that the tag is for (`None`: the
+# value of the array), and the name of the tag; `None` if there is to be no tag.
+Choose: TypeAlias = Callable[..., AbstractBlock | None]
+
+
 class Part(NamedTuple):
     """A window of an array, which is the same matrix, or its transpose, in all uses."""
 
@@ -108,14 +114,16 @@ class Part(NamedTuple):
     bias_leaf: Leaf | None
 
 
-def parts_of(arrays: Sequence[RawArray], notes: Notes) -> list[Part]:
+def parts_of(arrays: Sequence[RawArray], notes: Notes, choose: Choose) -> list[Part]:
     """The parts of all arrays that can be divided into parts. An array that is a bias
     anywhere has none."""
     all_parts: list[Part] = []
     biases = {use.bias for uses in notes.uses.values() for use in uses}
     for number, array in enumerate(arrays):
         if number in notes.uses and number not in {*notes.other_uses, *biases}:
-            all_parts += _parts(number, array, notes.uses[number])
+            parts = _parts(number, array, notes.uses[number])
+            if all(_has_fitting_block(array, part, choose) for part in parts):
+                all_parts += parts
     # Whether an array can be a bias depends on all parts to which it is added.
     by_bias = lambda part: -1 if part.bias is None else part.bias
     for bias, parts in itertools.groupby(sorted(all_parts, key=by_bias), key=by_bias):
@@ -164,6 +172,13 @@ def _part(number: int, stack: int, uses: list[NotedUse]) -> Part | None:
     return Part(number, owner.form, owner.weight, stack, tied, bias, leaf)
 
 
+def _has_fitting_block(array: RawArray, part: Part, choose: Choose) -> bool:
+    """Whether the chosen block, if any, can add statistics of the transpose to its own,
+    which only Kronecker blocks can; unless nobody uses the transpose of the part."""
+    block = choose(array, part, _name(array, part))
+    return not part.tied or block is None or isinstance(block, Kronecker)
+
+
 def _is_bias(
     bias: int, parts: list[Part], arrays: Sequence[RawArray], notes: Notes
 ) -> bool:
@@ -195,25 +210,15 @@ def _are_apart(windows: Sequence[Any]) -> bool:
 
 
 def tags_for(
-    arrays: Sequence[RawArray], notes: Notes, choose: Callable
+    arrays: Sequence[RawArray], notes: Notes, choose: Choose
 ) -> dict[str, dict[str, Tag]]:
-    """The tags of all modules, by the path of the module and the name of the tag.
-
-    `choose(array, part, name)` returns the block of the tag with that name for a part of
-    an array, or, if `part` is `None`, for the value of the array. It returns `None` if
-    there is to be no tag.
-    """
+    """The tags of all modules, by the path of the module and the name of the tag."""
     plan: dict[str, dict[str, Tag]] = {}
-    parts = parts_of(arrays, notes)
     covered: set[int] = set()
-    for part in parts:
+    for part in parts_of(arrays, notes, choose):
         array = arrays[part.number]
         block = choose(array, part, _name(array, part))
-        if block is not None and part.tied:
-            # Only a Kronecker block can add statistics of the transpose to its own. With
-            # another block, the array is left to be tagged at its value, below.
-            if not isinstance(block, Kronecker):
-                continue
+        if isinstance(block, Kronecker) and part.tied:
             block = dataclasses.replace(block, tied=True)
         if block is not None:
             tags = plan.setdefault(array.module, {})
@@ -224,7 +229,7 @@ def tags_for(
         if number in covered:
             continue
         stack = _stack(notes, number)
-        name = "others" if stack == 0 else f"others, stacked {stack}"
+        name = _name_at_values(array, stack, arrays)
         block = choose(array, None, name)
         if block is not None:
             tags = plan.setdefault(array.module, {})
@@ -251,6 +256,14 @@ def _name(array: RawArray, part: Part) -> str:
     ]
     whole = all(r == ":" for r in ranges)
     return array.name if whole else f"{array.name}[{', '.join(ranges)}]"
+
+
+def _name_at_values(array: RawArray, stack: int, arrays: Sequence[RawArray]) -> str:
+    """The name of the tag at the values of the other arrays of a module, which no array
+    of the module has."""
+    names = {other.name for other in arrays if other.module == array.module}
+    name = "others" if "others" not in names else "other arrays"
+    return name if stack == 0 else f"{name}, stacked {stack}"
 
 
 def _stack(notes: Notes, number: int) -> int:
