@@ -230,7 +230,7 @@ def traced(
     )
     paths, _ = jtu.tree_flatten_with_path(shapes[1])
     known = [value for _, value in zip(paths, values[number:], strict=True)]
-    known += [interpreter.source("number", repr(leaf)) for _, leaf in rest]
+    known += [interpreter.value_of("number", repr(leaf)) for _, leaf in rest]
     paths = [jtu.keystr(path) for path, _ in [*paths, *rest]]
     everything = dict(zip(paths, known, strict=True))
     return Trace(
@@ -378,4 +378,4 @@ def _inputs(
         if is_tag(node):
             yield from [ZERO] * len(jtu.tree_leaves(node))
         else:
-            yield interpreter.source("parameter", i, sources=next(remaining))
+            yield interpreter.value_of("parameter", i, sources=next(remaining))
