@@ -219,8 +219,8 @@ MUTANTS = [
     M("_tag/_weights.py", "return jnp.mean(weights, axis=tuple(extra))", "return jnp.max(weights, axis=tuple(extra))", "several_losses"),
     M("_tag/_partition.py", "return tagged, parameters_of(rest)", "return tagged, rest", "optimizer notebooks"),
     # What a loss function does with the tags.
-    M("_program/_trace.py", "sources=y.sources & ~own | x.sources & own", "sources=y.sources", "program verify"),
-    M("_program/_trace.py", "sources=y.sources & ~own | x.sources & own", "sources=y.sources & ~own", "derivatives"),
+    M("_program/_trace.py", "sources=y.sources & ~covered | x.sources & covered", "sources=y.sources", "program verify"),
+    M("_program/_trace.py", "sources=y.sources & ~covered | x.sources & covered", "sources=y.sources & ~covered", "derivatives"),
     M("_program/_program.py", "if changed:", "if False:", "program run"),
     M("_program/_program.py", "elif bypassing and not _at_zero(uses):", "elif False:", "program verify"),
     M("_program/_program.py", "if unchanged or trace.has_few_rows(use):", "if False:", "program"),
