@@ -264,7 +264,7 @@ MUTANTS = [
     M("_optimizer/_trust.py", "jnp.maximum(self.measured_radius, jnp.abs(value) / 10)", "jnp.abs(value) / 10", "trust"),
     M("_loss/_base.py", "if got != wanted:", "if False:", "losses"),
     M("_loss/_base.py", "if losses.shape != self.leading:", "if False:", "losses"),
-    M("_tag/_primitive.py", "if found is not None:", "if False:", "tag"),
+    M("_tag/_primitive.py", "if first_difference is not None:", "if False:", "tag"),
     M("_fisher/_base.py", "if fisher is not None:\n        check_instance", "if False:\n        check_instance", "estimators"),
     M("_optimizer/_trust.py", "length = step.astype(float) * self.fraction", "length = step.astype(float)", "trust"),
     M("_optimizer/_trust.py", "most = jnp.where(share < squared_radius, share, squared_radius)", "most = squared_radius", "trust"),
