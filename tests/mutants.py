@@ -197,7 +197,7 @@ MUTANTS = [
     M("_tag/_primitive.py", "        return _mark_unseen(y_dot, layout.label(primals))", "        return y_dot", "derivatives"),
     M("_tag/_primitive.py", "stack=stack + stacked,", "stack=stack,", "tag transformations"),
     M("_tag/_primitive.py", "    if not isinstance(layout.collector, RowCollector):", "    if False:", "tag"),
-    M("_tag/_tagged.py", "new = fn(node.tag, node, node, *of_tags)", "new = node", "tag layers"),
+    M("_tag/_tagged.py", "changed = fn(node.tag, node, node, *rest_of_tags)", "changed = node", "tag layers"),
     # What is linearised.
     M("_curvature/_linearise.py", "ratio = 1.0 if len(terms) == 1 else total / count.astype(total.dtype)", "ratio = 1.0", "several_losses"),
     M("_curvature/_linearise.py", "key = jax.random.fold_in(key, jax.lax.axis_index(axis))", "pass", "sharding"),
@@ -389,7 +389,7 @@ MUTANTS = [
     M("_raw/_watched.py", "        if _has_own_parts(out, model):", "        if False:", "raw_programs"),
     M("form/_view.py", "back = sorted(range(len(self.order)), key=self.order.__getitem__)", "back = self.order", "raw"),
     M("form/_view.py", "return array.at[self._index].set(part)", "return array.at[self._index].set(0 * part)", "raw"),
-    M("_tag/_tagged.py", "found += tagged_layers(_untagged(node), own)", "pass", "raw_programs"),
+    M("_tag/_tagged.py", "layers += tagged_layers(_untagged(node), path)", "pass", "raw_programs"),
     M("debug/_verify.py", "norms = [jnp.linalg.norm(a, axis=(-2, -1)) for a in (gradient - seen, gradient)]", "norms = [jnp.linalg.norm(a, axis=(-2, -1)) for a in (seen - seen, gradient)]", "verify"),
     M("debug/_plan.py", "jnp.sqrt(coefficient * loss.term_weights / loss.count)", "jnp.sqrt(loss.term_weights / loss.count)", "verify"),
     M("debug/_compare.py", "[a * (1 - np.eye(n)) for a in squares]", "squares", "verify"),
