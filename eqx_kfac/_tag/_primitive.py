@@ -153,9 +153,9 @@ unseen_p = Primitive("kfac_unseen")
 
 def _batch_tag(primitive, mapped, operands, dims, *, layout, **params):
     """Batches a tag over a mapped axis. JAX calls this rule for every tag inside of a
-    `vmap`, also if no operand is mapped: then the layer has the same input and output for
-    all that are mapped over. If these are the examples, according to the label, the
-    output gets an axis of them all the same, because their gradients at it differ, and
+    `vmap`, also if no operand is mapped, so that the layer has the same input and output
+    everywhere along the axis. If this is an axis of examples, according to the label, the
+    output gets it all the same: the gradients of the examples at the output differ, and
     would otherwise be added up before they are squared."""
     if all(d is None for d in dims):
         label = layout.label(operands)
@@ -206,11 +206,11 @@ def _batch(primitive, mapped, operands, dims, *, layout, stack, examples):
 
 
 def _jvp(primitive, primals, tangents, *, layout, **params):
-    """The derivative of a tag, or of its linear twin. Both are their first operand, and
-    do not depend on the others. But if the slots have tangents, statistics are asked for,
-    and the linear twin is bound, whose transpose makes them. Otherwise the tangent of
-    the layer is tagged in turn, as one more row. (The linear twin is not a layer, and its
-    derivative only passes on the tangent.)"""
+    """The derivative of a tag, or of its linear twin. The value of both is their first
+    operand, and does not depend on the others. But if the slots have tangents, statistics
+    are asked for, and the linear twin is bound, whose transpose makes them. Otherwise the
+    tangent of a layer is tagged in turn, as one more row. (The linear twin is not at the
+    output of a layer, so that its derivative only passes the tangent on.)"""
     out = primitive.bind(*primals, layout=layout, **params)
     y_dot, x_dot, _, slot_dots = layout.split(tangents)
     if not all(map(is_zero, slot_dots)):
@@ -262,9 +262,9 @@ def _mark_unseen(a, label):
 
 
 def _transpose_derivative(ct, *operands, layout, **_):
-    """The transpose of a tag at a derivative of the layer. It belongs to a gradient in
-    the layer's input, in which the weight acts transposed. The rows of this map are no
-    rows of the layer, so that the tag does not see it."""
+    """The transpose of a tag at a derivative of the layer: a part of a gradient in the
+    layer's input, in which the weight acts transposed. The rows of this map are no rows
+    of the layer, so that the tag does not see the gradient."""
     if not is_zero(ct):
         ct = _mark_unseen(ct, layout.label(operands))
     return [ct, *[None] * (len(operands) - 1)]
@@ -290,7 +290,7 @@ def _transpose(ct, *operands, layout, stack, examples):
         weights, basis, *_ = jtu.tree_unflatten(layout.shared, shared)
         weights = row_weights(weights, x, stack, axes)
         if weights is not None:
-            # Rows without a weight may influence others that have one.
+            # A row that has no weight may influence the loss of a row that has one.
             weights = with_influence(weights, ct, stack)
         rows = layout.collector.rows(layout.form, x, ct, weights, stack, axes)
         rows = rows._replace(
@@ -323,7 +323,7 @@ def _check_shaped_like(statistics, like, collector):
 
 
 def _no_derivative(primals, tangents):
-    """The derivative of a statistic: nothing, or an error."""
+    """The derivative of a statistic: zero along a zero tangent, otherwise an error."""
     (statistic,), (tangent,) = primals, tangents
     if is_zero(tangent):
         return statistic_p.bind(statistic), tangent
