@@ -80,8 +80,8 @@ def update_layers(fn: Callable, tree: Model, *rest: Model):
 
 def _has_layers(layer: Layer) -> bool:
     """Whether there are other tagged layers inside of a tagged one."""
-    kinds = (eqx.Module, list, tuple, dict)
-    fields = {k: v for k, v in vars(layer).items() if k != "tag" and isinstance(v, kinds)}
+    trees = (eqx.Module, list, tuple, dict)
+    fields = {k: v for k, v in vars(layer).items() if k != "tag" and isinstance(v, trees)}
     if not fields:  # Nearly all layers have arrays and numbers only.
         return False
     return any(map(is_tagged, jtu.tree_leaves(fields, is_leaf=is_tagged)))
