@@ -1,13 +1,34 @@
 """An abstract interpreter of jaxprs, which runs two analyses at once.
 
-*Value numbering*: two values with the same number are the same expression of the same
-inputs, so that two traces of a function can be compared. *Dependence analysis*: every
-value has the set of sources that it depends on, as the bits of a number. What is zero for
-certain is known by a number of its own and forgotten in sums: the slots of tags are
-zeros, and an expression must not become another one because a model has them.
+*Value numbering*: every value has the number of the expression that it is. Two values
+with the same number are the same expression of the same inputs, so that two traces of a
+function can be compared.
+
+*Dependence analysis*: every value has the set of sources that it depends on, as the bits
+of an integer. Only dependences through which a gradient flows count, except for a few
+sources that are *tracked*: on these, even the result of a comparison depends.
+
+*Zeros.* The arrays that a tag holds while it collects are zeros, and a loss must not
+change with them. So every value that is certainly zero has the same number, and an
+expression does not contain the zeros that are added in it.
+
+*Padding.* A loss may concatenate all arrays of a model, and take a norm of the result.
+The zeros of tags among its entries are padding: a sum does not change with them, but a
+mean does. A concatenation is therefore known by its operands that are not zero, and
+marked as *padded*. A sum over a padded array is an expression like any other; nearly
+every other operation notices how much padding there is, and so the array's shape becomes
+a part of its expression.
+
+*Carries.* While a loop is interpreted, the values that it carries have no expression yet.
+Each is known by its position among those that are not zero, and by nothing else, so that
+the carries of nested loops share their numbers. This can make two different expressions
+equal, but not two equal ones different; and since two traces of one function have the
+same loops, it happens in both. Only a change which puts one carry in the place of
+another would go unnoticed, and tags with more zeros do not cause such a change.
 """
 
 import functools as ft
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -27,11 +48,14 @@ class Value(NamedTuple):
     sources: int = 0
 
 
-ZERO = Value(0)  # Zero for certain. (What it depends on does not matter.)
+# The value that is certainly zero. There are zeros with sources, too, such as a statistic
+# that is zero: operations on arrays recognise these by their number, and drop the
+# sources; loops and branches compare with `ZERO` itself, and keep the sources.
+ZERO = Value(0)
 
 
 def all_sources(values: Iterable[Value]) -> int:
-    """What any of some values depends on."""
+    """The sources on which any of some values depends."""
     return ft.reduce(operator.or_, (v.sources for v in values), 0)
 
 
@@ -40,14 +64,14 @@ class Context(NamedTuple):
 
     **Fields:**
 
-    - `loops`: how many times the loops around it go round, from the outermost; `None`
-        where that is not known.
-    - `sliced`: for each of these loops, the sources of the arrays that it goes along.
-        (Of those that are not tracked: a loop over data is no loop over layers.)
-    - `custom_derivative`: whether it is in a function whose derivative is not that of its
-        operations.
-    - `in_custom_jvp`: whether it is in one that says itself how tangents are pushed
-        forward.
+    - `loops`: the numbers of rounds of the loops around it, from the outermost; `None`
+        for a loop whose number of rounds is not known.
+    - `sliced`: for each of these loops, the sources of the arrays of which every round
+        gets a slice. Arrays that depend on tracked sources, such as data, are left out: a
+        loop over data is no loop along a stack of layers.
+    - `custom_derivative`: whether it is in a function with a `custom_vjp`, whose
+        derivative need not be that of its operations.
+    - `in_custom_jvp`: whether it is in a function with a `custom_jvp`.
     """
 
     loops: tuple[int | None, ...] = ()
@@ -56,19 +80,18 @@ class Context(NamedTuple):
     in_custom_jvp: bool = False
 
     def within(self, length: int | None, sliced: int) -> "Context":
-        """The context within one more loop."""
+        """The context inside one more loop."""
         return self._replace(loops=(*self.loops, length), sliced=(*self.sliced, sliced))
 
 
 class Expressions:
-    """All expressions so far, by number.
+    """The numbers of all expressions so far.
 
     **Fields:**
 
-    - `numbers`: the numbers, by what the expressions are made of.
-    - `nonnegative`: the numbers of those that are known not to be negative.
-    - `padded`: the numbers of those among whose entries are zeros of tags, of which
-        nothing has counted yet how many: their sum is that of the other entries.
+    - `numbers`: the number of each expression, by what the expression is made of.
+    - `nonnegative`: the numbers of expressions that are known not to be negative.
+    - `padded`: the numbers of expressions that are padded with zeros of tags.
     """
 
     def __init__(self):
@@ -82,13 +105,15 @@ class Interpreter:
 
     **Fields:**
 
-    - `expressions`: interpreters that share these give equal expressions the same number.
-    - `visit`: `visit(eqn, values, context)` returns the values of an operation's results
-        and a list of records; or `None`, if nothing special is known of the operation.
-    - `tracked`: the bits of sources that a value keeps even if it has no derivative in
-        them. (A comparison depends on data, but no gradient flows through it.)
+    - `expressions`: the numbers of expressions. Interpreters that share them give equal
+        expressions the same number.
+    - `visit`: special rules for some operations. `visit(eqn, values, context)` returns
+        the values of an operation's results and a list of records; or `None`, if there is
+        no special rule for the operation.
+    - `tracked`: the bits of the sources that are tracked through operations without a
+        derivative. (A comparison depends on data, but no gradient flows through it.)
     - `records`: all records so far.
-    - `opaque`: whether there was any operation that could not be looked into.
+    - `opaque`: whether there was any operation whose inside could not be interpreted.
     """
 
     def __init__(self, expressions: Expressions, visit: Callable, tracked: int):
@@ -98,10 +123,10 @@ class Interpreter:
         self.records = []
         self.opaque = False
 
-    def source(self, *name: Any, sources: int = 0) -> Value:
-        """The value of an expression that is known by a name: what it is made of."""
+    def value_of(self, *parts: Any, sources: int = 0) -> Value:
+        """The value of the expression that is made of `parts`."""
         numbers = self.expressions.numbers
-        return Value(numbers.setdefault(name, len(numbers) + 1), sources)
+        return Value(numbers.setdefault(parts, len(numbers) + 1), sources)
 
     def interpret(
         self,
@@ -111,35 +136,38 @@ class Interpreter:
         context: Context = Context(),
     ) -> list[Value]:
         """The values that a jaxpr returns."""
-        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs]))
+        assigned = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs]))
 
         def read(atom):
-            return self._literal(atom) if isinstance(atom, Literal) else known[atom]
+            return self._literal(atom) if isinstance(atom, Literal) else assigned[atom]
 
         for eqn in jaxpr.eqns:
             values = [read(atom) for atom in eqn.invars]
             results = self._results(eqn, values, context)
-            known.update(zip(eqn.outvars, results, strict=True))
+            assigned.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
     def constant(self, value: Any, sources: int = 0) -> Value:
-        """The value of an array that is not traced, known by its entries. (Of a large one
-        only by its shape: comparing it would take longer than tracing.)"""
+        """The value of a constant of a jaxpr. A small NumPy array is known by its
+        entries. Any other array is known by its shape and type alone, because reading it
+        might take longer than tracing; two traces of one function have the same
+        constants. (A constant that is a tracer belongs to a trace around this one.)"""
         if isinstance(value, Tracer):
-            return self.source("tracer", id(value), sources=sources)
-        kind = np.shape(value), str(getattr(value, "dtype", type(value)))
-        plain = isinstance(value, (np.ndarray, np.generic, int, float, bool))
-        if not plain or np.size(value) > 2**16:
-            return self.source("array", *kind, sources=sources)
+            return self.value_of("tracer", id(value), sources=sources)
+        shape_and_type = np.shape(value), str(getattr(value, "dtype", type(value)))
+        readable = isinstance(value, (np.ndarray, np.generic, int, float, bool))
+        if not readable or np.size(value) > 2**16:
+            return self.value_of("array", *shape_and_type, sources=sources)
         array = np.asarray(value)
         if not array.any() and array.dtype.kind in "fiub":
             return ZERO
-        return self.source("constant", *kind, array.tobytes(), sources=sources)
+        entries = array.tobytes()
+        return self.value_of("constant", *shape_and_type, entries, sources=sources)
 
     def _literal(self, atom: Any) -> Value:
         if np.ndim(atom.val) == 0 and not np.any(atom.val):
             return ZERO
-        return self.source("literal", str(atom.aval), repr(atom.val))
+        return self.value_of("literal", str(atom.aval), repr(atom.val))
 
     def _results(
         self, eqn: Equation, values: list[Value], context: Context
@@ -150,93 +178,99 @@ class Interpreter:
             self.records += records
             return results
         name, params = eqn.primitive.name, eqn.params
-        # These are known by name. A `jit`, a `checkpoint`, a function with a derivative
-        # of its own and whatever else has one program with the same inputs needs none.
+        # Control flow has a rule for each of its primitives, known by their names.
         if name == "scan":
             return self._scan(eqn, values, context)
         if name == "while":
             return self._while(params, values, context)
         if name == "cond":
             return self._cond(params, values, context)
+        # An operation with a single jaxpr that has as many inputs as the operation has
+        # operands is taken for a call of it: a `jit`, a `checkpoint`, a function with a
+        # derivative of its own.
         inner = list(_jaxprs(list(params.values())))
-        if len(inner) == 1 and len(_open(inner[0]).invars) == len(values):
+        if len(inner) == 1 and len(_without_consts(inner[0]).invars) == len(values):
             inside = context._replace(
                 custom_derivative=context.custom_derivative or name == "custom_vjp_call",
                 in_custom_jvp=context.in_custom_jvp or name == "custom_jvp_call",
             )
-            return self._closed(inner[0], values, inside)
+            return self._call(inner[0], values, inside)
         if inner or any(map(_is_program, params.values())):
             return self._unknown(eqn, values, inner)
         return self._operation(eqn, values)
 
-    def _closed(self, jaxpr: Any, values: list[Value], context: Context) -> list[Value]:
-        consts = map(self.constant, getattr(jaxpr, "consts", ()))
-        return self.interpret(_open(jaxpr), list(consts), values, context)
+    def _call(self, jaxpr: Any, values: list[Value], context: Context) -> list[Value]:
+        """The results of a jaxpr that has its constants with it, if there are any."""
+        jaxpr, consts = opened(jaxpr)
+        return self.interpret(jaxpr, list(map(self.constant, consts)), values, context)
 
     def _operation(self, eqn: Equation, values: list[Value]) -> list[Value]:
         """The results of an operation on arrays."""
-        name, known = eqn.primitive.name, self.expressions
+        name, expressions = eqn.primitive.name, self.expressions
         zero = [v.expression == ZERO.expression for v in values]
         if values and _is_zero(name, zero):
             return [ZERO] * len(eqn.outvars)
+        # A sum with a zero is its other operand.
         if (name in ("add", "add_any") and any(zero)) or (name == "sub" and zero[1]):
             return [values[zero.index(False)]]
         operands = tuple(v.expression for v in values)
         nonzero = tuple(n for n, z in zip(operands, zero, strict=True) if not z)
-        if name == "max" and any(zero) and nonzero[0] in known.nonnegative:
+        if name == "max" and any(zero) and nonzero[0] in expressions.nonnegative:
             return [values[zero.index(False)]]
-        # A norm of all arrays of a model is a sum over the entries of tags, too: these
-        # are zeros, and add nothing. So zeros are left out of a concatenation, and the
-        # result is marked as padded, until a sum or a maximum has forgotten them.
-        padded = [n in known.padded for n in operands]
+        # See "Padding" above: zeros are left out of a concatenation, whose result is
+        # padded instead, as is what an operation on every entry makes of padded arrays.
+        padded = [n in expressions.padded for n in operands]
         if name == "concatenate" and (any(zero) or any(padded)):
             operands, is_padded = nonzero, True
         else:
-            is_padded = all(padded) and values != [] and name in _KEEPS_ZEROS
-        forgets = padded[:1] == [True] and (
+            is_padded = all(padded) and name in _KEEPS_ZEROS
+        forgets_padding = any(padded) and (
             name == "reduce_sum"
-            or (name == "reduce_max" and operands[0] in known.nonnegative)
+            or (name == "reduce_max" and operands[0] in expressions.nonnegative)
         )
         shapes = ()
-        if not (is_padded or forgets):
-            # Anything else notices how many zeros there are: their shape is part of it.
+        if not (is_padded or forgets_padding):
+            # Other operations notice how many zeros there are.
             noticed = [z or p for z, p in zip(zero, padded, strict=True)]
             pairs = zip(eqn.invars, noticed, strict=True)
             shapes = tuple(str(atom.aval) for atom, noticed in pairs if noticed)
-        parts = "of", name, operands, shapes, _static(eqn.params)
-        results = self._sourced(eqn, parts, all_sources(values))
-        found = {v.expression for v in results}
+        parts = "of", name, operands, shapes, _comparable(eqn.params)
+        results = self._values_of(eqn, parts, all_sources(values))
+        numbers = {v.expression for v in results}
         if name in ("abs", "square") or (name == "max" and any(zero)):
-            known.nonnegative |= found
+            expressions.nonnegative |= numbers
         if is_padded:
-            known.padded |= found
+            expressions.padded |= numbers
         return results
 
-    def _sourced(self, eqn: Equation, parts: tuple, sources: int) -> list[Value]:
-        """The results of an operation that is made of `parts`. Those without a derivative
-        depend on what is tracked alone."""
+    def _values_of(self, eqn: Equation, parts: tuple, sources: int) -> list[Value]:
+        """The results of an operation that is made of `parts` and depends on `sources`. A
+        result without a derivative depends on the tracked ones among them."""
         results = []
         avals: list[Any] = [out.aval for out in eqn.outvars]
         for i, aval in enumerate(avals):
             smooth = jnp.issubdtype(aval.dtype, jnp.inexact)
             smooth = smooth and eqn.primitive.name not in _FLAT
             kept = sources if smooth else sources & self.tracked
-            results.append(self.source(*parts, i, sources=kept))
+            results.append(self.value_of(*parts, i, sources=kept))
         return results
 
     def _unknown(self, eqn: Equation, values: list[Value], inner: list) -> list[Value]:
-        """The results of an operation that is not made of operations on arrays, such as a
-        call of Python. Tags may be used in it, but nobody knows how."""
+        """The results of an operation that cannot be interpreted, such as a call of
+        Python. Its jaxprs, if it has any, are searched for tags all the same."""
         self.opaque = True
-        context = Context((None,), (0,), custom_derivative=True)
+        # Whatever surrounds the operation, the worst is assumed: that tags in it are
+        # called any number of times, in a function with a derivative of its own.
+        worst = Context((None,), (0,), custom_derivative=True)
         for jaxpr in inner:
-            inputs = [self.source("unknown", i) for i in range(len(_open(jaxpr).invars))]
-            self._closed(jaxpr, inputs, context)
+            # Only the records are of interest, so that the inputs of all such jaxprs may
+            # be the same expressions.
+            number = len(_without_consts(jaxpr).invars)
+            self._call(jaxpr, [self.value_of("unknown", i) for i in range(number)], worst)
         sources = all_sources(values) & self.tracked
-        numbers = [v.expression for v in values]
-        operands = tuple(n for n in numbers if n != ZERO.expression)
+        operands = tuple(v.expression for v in values if v.expression != ZERO.expression)
         return [
-            self.source("unknown", eqn.primitive.name, operands, i, sources=sources)
+            self.value_of("unknown", eqn.primitive.name, operands, i, sources=sources)
             for i in range(len(eqn.outvars))
         ]
 
@@ -249,9 +283,9 @@ class Interpreter:
         inside = context.within(length, sliced)
 
         def body(carry):
-            return self._closed(params["jaxpr"], [*consts, *carry, *xs], inside)
+            return self._call(params["jaxpr"], [*consts, *carry, *xs], inside)
 
-        carried, results = self._carried(body, carry, n)
+        carried, results = self._carried(body, carry)
         name = "scan", length, params["reverse"]
         return self._looped(name, carry, carried, results[:n], results[n:])
 
@@ -261,33 +295,40 @@ class Interpreter:
         inside = context.within(None, 0)
 
         def body(carry):
-            new = self._closed(params["body_jaxpr"], [*body_consts, *carry], inside)
-            return new + self._closed(
-                params["cond_jaxpr"], [*cond_consts, *carry], inside
-            )
+            new = self._call(params["body_jaxpr"], [*body_consts, *carry], inside)
+            condition = self._call(params["cond_jaxpr"], [*cond_consts, *carry], inside)
+            return new + condition
 
-        carried, results = self._carried(body, carry, len(carry))
-        new, going = results[: len(carry)], results[len(carry) :]
-        return self._looped(("while", going[0].expression), carry, carried, new, [])
+        carried, (*new, condition) = self._carried(body, carry)
+        return self._looped(("while", condition.expression), carry, carried, new, [])
 
-    def _carried(self, body: Callable, carry: list[Value], n: int) -> tuple[list, list]:
-        """What a loop carries, at any time, and what its body then returns: the least
-        fixed point. A carry is zero if it begins as zero and stays it; it depends on all
-        that it, or any carry that goes into it, has ever depended on."""
+    def _carried(self, body: Callable, carry: list[Value]) -> tuple[list, list]:
+        """What a loop carries, at the start of any round, and what its body then returns:
+        the carries after the round, and behind them anything else. `carry` is what the
+        loop begins with.
+
+        This is the least fixed point: a carry is zero if it is zero in the beginning and
+        after every round, and it depends on all sources that it, or any carry that it is
+        computed from, has ever depended on."""
+        n = len(carry)
         zero = [v == ZERO for v in carry]
         sources = [v.sources for v in carry]
         start = len(self.records)
         while True:
-            # Earlier rounds knew too little: only the records of the last one are kept.
+            # An interpretation before the last one assumed too many zeros and too few
+            # sources: its records are dropped.
             del self.records[start:]
-            number = iter(range(n))
+            # Zeros are not counted, so that the slots of tags, which loops carry too, do
+            # not change the numbers of other carries.
+            count = itertools.count()
             carried = [
-                ZERO if is_zero else self.source("carry", next(number), sources=bits)
+                ZERO if is_zero else self.value_of("carry", next(count), sources=bits)
                 for is_zero, bits in zip(zero, sources, strict=True)
             ]
             results = body(carried)
-            new_zero = [z and r == ZERO for z, r in zip(zero, results)]
-            new_sources = [s | r.sources for s, r in zip(sources, results)]
+            new = results[:n]
+            new_zero = [z and r == ZERO for z, r in zip(zero, new, strict=True)]
+            new_sources = [s | r.sources for s, r in zip(sources, new, strict=True)]
             if (new_zero, new_sources) == (zero, sources):
                 return carried, results
             zero, sources = new_zero, new_sources
@@ -295,23 +336,26 @@ class Interpreter:
     def _looped(
         self, name: tuple, carry: list, carried: list, new: list, ys: list
     ) -> list[Value]:
-        """The results of a loop, known by everything in it that is not zero."""
+        """The results of a loop: its last carries, and `ys`, which it stacks. Each is
+        known by what all carries that are not zero begin with (`carry`) and become in a
+        round (`new`)."""
         nonzero = [i for i, v in enumerate(carried) if v != ZERO]
         loop = (*name, tuple((carry[i].expression, new[i].expression) for i in nonzero))
         out = [ZERO] * len(carried)
-        for place, i in enumerate(nonzero):
+        for position, i in enumerate(nonzero):
             sources = carry[i].sources | new[i].sources
-            out[i] = self.source("loop", loop, place, sources=sources)
+            out[i] = self.value_of("loop", loop, position, sources=sources)
         return out + [self._derived(("loop", loop), y) for y in ys]
 
     def _derived(self, how: Any, value: Value) -> Value:
+        """What a loop makes of a value, by slicing or stacking: a zero stays a zero."""
         if value == ZERO:
             return value
-        return self.source("derived", how, value.expression, sources=value.sources)
+        return self.value_of("derived", how, value.expression, sources=value.sources)
 
     def _cond(self, params: Any, values: list[Value], context: Context) -> list[Value]:
         index, *operands = values
-        branches = [self._closed(b, operands, context) for b in params["branches"]]
+        branches = [self._call(b, operands, context) for b in params["branches"]]
         results = []
         for choices in zip(*branches, strict=True):
             if all(c == ZERO for c in choices):
@@ -319,12 +363,12 @@ class Interpreter:
                 continue
             sources = index.sources & self.tracked | all_sources(choices)
             parts = "cond", index.expression, tuple(c.expression for c in choices)
-            results.append(self.source(*parts, sources=sources))
+            results.append(self.value_of(*parts, sources=sources))
         return results
 
 
-# The names in these tables are those of JAX's primitives; a test asks whether it still
-# has them. These make zeros of zeros.
+# The names in these tables are names of JAX's primitives; a test asks whether JAX still
+# has them. First come the primitives whose results are zero if all operands are.
 _ZERO_OF_ZEROS = frozenset(
     "abs add add_any all_gather broadcast_in_dim concatenate convert_element_type copy "
     "copy_p cumsum dot_general dynamic_slice dynamic_update_slice expand_dims gather "
@@ -333,18 +377,19 @@ _ZERO_OF_ZEROS = frozenset(
     "scatter_add select_n sharding_constraint sign slice split sqrt square squeeze "
     "stop_gradient sub transpose".split()
 )
-# These do so entry by entry.
+# Those of them that act on every entry by itself, so that padding stays padding.
 _KEEPS_ZEROS = frozenset(
     "abs convert_element_type copy integer_pow mul neg sign sqrt square".split()
 )
-# These have no derivative.
+# Primitives whose derivative is zero.
 _FLAT = frozenset("stop_gradient sign floor ceil round".split())
-# These are zero if the first operand is: the others only say where.
+# Primitives that take entries of their first operand; the others say which entries.
 _LOOKUPS = frozenset("gather dynamic_slice".split())
 
 
 def _is_zero(name: str, zero: list[bool]) -> bool:
-    """Whether the results of an operation are, given which of its operands are."""
+    """Whether the results of an operation are zero, given which of its operands are. (A
+    quotient counts as zero if its numerator does.)"""
     if all(zero) and name in _ZERO_OF_ZEROS:
         return True
     if name in ("mul", "dot_general", "conv_general_dilated"):
@@ -353,15 +398,16 @@ def _is_zero(name: str, zero: list[bool]) -> bool:
 
 
 def scan_counts(eqn: Equation) -> tuple[int, int]:
-    """The numbers of constants and of values carried, told from shapes: JAX's own
-    parameters for them change, but what a scan slices or stacks has one more axis."""
-    body = _open(eqn.params["jaxpr"])
+    """The numbers of constants and of carries of a `scan`, inferred from shapes: JAX's
+    own parameters for them change from version to version, but whatever a scan slices or
+    stacks has one axis more outside of its body than inside."""
+    body = _without_consts(eqn.params["jaxpr"])
 
-    def equal(outer, inner):
-        return [o.aval.ndim == i.aval.ndim for o, i in zip(outer, inner, strict=True)]
+    def unsliced(outer, inner):
+        return sum(o.aval.ndim == i.aval.ndim for o, i in zip(outer, inner, strict=True))
 
-    carried = sum(equal(eqn.outvars, body.outvars))
-    return sum(equal(eqn.invars, body.invars)) - carried, carried
+    carried = unsliced(eqn.outvars, body.outvars)
+    return unsliced(eqn.invars, body.invars) - carried, carried
 
 
 def _jaxprs(value: Any) -> Iterator[Any]:
@@ -373,28 +419,30 @@ def _jaxprs(value: Any) -> Iterator[Any]:
             yield from _jaxprs(item)
 
 
-def _open(jaxpr: Any) -> Any:
+def _without_consts(jaxpr: Any) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """A jaxpr, closed or not, and its constants."""
-    return _open(jaxpr), getattr(jaxpr, "consts", ())
+    return _without_consts(jaxpr), getattr(jaxpr, "consts", ())
 
 
 def _is_program(value: Any) -> bool:
-    """Whether a parameter of an operation is a function in disguise."""
+    """Whether a parameter of an operation is a function, or may contain one. (Equinox's
+    primitives have their functions in a tree, whose structure is a parameter.)"""
     return isinstance(value, jtu.PyTreeDef) or (
         callable(value) and not isinstance(value, (type, np.dtype, jnp.dtype))
     )
 
 
-def _static(value: Any) -> Any:
-    """A parameter of an operation, as something to compare."""
+def _comparable(value: Any) -> Any:
+    """A parameter of an operation, as something that two traces can be compared by. A
+    function is made anew in each trace, so that only its type can be compared."""
     if isinstance(value, dict):
-        return tuple((k, _static(v)) for k, v in sorted(value.items()))
+        return tuple((k, _comparable(v)) for k, v in sorted(value.items()))
     if isinstance(value, (tuple, list)):
-        return tuple(map(_static, value))
+        return tuple(map(_comparable, value))
     if isinstance(value, (int, float, complex, str, bytes, type(None))):
         return value
     if isinstance(value, np.ndarray):

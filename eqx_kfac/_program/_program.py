@@ -1,9 +1,19 @@
 """What a loss function does with the layers of a model, checked before it runs.
 
-Statistics are right if all of a layer's parameters reach the losses through its tag, if
-the examples are where the tag expects them, and if nothing but tags notices the slots. So
-the loss function is traced, and its program interpreted. A second trace has more zeros in
-the tags than the first: the losses have to be the same expressions."""
+While curvature is collected, the tags of a model hold zeros, their *slots*: the loss is
+differentiated with respect to the slots, and statistics are what this gives. They are
+right under three conditions.
+
+- All parameters of a layer reach the losses through its tag: none *bypasses* it. (A layer
+  that is tagged at a zero is an exception: see `_tag/_primitive.py`.)
+- The tag can tell examples apart, where it has to: they are the outermost axis along
+  which the layer is mapped, or the gradients of one example at all uses of the layer are
+  added up in slots for each example.
+- The losses do not change with the zeros that the tags hold.
+
+So the loss function is traced, and its program interpreted. For the third condition, it
+is traced once more with more zeros in the tags, the *decoys*: the losses have to be the
+same expressions in both traces."""
 
 import functools as ft
 import math
@@ -31,12 +41,12 @@ from ._interpreter import all_sources, Expressions
 from ._trace import (
     LabelledModel,
     numbered,
-    source_of,
+    parameter_bit,
     STATISTIC,
     TagUse,
     Trace,
     traced,
-    unseen_of,
+    unseen_bit,
 )
 
 
@@ -45,14 +55,16 @@ class Program(NamedTuple):
 
     **Fields:**
 
-    - `examples`: how many there are, of every loss; none if no tag has to know.
-    - `per_example`: the tags, by number, whose slots are for single examples' gradients,
-        and how many examples these are (on this device). Their layers may be used more
-        than once by an example, and their block squares the gradients of examples.
-    - `axes`: of a `shard_map`, over which these examples are split.
+    - `examples`: the numbers of examples of the losses; empty if no tag has to know them.
+    - `per_example`: the numbers of the tags whose slots are for the gradients of single
+        examples, each with the number of these examples (on this device). An example may
+        use the layer of such a tag more than once, and the tag's block squares the
+        gradients of examples, which are to be added up over all uses before.
+    - `axes`: the axes of a `shard_map` over which these examples are split.
     - `regularised`: whether the gradient has a part from an `L2` term.
-    - `rows`: how many rows each use of each tag has, by the tag's number.
-    - `joint`: the tags, by number, that add up gradients over an example's positions.
+    - `rows`: for each tag, by its number, the number of rows of each use.
+    - `joint`: the numbers of the tags that add up gradients over the positions of an
+        example.
     """
 
     examples: tuple[int, ...] = ()
@@ -71,8 +83,8 @@ def analyse(
     uses: bool = True,
     trains: bool = False,
 ) -> Program:
-    """What a loss function does with the tags of a model. With `uses`, parameters must
-    not pass by them; with `trains`, there must be no layers that it does not use at all.
+    """What a loss function does with the tags of a model. With `uses`, no parameters may
+    bypass a tag; with `trains`, the loss function must use every layer.
 
     **Raises:** `ValueError`, naming layers by their path, for a program whose curvature
     would not be right.
@@ -80,21 +92,22 @@ def analyse(
     check_tracked()
     check_tagged(model)
     labelled = LabelledModel.of(model)
-    again = ft.partial(traced, loss_fn, labelled, args, kwargs, Expressions())
-    trace = again()
-    _check_unnoticed(trace, again(decoys=True))
+    trace_with = ft.partial(traced, loss_fn, labelled, args, kwargs, Expressions())
+    trace = trace_with()
+    _check_unnoticed(trace, trace_with(decoys=True))
     examples = ()
     if any(map(trace.may_serve_several, trace.uses)):
-        # Tags that know the number of examples give what is the same for all of these an
-        # axis for them.
+        # A layer whose input is the same for all examples of a `vmap` has no axis of
+        # them. If its tag knows the number of examples, it adds this axis, and sees the
+        # gradient of every example by itself.
         examples, before = trace.examples, trace
-        trace = again(examples=examples)
+        trace = trace_with(examples=examples)
         _check_shared(trace, before)
     if uses:
         _check_uses(trace, trains)
     _check_examples(trace)
     per_example = dict(_used_repeatedly(trace))
-    split = [use.axes for use in trace.uses if use.number in per_example]
+    split = [use.device_axes for use in trace.uses if use.number in per_example]
     axes = frozenset().union(*split)
     numbers = range(len(trace.layers))
     rows = tuple(tuple(use.rows for use in trace.uses_of(n)) for n in numbers)
@@ -119,19 +132,20 @@ def with_labels(filled: Model, program: Program) -> Model:
             tag = tag.per_example(layer, per_example[number], program.axes)
         elif number in program.joint and jtu.tree_leaves(tag.slots):
             tag = tag.jointly(layer)
-        label = Label(0, number, program.examples)
+        label = Label(stack=0, number=number, examples=program.examples)
         return tag.labelled(layer, label) if program.examples else tag
 
     return with_tags(prepare, filled, numbers)
 
 
-def _check_unnoticed(trace: Trace, again: Trace) -> None:
-    """Raises if the losses depend on what tags hold, or on how much that is."""
+def _check_unnoticed(trace: Trace, with_decoys: Trace) -> None:
+    """Raises if the losses depend on the arrays that tags hold: on a statistic, or on the
+    number of zeros, which is higher `with_decoys`."""
     changed = [
         path
         for path, value in trace.everything.items()
         if value.sources & STATISTIC
-        or value.expression != again.everything[path].expression
+        or value.expression != with_decoys.everything[path].expression
     ]
     if changed:
         raise ValueError(
@@ -145,38 +159,45 @@ def _check_unnoticed(trace: Trace, again: Trace) -> None:
 
 
 def _check_uses(trace: Trace, trains: bool) -> None:
-    """Raises if parameters pass by their tag, naming all such layers."""
+    """Raises if parameters bypass their tag, or, with `trains`, if a layer is not used.
+    Names all such layers, each with the first of these reasons that applies."""
     outputs = all_sources(trace.outputs)
-    unseen, outside, uncalled, unused, untagged = [], [], [], [], []
-    for number, own in enumerate(trace.layers):
+    unseen, outside, uncalled, unused, bypassed = [], [], [], [], []
+    for number, tagged in enumerate(trace.layers):
         uses = trace.uses_of(number)
-        bypassing = outputs & source_of(number)
-        if outputs & unseen_of(number):
-            unseen.append(own)
-        elif bypassing and is_followed(own.layer) and not _at_zero(uses):
-            outside.append(own)
+        bypassing = outputs & parameter_bit(number)
+        # A derivative of the layer that its tag does not see.
+        if outputs & unseen_bit(number):
+            unseen.append(tagged)
+        # Arrays of any module, which the program also uses where no tag follows them.
+        elif bypassing and is_followed(tagged.layer) and not _at_zero(uses):
+            outside.append(tagged)
+        # Parameters that are used, but never by a call of their layer.
         elif not uses and bypassing:
-            uncalled.append(own)
+            uncalled.append(tagged)
+        # A layer that is not used at all. (One that is called for nothing is no mistake,
+        # and operations that cannot be interpreted may call any layer.)
         elif not uses and trains and not trace.opaque and number not in trace.dead:
-            unused.append(own)
+            unused.append(tagged)
+        # A layer that is called, and whose parameters are used in another way, too.
         elif bypassing and not _at_zero(uses):
-            untagged.append(own)
+            bypassed.append(tagged)
     if unseen:
         raise ValueError(_through_derivatives(unseen))
-    kinds = (
+    reasons = (
         (outside, _OUTSIDE),
         (uncalled, _UNCALLED),
-        (untagged, _UNTAGGED),
+        (bypassed, _BYPASSED),
         (unused, _UNUSED),
     )
-    messages = [_about(layers, text) for layers, text in kinds if layers]
+    messages = [_about(layers, text) for layers, text in reasons if layers]
     if messages:
         raise ValueError(" ".join(messages))
 
 
 def _at_zero(uses: list[TagUse]) -> bool:
-    """Whether there are uses, with a tag at a zero that is added to the result: what
-    bypasses it is the result itself."""
+    """Whether a layer is used, and always tagged at a zero that is added to its result.
+    Then the result itself bypasses the tag, which is no mistake."""
     return bool(uses) and all(use.at_zero for use in uses)
 
 
@@ -193,7 +214,7 @@ _UNCALLED = (
     "are used in another way, of which no curvature is collected. Call {them}; or "
     "{otherwise}"
 )
-_UNTAGGED = (
+_BYPASSED = (
     "Parameters of the {layers} reach the losses by another way than through {a_tag}, "
     "and no curvature would be collected of that: {parameters} are used outside of the "
     "layer, or a derivative of the layer in its parameters is. Call the layer instead; "
@@ -218,15 +239,16 @@ _OWN = (
 
 
 def _about(layers: list[TaggedLayer], text: str) -> str:
-    """What is to be said of some layers: first of those that can be converted in another
-    way."""
-    own = [layer for layer in layers if has_own_tag(layer.layer)]
-    others = [layer for layer in layers if not has_own_tag(layer.layer)]
-    both = (others, _FOLLOWED), (own, _OWN)
-    return " ".join(_about_alike(some, text, way) for some, way in both if some)
+    """The message `text` about some layers. There is one way out for layers whose tag
+    `kfac.convert` has put there, and another for layers whose class has a tag."""
+    written = [tagged for tagged in layers if has_own_tag(tagged.layer)]
+    converted = [tagged for tagged in layers if not has_own_tag(tagged.layer)]
+    both = (converted, _FOLLOWED), (written, _OWN)
+    return " ".join(_about_alike(alike, text, way) for alike, way in both if alike)
 
 
 def _about_alike(layers: list[TaggedLayer], text: str, otherwise: str) -> str:
+    """The message `text` about layers for which there is the same way `otherwise`."""
     paths = [path for path, _, _ in layers]
     one = len(paths) == 1
     parameters = [n for _, tag, _ in layers for n in tag.form.names]
@@ -239,13 +261,13 @@ def _about_alike(layers: list[TaggedLayer], text: str, otherwise: str) -> str:
         parameters=("its" if one else "their")
         + " parameters "
         + names(_once(parameters)),
-        blocks=_untagged(paths),
+        blocks=_no_blocks(paths),
     )
     return text.format(**words, otherwise=otherwise.format(**words))
 
 
-def _untagged(paths: list[str]) -> str:
-    """The argument of `kfac.convert` that leaves some layers as they are."""
+def _no_blocks(paths: list[str]) -> str:
+    """The argument `blocks` of `kfac.convert` that leaves some layers untagged."""
     return "{" + ", ".join(f"{path!r}: None" for path in paths[:8]) + "}"
 
 
@@ -254,23 +276,23 @@ def _once(words: list[str]) -> list[str]:
 
 
 def _through_derivatives(layers: list[TaggedLayer]) -> str:
-    """What is to be said of layers whose derivatives are trained through."""
+    """The message about layers whose derivatives the losses depend on, unseen by tags."""
     paths = [path for path, _, _ in layers]
     which = "layer" if len(layers) == 1 else "layers"
     whose = "its" if len(layers) == 1 else "their"
     last = f"leave the {which} untagged, `kfac.convert(kfac.revert(model), blocks="
-    last += f"{_untagged(paths)})`"
+    last += f"{_no_blocks(paths)})`"
     if any(has_own_tag(layer) for _, _, layer in layers):
         last = f"write the {which} without a tag"
     return (
         f"The losses are trained through a derivative of the {which} {names(paths)} in "
         f"{whose} input, of which no curvature would be collected: "
-        f"{_unseen(layers[0].tag)}. Where the losses should not be trained through it, "
-        f"stop it (`jax.lax.stop_gradient`). As a last resort, {last}, with a `fallback`."
+        f"{_why_unseen(layers[0].tag)}. If no gradient is to flow through it, stop it "
+        f"(`jax.lax.stop_gradient`). As a last resort, {last}, with a `fallback`."
     )
 
 
-def _unseen(tag: Tag) -> str:
+def _why_unseen(tag: Tag) -> str:
     """Why a tag does not see a derivative, and what to do."""
     form, block = tag.form.label, type(tag.block).__name__
     if not tag.form.linear:
@@ -292,25 +314,27 @@ def _unseen(tag: Tag) -> str:
 
 
 def _check_shared(trace: Trace, before: Trace) -> None:
-    """Raises if rows belong to several examples. A layer that is called inside of the
-    `vmap` over the examples, if on constants, has got their axis since `before`."""
+    """Raises if rows belong to several examples. In `before`, the tags did not know the
+    number of examples. A layer that is called on constants inside of the `vmap` over the
+    examples had no axis of examples there, and now has one; if its axes are the same in
+    both traces, it is called outside."""
     for old, use in zip(before.uses, trace.uses, strict=True):
         path, tag, _ = trace.layers[use.number]
         if not trace.may_serve_several(use):
             continue
-        unchanged = trace.is_constant(use) and use.examples == old.examples
+        unchanged = trace.is_constant(use) and use.example_shape == old.example_shape
         if unchanged or trace.has_few_rows(use):
             raise ValueError(
                 f"The layer `{path}` is called outside of the `vmap` over the "
-                f"{trace.examples[0]} examples ({_seen(use)}), so that what it returns "
-                "serves several of them, whose gradients would be added up before they "
-                f"are squared. {_inside(tag)}"
+                f"{trace.examples[0]} examples ({_as_text(use)}), so that what it "
+                "returns serves several of them, whose gradients would be added up "
+                f"before they are squared. {_inside(tag)}"
             )
 
 
 def _inside(tag: Tag) -> str:
     """How a layer is to be called."""
-    if isinstance(tag.form, Parameters):  # As that of a `kfac.Parameter` is.
+    if isinstance(tag.form, Parameters):  # A `kfac.Parameter` has this form.
         return (
             "Call it inside, with what belongs to one example, as in `x + "
             "self.position(x)`: what depends on its value is to be computed there, too."
@@ -326,6 +350,9 @@ def _check_examples(trace: Trace) -> None:
     for use in trace.uses:
         path, tag, _ = trace.layers[use.number]
         block = tag.block
+        # Where JAX makes a condition of each example a selection, it stops the gradients,
+        # and with them the statistics, of examples that do not use the layer; but what it
+        # does inside of a `custom_jvp` is not differentiated.
         if use.context.in_custom_jvp and trace.is_conditional(use):
             raise ValueError(
                 f"The layer `{path}` is called on a condition that is another one for "
@@ -337,6 +364,7 @@ def _check_examples(trace: Trace) -> None:
         if not (weighted or block.mixes_positions):
             continue
         what = "the examples have weights"
+        # Products between the positions of an example need to know which these are.
         if block.mixes_positions:
             what = f"its block, `kfac.{type(block).__name__}`, tells examples apart"
         if (
@@ -346,29 +374,30 @@ def _check_examples(trace: Trace) -> None:
         ):
             raise ValueError(
                 f"Cannot tell which axis of the layer `{path}` counts the examples "
-                f"({_seen(use)}; the losses have {trace.examples[0]}), but {what}. The "
-                "batch has to be the outermost `vmap` around the layer, not a loop, and "
-                "not outside of a function with a derivative of its own (`custom_vjp`). "
-                "Write it so, or give the layer the block `kfac.Kronecker(weighted="
-                "False)`, which takes every row by itself."
+                f"({_as_text(use)}; the losses have {trace.examples[0]}), but {what}. "
+                "The batch has to be the outermost `vmap` around the layer, not a loop, "
+                "and not outside of a function with a derivative of its own "
+                "(`custom_vjp`). Write it so, or give the layer the block "
+                "`kfac.Kronecker(weighted=False)`, which takes every row by itself."
             )
         if weighted:
             _check_weights(trace, use, path)
 
 
 def _is_ambiguous(trace: Trace, use: TagUse) -> bool:
-    """Whether a loop around a use goes round as often as there are examples, so that it
-    may be over these, and the axis that looks like them something else."""
+    """Whether a use has example axes, but also a loop around it that goes round as often
+    as there are examples: then either may be what counts the examples."""
     lengths = {n for n in trace.examples if n > 1} & {*use.context.loops}
-    return bool(lengths) and use.examples != () and trace.repeats(use)
+    return bool(lengths) and use.example_shape != () and trace.repeats(use)
 
 
 def _check_weights(trace: Trace, use: TagUse, path: str) -> None:
-    members, shape = use.x.shape[: use.stack], trace.weights.shape
-    if use.axes:  # Devices take their part of them.
-        shape = (*use.examples[:1], *shape[1:])
-    weights = jax.ShapeDtypeStruct(members + shape, trace.weights.dtype)
-    axes = use.stack + len(use.examples)
+    """Raises if it cannot be told which row of a use has which weight."""
+    stack_shape, shape = use.x.shape[: use.stack], trace.weights.shape
+    if use.device_axes:  # Each device takes its own part of the weights.
+        shape = (*use.example_shape[:1], *shape[1:])
+    weights = jax.ShapeDtypeStruct(stack_shape + shape, trace.weights.dtype)
+    axes = use.stack + len(use.example_shape)
     try:
         jax.eval_shape(lambda w, x: row_weights(w, x, use.stack, axes), weights, use.x)
     except ValueError as error:
@@ -376,17 +405,18 @@ def _check_weights(trace: Trace, use: TagUse, path: str) -> None:
         raise
 
 
-def _seen(use: TagUse) -> str:
-    """How a tag is used, in words."""
-    seen = f"it sees axes of lengths {use.examples}"
+def _as_text(use: TagUse) -> str:
+    """A use, in the words of an error."""
+    text = f"it sees axes of lengths {use.example_shape}"
     if use.context.loops:
-        seen += f", in loops of lengths {use.context.loops}"
-    return seen + (", in a `custom_vjp`" if use.context.custom_derivative else "")
+        text += f", in loops of lengths {use.context.loops}"
+    return text + (", in a `custom_vjp`" if use.context.custom_derivative else "")
 
 
 def _used_repeatedly(trace: Trace) -> Iterator[tuple[int, int]]:
-    """The tags of layers that an example may use more than once, if their block squares
-    examples' gradients: these are to be added up before."""
+    """The numbers of the tags of layers that an example may use more than once, if their
+    block squares the gradients of examples, each with the number of these examples. The
+    gradients of an example are to be added up over the uses before they are squared."""
     for number, (path, tag, _) in enumerate(trace.layers):
         uses = trace.uses_of(number)
         several = len(uses) > 1 or any(map(trace.repeats, uses))
@@ -401,8 +431,9 @@ def _used_repeatedly(trace: Trace) -> Iterator[tuple[int, int]]:
                 "gradients of examples. Make the loop a `vmap`, or use "
                 "`kfac.Kronecker()` for the layer."
             )
+        # All blocks of this kind have the field, but their abstract class does not.
         axes = tag.block.batch_axes  # pyright: ignore
-        numbers = {math.prod(use.examples[:axes]) for use in uses}
+        numbers = {math.prod(use.example_shape[:axes]) for use in uses}
         if len(numbers) > 1:
             raise ValueError(
                 f"The layer `{path}` is used several times, for different numbers of "
@@ -414,8 +445,9 @@ def _used_repeatedly(trace: Trace) -> Iterator[tuple[int, int]]:
 
 
 def _is_joint(trace: Trace, number: int) -> bool:
-    """Whether a tag may add up the gradients of an example's positions, and it is known
-    which these are: it is used once, by examples that all are along one axis."""
+    """Whether a tag may add up the gradients at the positions of an example, because its
+    block can do so and it is known which rows are the positions of one example: the layer
+    is used once, and all examples are along the first of its example axes."""
     _, tag, layer = trace.layers[number]
     uses = trace.uses_of(number)
     if not isinstance(tag.block, AbstractJointBlock) or len(uses) != 1:
@@ -423,9 +455,12 @@ def _is_joint(trace: Trace, number: int) -> bool:
     if not tag.block.takes_jointly(tag.form.sizes(layer)):
         return False
     (use,) = uses
+    # First it is asked whether the layer is called in several rounds, for some of the
+    # examples, or for none; then whether its rows are plain rows along an axis of
+    # examples; and then whether this axis may also be something else.
     if trace.repeats(use) or trace.splits_examples(use) or trace.is_constant(use):
         return False
-    if use.derivative or use.examples == () or not trace.has_example_axis(use):
+    if use.derivative or use.example_shape == () or not trace.has_example_axis(use):
         return False
     if trace.may_serve_several(use) or _is_ambiguous(trace, use):
         return False
@@ -434,8 +469,11 @@ def _is_joint(trace: Trace, number: int) -> bool:
 
 def _positions(tag: Tag, use: TagUse) -> int:
     """How many positions an example has in a use."""
-    axes = use.stack + len(use.examples)
+    axes = use.stack + len(use.example_shape)
     inputs = jax.eval_shape(
         lambda x: tag.form.inputs(x, use.stack, axes).vectors(), use.x
     )
-    return math.prod(inputs.shape[use.stack + tag.form.groups + 1 : -1])
+    # First come stacked layers, then the axis of a grouped layer's groups, if it has any,
+    # then the batch. The last axis is that of the features.
+    batch_axis = use.stack + tag.form.groups
+    return math.prod(inputs.shape[batch_axis + 1 : -1])

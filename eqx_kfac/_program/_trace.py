@@ -1,10 +1,16 @@
-"""A trace of a loss function: which tags it uses, and how; and which layers' parameters
-what it returns depends on.
+"""A trace of a loss function: which tags it uses, how it uses them, and on which
+parameters its results depend.
 
-Dependences are sets of sources, as the bits of a number: one for data, one for
-statistics that the loss function collects itself, and two for each tag. The first of
-these is for the parameters that the tag covers, the second for derivatives that it does
-not see."""
+The model is traced while its tags collect, so that the calls of tags are in the program.
+Every tag has a *label*, which says in the program what the number of the tag is.
+
+Dependences are sets of sources, as the bits of an integer. One bit is for data. One is
+for statistics: a loss function that takes a gradient with respect to the whole model
+makes statistics, which are the gradient in what its tags hold. Two bits are for each tag:
+the first for the parameters that the tag covers, the second for derivatives of the layer
+that the tag does not see. A tag takes the first bit away from the output of its layer.
+If a result depends on this bit all the same, the parameters reach it by another way than
+through the tag: they *bypass* the tag."""
 
 import functools as ft
 import math
@@ -38,7 +44,7 @@ from ._run import example_weights, run
 
 
 DATA, STATISTIC = 1, 2
-FIRST_OF_TAGS = 2  # How many bits there are before those of tags.
+FIRST_BIT_OF_TAGS = 2  # The place of the first bit that belongs to a tag.
 
 
 class TagUse(NamedTuple):
@@ -46,33 +52,37 @@ class TagUse(NamedTuple):
 
     **Fields:**
 
-    - `number`: that of the tag.
-    - `x`: the layer's input, abstractly.
-    - `stack`: how many of its first axes are separate layers.
-    - `examples`: the lengths of the example axes behind these, from the outermost.
+    - `number`: the number of the tag.
+    - `x`: the shape and type of the layer's input. Its first axes separate layers of a
+        stack, the next ones are example axes, and the others belong to the layer itself.
+    - `stack`: the number of axes of `x` that separate layers.
+    - `example_shape`: the lengths of the example axes of `x`, from the outermost.
     - `context`: what surrounds the use.
-    - `members_left`: how many axes of stacked layers no loop goes along.
-    - `at_zero`: whether the tag is at a zero, which is added to a result.
-    - `sources`: what the layer's input depends on.
-    - `axes`: of a `shard_map`, over which the rows are split.
-    - `derivative`: whether it is one of a derivative of the layer.
+    - `label_stack`: the number of stack axes of the tag's label: axes of the layer's
+        stack that no loop slices, and one axis for each `vmap` that has made copies of
+        the layer.
+    - `at_zero`: whether the layer is tagged at a zero that is added to its result,
+        instead of at the result itself (see `_tag/_primitive.py`).
+    - `sources`: the sources that the layer's input depends on.
+    - `device_axes`: the axes of a `shard_map` over which the rows are split.
+    - `derivative`: whether this is a use of a derivative of the layer.
     """
 
     number: int
     x: jax.ShapeDtypeStruct
     stack: int
-    examples: tuple[int, ...]
+    example_shape: tuple[int, ...]
     context: Context
-    members_left: int
+    label_stack: int
     at_zero: bool
     sources: int
-    axes: frozenset
+    device_axes: frozenset
     derivative: bool
 
     @property
     def rows(self) -> int:
-        """How many there are, of one of several stacked layers."""
-        return math.prod(self.x.shape[self.stack : self.stack + len(self.examples)])
+        """The number of rows, for each layer of a stack."""
+        return math.prod(self.example_shape)
 
 
 def numbered(model: Model) -> Model:
@@ -86,20 +96,23 @@ class Trace(NamedTuple):
 
     **Fields:**
 
-    - `layers`: those with something to train, by number.
-    - `uses`: of their tags, in the order of the program.
-    - `terms`: the shapes of the losses' terms.
-    - `weights`: those of the examples, abstractly.
-    - `outputs`: those of the losses.
-    - `everything`: all that the objective consists of, by path.
-    - `opaque`: whether any operation could not be looked into.
+    - `layers`: the layers with something to train. A tag's number is a position in this
+        list.
+    - `uses`: the uses of their tags that the outputs of the losses need, in the order of
+        the program.
+    - `term_shapes`: the shape of the terms of each loss, examples first.
+    - `weights`: the shape and type of the examples' weights; `None` if there are none.
+    - `outputs`: the values of the losses' outputs.
+    - `everything`: the values of all that the objective consists of, by path.
+    - `opaque`: whether there was any operation whose inside could not be interpreted.
     - `regularised`: whether there is an `L2` term.
-    - `dead`: tags that are called for results which nothing uses.
+    - `dead`: the numbers of the tags that are called, but only for results that nothing
+        uses.
     """
 
     layers: list[TaggedLayer]
     uses: list[TagUse]
-    terms: tuple[tuple[int, ...], ...]
+    term_shapes: tuple[tuple[int, ...], ...]
     weights: Any
     outputs: list[Value]
     everything: dict[str, Value]
@@ -109,74 +122,88 @@ class Trace(NamedTuple):
 
     @property
     def examples(self) -> tuple[int, ...]:
-        """How many there are, of every loss."""
-        return tuple(dict.fromkeys(shape[0] for shape in self.terms))
+        """The numbers of examples that the losses have, each once."""
+        return tuple(dict.fromkeys(shape[0] for shape in self.term_shapes))
 
     def uses_of(self, number: int) -> list[TagUse]:
+        """The uses of a tag."""
         return [use for use in self.uses if use.number == number]
 
     def splits_examples(self, use: TagUse) -> bool:
-        """Whether a tag does not see all examples together: in a function with a
-        derivative of its own, or on a condition, for which `vmap` gives every example a
-        copy of the layer."""
+        """Whether a tag does not see all examples together, because the layer is called
+        in a function with a derivative of its own, or on a condition."""
         return use.context.custom_derivative or self.is_conditional(use)
 
     def is_conditional(self, use: TagUse) -> bool:
-        """Whether a use is on a condition that is another one for each example: then
-        `vmap` has given every example a copy of the layer, which looks like a stack."""
+        """Whether a layer is called on a condition that differs between examples. If so,
+        `vmap` has given every example a copy of the layer, with a copy of the label: the
+        label has more stack axes than the layer."""
         _, tag, layer = self.layers[use.number]
-        return use.members_left > len(tag.stack(layer))
+        return use.label_stack > len(tag.stack(layer))
 
     def repeats(self, use: TagUse) -> bool:
-        """Whether the same layer is used again and again, in a loop that is not one along
-        a stack of layers."""
-        own = source_of(use.number)
-        return not all(sliced & own for sliced in use.context.sliced)
+        """Whether any loop around a use calls the same layer in every round, and not one
+        layer of a stack after the other, of whose parameters each round gets a slice."""
+        parameters = parameter_bit(use.number)
+        return not all(sliced & parameters for sliced in use.context.sliced)
 
     def has_example_axis(self, use: TagUse) -> bool:
         """Whether the outermost example axis of a use counts the examples."""
-        if use.examples == ():
+        if use.example_shape == ():
+            # A single example needs no axis.
             return self.examples == (1,) or self.is_looped_over(use)
-        if use.axes:  # Within the loss function, devices may have parts of them.
-            return any(number % use.examples[0] == 0 for number in self.examples)
-        # The outputs may have an axis of the members of an ensemble, too.
-        members = use.x.shape[: use.stack]
-        behind = [s[len(members) :] for s in self.terms if s[: len(members)] == members]
-        return use.examples[0] in {*self.examples, *(s[0] for s in behind if s)}
+        number, *_ = use.example_shape
+        if use.device_axes:
+            # Each device may have an equal part of the examples.
+            return any(total % number == 0 for total in self.examples)
+        # In an ensemble, the terms may have axes of its members before the examples.
+        stack_shape, axes = use.x.shape[: use.stack], use.stack
+        members = [s[axes:] for s in self.term_shapes if s[:axes] == stack_shape]
+        return number in {*self.examples, *(shape[0] for shape in members if shape)}
 
     def is_looped_over(self, use: TagUse) -> bool:
-        """Whether a loop, and not an axis, is over all examples."""
-        return use.examples == () and use.context.loops == self.examples != (1,)
+        """Whether a loop, and not an axis, runs over all examples: the only loop around
+        the use, with a round for every example of the losses. (Around a single example, a
+        loop of one round would be no such loop.)"""
+        return use.example_shape == () and use.context.loops == self.examples != (1,)
 
     def may_serve_several(self, use: TagUse) -> bool:
-        """Whether a row of it may belong to several examples."""
+        """Whether one row of a use may belong to several examples."""
         if self.splits_examples(use) or self.examples == (1,):
             return False
         if {None, *self.examples} & {*use.context.loops}:  # Each round may be an example.
             return False
-        return use.examples == () or self.is_constant(use)
+        return use.example_shape == () or self.is_constant(use)
 
     def has_few_rows(self, use: TagUse) -> bool:
-        """Whether a use, and all others that are like it, without any axis of examples,
-        are too few to be one for every example."""
-        alike = [c for c in self.uses_of(use.number) if c.examples == ()]
-        loops = [c.context.loops for c in alike if self.may_serve_several(c)]
-        rows = sum(math.prod(n for n in own if n is not None) for own in loops)
-        return use.examples == () and rows < min(self.examples)
+        """Whether a use has no example axis, and all uses of its tag that have none have,
+        together, fewer rows than there are examples. Then some row serves several."""
+        without_axis = [u for u in self.uses_of(use.number) if u.example_shape == ()]
+        loops = [u.context.loops for u in without_axis if self.may_serve_several(u)]
+        rows = sum(math.prod(n for n in rounds if n is not None) for rounds in loops)
+        return use.example_shape == () and rows < min(self.examples)
 
     def is_constant(self, use: TagUse) -> bool:
-        """Whether the input of a layer never depends on any data, unlike that of others:
-        what its axes count may have nothing to do with the examples."""
-        own = [other.sources & DATA for other in self.uses_of(use.number)]
-        return not any(own) and any(other.sources & DATA for other in self.uses)
+        """Whether the inputs of a layer never depend on data, although those of other
+        layers do: then its example axes may count something else than examples."""
+        data = [u.sources & DATA for u in self.uses_of(use.number)]
+        return not any(data) and any(u.sources & DATA for u in self.uses)
 
 
 class LabelledModel(NamedTuple):
-    """A model whose tags collect, for several traces of it."""
+    """A model whose tags collect, for several traces of it.
+
+    **Fields:**
+
+    - `filled`: the model, with slots in its tags.
+    - `numbers`: the numbers of its tags, as a model-shaped tree.
+    - `sources`: for every inexact array of the model, the bits of the tags that cover it.
+    - `layers`: the layers with something to train, by number.
+    """
 
     filled: Model
-    numbers: Model  # Of its tags.
-    sources: list[int]  # For every inexact array, the bits of the tags that cover it.
+    numbers: Model
+    sources: list[int]
     layers: list[TaggedLayer]
 
     @classmethod
@@ -187,12 +214,13 @@ class LabelledModel(NamedTuple):
         return cls(filled, numbers, _sources(model, numbers), trained_layers(model))
 
     def with_labels(self, examples: tuple[int, ...], decoys: bool) -> Model:
-        """The model, whose tags know their numbers."""
+        """The filled model, with a label in every tag and, if asked for, decoys."""
 
         def with_label(tag, layer, number):
             if number is None:
                 return tag
-            return tag.labelled(layer, Label(0, number, examples), decoys)
+            label = Label(stack=0, number=number, examples=examples)
+            return tag.labelled(layer, label, decoys)
 
         return with_tags(with_label, self.filled, self.numbers)
 
@@ -206,39 +234,41 @@ def traced(
     examples: tuple[int, ...] = (),
     decoys: bool = False,
 ) -> Trace:
-    """Traces a loss function and interprets the program. With `examples`, the tags know
-    how many there are; with `decoys`, they hold more zeros than otherwise."""
+    """Traces a loss function and interprets the program. With `examples`, the labels say
+    how many examples the losses have; with `decoys`, the tags hold more zeros than
+    without."""
     filled = labelled.with_labels(examples, decoys)
     params, static = eqx.partition(filled, eqx.is_inexact_array)
-    losses, weights, rest, regularised = [], [], [], []
+    # A traced function returns arrays only: what else there is, it writes into these.
+    term_shapes, weights, others, regularised = [], [], [], []
 
     def objective(params):
         objective, _ = run(loss_fn, eqx.combine(params, static), args, kwargs)
-        losses[:] = [loss.leading for loss in objective.losses]
+        term_shapes[:] = [loss.leading for loss in objective.losses]
         regularised[:] = [isinstance(term, L2) for _, term in objective.terms]
-        own = ft.partial(example_weights, layers=labelled.layers)
-        weights[:] = [jax.eval_shape(own, objective.losses)]
+        weights_of = ft.partial(example_weights, layers=labelled.layers)
+        weights[:] = [jax.eval_shape(weights_of, objective.losses)]
         outputs = [loss.outputs for loss in objective.losses]
-        arrays, others = eqx.partition(objective, eqx.is_array)
-        rest[:] = jtu.tree_flatten_with_path(others)[0]
+        arrays, no_arrays = eqx.partition(objective, eqx.is_array)
+        others[:] = jtu.tree_flatten_with_path(no_arrays)[0]
         return outputs, arrays
 
     closed, shapes = jax.make_jaxpr(objective, return_shape=True)(params)
-    number = len(jtu.tree_leaves(shapes[0]))
+    num_outputs = len(jtu.tree_leaves(shapes[0]))
     interpreter, values = _interpreted(
-        expressions, closed, number, params, labelled.sources
+        expressions, closed, num_outputs, params, labelled.sources
     )
-    paths, _ = jtu.tree_flatten_with_path(shapes[1])
-    known = [value for _, value in zip(paths, values[number:], strict=True)]
-    known += [interpreter.source("number", repr(leaf)) for _, leaf in rest]
-    paths = [jtu.keystr(path) for path, _ in [*paths, *rest]]
-    everything = dict(zip(paths, known, strict=True))
+    arrays, _ = jtu.tree_flatten_with_path(shapes[1])
+    found = [value for _, value in zip(arrays, values[num_outputs:], strict=True)]
+    found += [interpreter.value_of("number", repr(leaf)) for _, leaf in others]
+    paths = [jtu.keystr(path) for path, _ in [*arrays, *others]]
+    everything = dict(zip(paths, found, strict=True))
     return Trace(
         labelled.layers,
         interpreter.records,
-        tuple(losses),
+        tuple(term_shapes),
         weights[0],
-        values[:number],
+        values[:num_outputs],
         everything,
         interpreter.opaque,
         any(regularised),
@@ -247,8 +277,8 @@ def traced(
 
 
 def bypassed(call: Callable, model: Model) -> list[TaggedLayer]:
-    """The tagged layers whose parameters reach what `call(model)` returns other than
-    through their tag."""
+    """The tagged layers whose parameters reach what `call(model)` returns by another way
+    than through their tag."""
     labelled = LabelledModel.of(model)
     params, static = eqx.partition(labelled.with_labels((), False), eqx.is_inexact_array)
 
@@ -256,30 +286,40 @@ def bypassed(call: Callable, model: Model) -> list[TaggedLayer]:
         return eqx.filter(call(eqx.combine(params, static)), eqx.is_array)
 
     closed = jax.make_jaxpr(outputs)(params)
-    number = len(closed.jaxpr.outvars)
-    _, values = _interpreted(Expressions(), closed, number, params, labelled.sources)
+    num_outputs = len(closed.jaxpr.outvars)
+    _, values = _interpreted(Expressions(), closed, num_outputs, params, labelled.sources)
     sources = all_sources(values)
-    return [own for n, own in enumerate(labelled.layers) if sources & source_of(n)]
+    layers = enumerate(labelled.layers)
+    return [layer for number, layer in layers if sources & parameter_bit(number)]
 
 
 def _interpreted(
-    expressions: Expressions, closed: Any, number: int, params: Model, sources: list[int]
+    expressions: Expressions,
+    closed: Any,
+    num_outputs: int,
+    params: Model,
+    sources: list[int],
 ) -> tuple[Interpreter, list[Value]]:
-    """The values of all results of a program; and an interpreter with the records of what
-    the first `number` of them need, the outputs of the losses."""
+    """The values of all results of a program; and an interpreter whose records are those
+    of the operations that the first `num_outputs` results need."""
     visit = ft.partial(_visit, _covering(sources))
     interpreter = Interpreter(expressions, visit, DATA | STATISTIC)
     inputs = list(_inputs(interpreter, params, sources))
-    consts = [interpreter.constant(c, DATA * bool(c.ndim)) for c in closed.consts]
+    # The arguments of the loss function are constants of the program, and so are arrays
+    # that it knows otherwise: all are data, except for scalars, which no example has for
+    # itself.
+    consts = [interpreter.constant(c, DATA if c.ndim else 0) for c in closed.consts]
     values = interpreter.interpret(closed.jaxpr, consts, inputs)
-    if number == len(values):
+    if num_outputs == len(values):
         return interpreter, values
-    # A second time, without what only penalties use: of that, no curvature is collected.
-    wanted = [i < number for i in range(len(values))]
+    # The other results are penalties, of which no curvature is collected: the program is
+    # interpreted once more without what only they need.
+    wanted = [i < num_outputs for i in range(len(values))]
     part, *used = part_of(closed.jaxpr, wanted)
     interpreter = Interpreter(expressions, visit, DATA | STATISTIC)
     consts, inputs = map(list, map(compress, (consts, inputs), used))
-    return interpreter, interpreter.interpret(part, consts, inputs) + values[number:]
+    outputs = interpreter.interpret(part, consts, inputs)
+    return interpreter, outputs + values[num_outputs:]
 
 
 def _dead(jaxpr: Any) -> frozenset[int]:
@@ -289,7 +329,7 @@ def _dead(jaxpr: Any) -> frozenset[int]:
 
 
 def _called(jaxpr: Any) -> set[int]:
-    """The numbers of the tags that a program uses."""
+    """The numbers of the tags that a program calls."""
     labels = [label_of(eqn) for eqn in equations(jaxpr) if eqn.primitive is tag_p]
     return {label.number for label in labels if label is not None}
 
@@ -297,85 +337,92 @@ def _called(jaxpr: Any) -> set[int]:
 def _visit(
     covering: dict[int, int], eqn: Equation, values: list[Value], context: Context
 ) -> Any:
-    """What is known of tags, and of their statistics. `covering` has, for each tag, the
-    bits of all that cover any of its parameters."""
+    """The interpreter's rule for tags, statistics, and derivatives that no tag sees.
+    `covering` has, for each tag, the bits of all tags that cover any of its
+    parameters."""
     if eqn.primitive is statistic_p:
         (value,) = values
         return [value._replace(sources=value.sources | STATISTIC)], []
     if eqn.primitive is unseen_p:
         (value,) = values
-        unseen = unseen_of(eqn.params["number"])
+        unseen = unseen_bit(eqn.params["number"])
         return [value._replace(sources=value.sources | unseen)], []
     if eqn.primitive is not tag_p:
         return None
-    params, stack = eqn.params, eqn.params["stack"]
-    avals: list[Any] = [atom.aval for atom in eqn.invars]
     label = label_of(eqn)
-    if label is None:  # The loss function itself collects curvature by it.
+    if label is None:
+        # The loss function itself has filled this tag, to collect curvature in it.
         return values[:1], []
     y, x = values[:2]
-    shape = avals[1].shape
+    avals: list[Any] = [atom.aval for atom in eqn.invars]
+    y_aval, x_aval, *_ = avals
+    stack, num_example_axes = eqn.params["stack"], eqn.params["examples"]
     use = TagUse(
         number=label.number,
-        x=jax.ShapeDtypeStruct(shape, avals[1].dtype),
+        x=jax.ShapeDtypeStruct(x_aval.shape, x_aval.dtype),
         stack=stack,
-        examples=shape[stack : stack + params["examples"]],
+        example_shape=x_aval.shape[stack : stack + num_example_axes],
         context=context,
-        members_left=label.stack,
+        label_stack=label.stack,
         at_zero=y == ZERO,
         sources=x.sources,
-        axes=varying(avals[0]),
-        derivative=params["layout"].derivative,
+        device_axes=varying(y_aval),
+        derivative=eqn.params["layout"].derivative,
     )
-    # The tag has seen how the output depends on the layer's own parameters, so that this
-    # dependence ends here; unless the layer's input depends on them, too. (Tags of parts
-    # of one array share its bits.)
-    own = covering[label.number]
-    return [y._replace(sources=y.sources & ~own | x.sources & own)], [use]
+    # The tag sees how the output depends on the layer's parameters, so that this
+    # dependence ends here. But a dependence of the layer's input on the same parameters
+    # goes on. (An array of which several tags cover parts has the bits of all of them.)
+    covered = covering[label.number]
+    return [y._replace(sources=y.sources & ~covered | x.sources & covered)], [use]
 
 
-def source_of(number: int) -> int:
+def parameter_bit(number: int) -> int:
     """The bit of the parameters that a tag covers."""
-    return 1 << (FIRST_OF_TAGS + 2 * number)
+    return 1 << (FIRST_BIT_OF_TAGS + 2 * number)
 
 
-def unseen_of(number: int) -> int:
-    """The bit of derivatives that the tag does not see."""
-    return source_of(number) << 1
+def unseen_bit(number: int) -> int:
+    """The bit of the derivatives of a layer that its tag does not see."""
+    return parameter_bit(number) << 1
 
 
 def _sources(model: Model, numbers: Model) -> list[int]:
     """For every inexact array of a model, the bits of the tags that cover it."""
 
-    def mark(tag, layer, new, number):
+    def mark(tag, layer, bits_so_far, number):
         if number is None:
-            return new
-        pairs = zip(tag.form.parameters(layer), tag.form.parameters(new), strict=True)
-        marks = [None if p is None else bits | source_of(number) for p, bits in pairs]
-        return tag.form.replace(new, tuple(marks))
+            return bits_so_far
+        parameters = tag.form.parameters(layer), tag.form.parameters(bits_so_far)
+        bits = [
+            None if p is None else b | parameter_bit(number)
+            for p, b in zip(*parameters, strict=True)
+        ]
+        return tag.form.replace(bits_so_far, tuple(bits))
 
-    none = jtu.tree_map(lambda _: 0, eqx.filter(model, eqx.is_inexact_array))
-    return jtu.tree_leaves(update_layers(mark, none, numbers))
+    zeros = jtu.tree_map(lambda _: 0, eqx.filter(model, eqx.is_inexact_array))
+    return jtu.tree_leaves(update_layers(mark, zeros, numbers))
 
 
 def _covering(sources: list[int]) -> dict[int, int]:
     """For every tag, the bits of all tags that cover any of the same arrays."""
-    found: dict[int, int] = {}
+    covering: dict[int, int] = {}
     for bits in sources:
-        for number in range(bits.bit_length() // 2):
-            if bits & source_of(number):
-                found[number] = found.get(number, 0) | bits
-    return found
+        number = 0
+        while parameter_bit(number) <= bits:  # A higher tag would have a higher bit.
+            if bits & parameter_bit(number):
+                covering[number] = covering.get(number, 0) | bits
+            number += 1
+    return covering
 
 
 def _inputs(
     interpreter: Interpreter, params: Model, sources: list[int]
 ) -> Iterator[Value]:
-    """The values of a filled model's arrays: what tags hold is zero."""
+    """The values of a filled model's arrays. The arrays in its tags are zero."""
     is_tag = lambda node: isinstance(node, Tag)
     remaining = iter(sources)
     for i, node in enumerate(jtu.tree_leaves(params, is_leaf=is_tag)):
         if is_tag(node):
             yield from [ZERO] * len(jtu.tree_leaves(node))
         else:
-            yield interpreter.source("parameter", i, sources=next(remaining))
+            yield interpreter.value_of("parameter", i, sources=next(remaining))

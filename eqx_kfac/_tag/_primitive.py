@@ -1,18 +1,34 @@
 """The tag primitive: statistics as cotangents.
 
-`tag(y, x)` is `y`. Its JVP binds a linear twin in which the *slots* are inputs that do
-not touch the value, and whose transpose passes the cotangent of `y` through and *defines*
-the cotangent of the slots as the layer's statistics. One `jax.vjp` of any function of a
-model then returns the gradient in its weights and the statistics in its tags; whatever
-JAX can differentiate, it can collect curvature from.
+`tag(y, x)`, for the output `y` and the input `x` of a layer, is `y`. The primitive has
+more operands, the *slots*: zeros that the layer's tag holds while curvature is collected,
+and that do not touch the value. Its JVP binds a linear twin, whose transpose passes the
+cotangent of `y` through and *defines* the cotangent of the slots as the layer's
+statistics. One `jax.vjp` of any function of a model then returns the gradient in its
+weights and the statistics in its tags; whatever JAX can differentiate, it can collect
+curvature from.
 
 There are four primitives. `kfac_tag` is what a layer binds, and what programs are
 searched for; `kfac_tag_linear` is its derivative in the slots. `kfac_statistic` marks
 what a transposition has made of rows, so that its dependence can be followed and it is
-not differentiated. `kfac_unseen` marks a derivative of a layer of which its tag sees
-nothing. All four are the identity on their first operand.
+not differentiated. `kfac_unseen` marks a derivative of a layer that its tag does not see.
+All four are the identity on their first operand.
+
+*Axes.* A tag is written for one layer and one example; `vmap` adds axes in front, first
+those along which whole layers are *stacked*, then those of *examples*. They are told
+apart by the slots: a slot that is mapped belongs to a layer of its own, and a slot that
+is the same for all adds up their statistics.
+
+*Tags at zeros.* In most layers the tag is at the output: they return `tag(y, x)`. Others
+add `s * tag(zeros, x)` to a result that they compute without the tag. One reason is that
+the output of the linear map cannot be tagged, because Equinox computes it inside of a
+recurrent cell; another that the tag is to see the gradient times a scale $s$, as if the
+norm that divides a weight were fixed. The zeros do not change the result, but there is a
+gradient at them. The parameters then reach the result without passing through the tag,
+and this is no mistake.
 """
 
+import functools as ft
 import math
 from typing import Any, NamedTuple
 
@@ -45,53 +61,75 @@ from ._weights import row_weights, with_influence
 
 
 class Label(NamedTuple):
-    """What a tag should know while a loss function is traced: its number among the tags
-    of the model, and how many examples the losses have. No operation on arrays may change
-    it, so it is the *shape* of zeros, which survives any of them:
-    `[*stack, *examples, len(examples) + 1, number + 1]`."""
+    """What a tag should know while a loss function is traced.
 
-    stack: int  # How many axes of stacked layers no loop or `vmap` has taken away yet.
+    No operation on arrays may change it, so it is the *shape* of zeros, which survives
+    all of them: `[*stack, *examples, len(examples) + 1, number + 1]`. (One is added to
+    the last two, so that no axis has length zero.)
+
+    **Fields:**
+
+    - `stack`: the number of stack axes that the zeros have in a program. `shape` does not
+        contain them: a tag puts the stack of its layer in front.
+    - `number`: the number of the tag among those of the model.
+    - `examples`: the numbers of examples that the losses have; empty if the tag need not
+        know them.
+    """
+
+    stack: int
     number: int
     examples: tuple[int, ...]
 
     @classmethod
     def read(cls, shape: tuple[int, ...]) -> "Label":
-        *rest, several, number = shape
-        stack = len(rest) - (several - 1)
-        return cls(stack, number - 1, tuple(rest[stack:]))
+        """The label whose zeros have a shape, stack axes included."""
+        *axes, one_more_than_examples, one_more_than_number = shape
+        stack = len(axes) - (one_more_than_examples - 1)
+        return cls(stack, one_more_than_number - 1, tuple(axes[stack:]))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the zeros, behind the layer's stack."""
+        """The shape of the zeros, without stack axes."""
         return *self.examples, len(self.examples) + 1, self.number + 1
 
 
 class Layout(NamedTuple):
-    """What the operands of a tag are: `y, x, *shared, *slots`, or, of a layer's
-    derivative, `y_dot, x_dot, x, *shared, *slots`. The first two or three belong to
-    examples. `shared` arrays belong to the layer: like the slots, they are mapped over
-    stacks only. (A derivative has `x` as an operand because `x` is different for every
-    example, even where `x_dot`, a direction, is the same for all of them.)"""
+    """What the operands of a tag are.
+
+    They are `y, x, *shared, *slots`. For a derivative of the layer, they are
+    `y_dot, x_dot, x, *shared, *slots`: here the layer's own input `x` only tells which
+    axes are examples. It differs between examples even if `x_dot`, a direction, is the
+    same for all of them, and it does not differ between several directions.
+
+    **Fields:**
+
+    - `form`, `collector`, `swapped`: how rows are read from the operands, and what is
+        made of them.
+    - `slots`: the treedef of the slots.
+    - `shared`: the treedef of the weights, the basis, and the label. These belong to the
+        layer: like the slots, they are mapped over stacks only.
+    - `derivative`: whether this is the tag of a derivative of the layer.
+    """
 
     form: AbstractForm
     collector: AbstractCollector
     swapped: bool
-    slots: Any  # A treedef.
-    shared: Any  # The treedef of weights, basis, and label.
+    slots: Any
+    shared: Any
     derivative: bool = False
 
     @property
     def num_rows(self) -> int:
-        """How many operands belong to examples."""
+        """The number of operands that belong to examples: the first two or three."""
         return 2 + self.derivative
 
     def split(self, operands):
-        """`(y, x, shared, slots)`."""
+        """`(y, x, shared, slots)`, or `(y_dot, x_dot, shared, slots)`."""
         k = self.num_rows + self.shared.num_leaves
         return operands[0], operands[1], operands[self.num_rows : k], operands[k:]
 
     def label(self, operands) -> Label | None:
-        """The label of a tag with these operands, or abstract values of them."""
+        """The label of a tag with these operands, which may be abstract values."""
         _, _, shared, _ = self.split(operands)
         *_, label = jtu.tree_unflatten(self.shared, shared)
         return None if label is None else Label.read(label.shape)
@@ -113,35 +151,43 @@ unseen_p = Primitive("kfac_unseen")
 #
 
 
-def _batch_tag(primitive, axis, operands, dims, *, layout, **params):
-    """Batches a tag as `_batch` does. What is the same for all examples gets their axis
-    nevertheless: else the gradients at it would be added up before they are squared."""
+def _batch_tag(primitive, mapped, operands, dims, *, layout, **params):
+    """Batches a tag over a mapped axis. JAX calls this rule for every tag inside of a
+    `vmap`, also if no operand is mapped, so that the layer has the same input and output
+    everywhere along the axis. If this is an axis of examples, according to the label, the
+    output gets it all the same: the gradients of the examples at the output differ, and
+    would otherwise be added up before they are squared."""
     if all(d is None for d in dims):
         label = layout.label(operands)
-        if label is None or axis.size not in label.examples:
+        if label is None or mapped.size not in label.examples:
             return primitive.bind(*operands, layout=layout, **params), None
         y, *others = operands
-        y = broadcast_along(y, axis, 0)
+        y = broadcast_along(y, mapped, 0)
         operands, dims = [y, *others], [0, *dims[1:]]
-    return _batch(primitive, axis, operands, dims, layout=layout, **params)
+    return _batch(primitive, mapped, operands, dims, layout=layout, **params)
 
 
 def _batch(primitive, mapped, operands, dims, *, layout, stack, examples):
-    """Every operand's mapped axis moves to the front of its kind: stacked layers first,
-    then examples. Only a mapped slot (or weight, or basis) means a stack: separate
-    layers, separate statistics. Otherwise the new axis is one of examples, outside the
-    earlier ones; but if it is one of directions, along which the layer's input itself
-    does not change, it is inside."""
+    """Batches a tag of which some operand is mapped. `stack` and `examples` are the
+    numbers of axes of stacked layers and of examples that there are already.
+
+    If a slot, or a shared array, is mapped, the new axis is one of stacked layers, and
+    becomes the first of all. Otherwise it is one of examples, and becomes the first of
+    these. But if it is an axis of directions of a derivative, for which the layer's own
+    input is not mapped, it becomes the last of them: an example has several directions.
+    """
     stacked = any(d is not None for d in dims[layout.num_rows :])
+    # The third operand of a derivative is the layer's own input.
     directions = layout.derivative and dims[2] is None
     axis = 0 if stacked else stack + examples * directions
 
     def place(x, d):
         if d is not None:
             return jnp.moveaxis(x, d, axis)
-        # All examples have the same, or all members of an ensemble.
+        # The operand is the same for all examples, or for all layers of the stack.
         return broadcast_along(x, mapped, axis)
 
+    # Without a stack, slots and shared arrays stay as they are.
     num_placed = len(operands) if stacked else layout.num_rows
     placed = list(map(place, operands[:num_placed], dims[:num_placed]))
     out = primitive.bind(
@@ -160,8 +206,11 @@ def _batch(primitive, mapped, operands, dims, *, layout, stack, examples):
 
 
 def _jvp(primitive, primals, tangents, *, layout, **params):
-    """A tag, and its linear twin, depend on nothing but their first operand, and linearly
-    on that. Slots only have a tangent where somebody asks for statistics."""
+    """The derivative of a tag, or of its linear twin. The value of both is their first
+    operand, and does not depend on the others. But if the slots have tangents, statistics
+    are asked for, and the linear twin is bound, whose transpose makes them. Otherwise the
+    tangent of a layer is tagged in turn, as one more row. (The linear twin is not at the
+    output of a layer, so that its derivative only passes the tangent on.)"""
     out = primitive.bind(*primals, layout=layout, **params)
     y_dot, x_dot, _, slot_dots = layout.split(tangents)
     if not all(map(is_zero, slot_dots)):
@@ -178,12 +227,13 @@ def _derivative(y_dot, x_dot, primals, layout, **params):
     row of the same weight."""
     if is_zero(x_dot):
         return y_dot
-    # Where a layer is tagged at a zero that is added to its output, the zero has no
-    # tangent, but the layer has one all the same.
+    # The zero at which some layers are tagged has no tangent, but the layer has one.
     y_dot = instantiated(y_dot)
     if not (layout.form.linear and layout.collector.derivatives):
         return _mark_unseen(y_dot, layout.label(primals))
     _, _, shared, slots = layout.split(primals)
+    # The layer's own input is the last of the operands that belong to examples, also if
+    # this is the derivative of a derivative.
     operands = y_dot, x_dot, primals[layout.num_rows - 1], *shared, *slots
     return tag_p.bind(*operands, layout=layout._replace(derivative=True), **params)
 
@@ -201,8 +251,8 @@ def _taylor(primals, series, *, layout, **params):
 
 
 def _mark_unseen(a, label):
-    """A derivative of a layer that its tag does not see. A program that is trained
-    through it is refused when it is analysed."""
+    """A derivative `a` of a layer that its tag does not see, marked so that a program
+    which is trained through it is refused when it is analysed."""
     return a if label is None else unseen_p.bind(a, number=label.number)
 
 
@@ -212,16 +262,17 @@ def _mark_unseen(a, label):
 
 
 def _transpose_derivative(ct, *operands, layout, **_):
-    """The transpose of a tag at a derivative of the layer: a gradient in the layer's
-    input, in which the weight acts transposed. Its rows are not those of the layer."""
+    """The transpose of a tag at a derivative of the layer: a part of a gradient in the
+    layer's input, in which the weight acts transposed. The rows of this map are no rows
+    of the layer, so that the tag does not see the gradient."""
     if not is_zero(ct):
         ct = _mark_unseen(ct, layout.label(operands))
     return [ct, *[None] * (len(operands) - 1)]
 
 
 def _transpose(ct, *operands, layout, stack, examples):
-    """The cotangent of `y` is passed on; that of the slots is what the collector makes of
-    the layer's input and this cotangent."""
+    """The transpose of the linear twin. The cotangent of `y` is passed on, and the
+    cotangent of the slots is what the collector makes of it and of the layer's input."""
     _, x, shared, slots = layout.split(operands)
     nothing = [None] * (layout.num_rows - 1 + len(shared))
     if is_zero(ct) or not any(map(is_linear_operand, slots)):
@@ -233,11 +284,13 @@ def _transpose(ct, *operands, layout, stack, examples):
         axes = stack + examples
         if examples == 0 and not isinstance(layout.collector, RowCollector):
             # One example by itself, in a loop over the batch: without an axis of length
-            # one, its positions would be taken for examples.
+            # one, its positions would be taken for examples. (Rows are handed out with
+            # the axes that they have.)
             x, ct, axes = jnp.expand_dims(x, stack), jnp.expand_dims(ct, stack), axes + 1
         weights, basis, *_ = jtu.tree_unflatten(layout.shared, shared)
         weights = row_weights(weights, x, stack, axes)
         if weights is not None:
+            # A row that has no weight may influence the loss of a row that has one.
             weights = with_influence(weights, ct, stack)
         rows = layout.collector.rows(layout.form, x, ct, weights, stack, axes)
         rows = rows._replace(
@@ -249,7 +302,8 @@ def _transpose(ct, *operands, layout, stack, examples):
 
     stats = statistics(x, ct, *shared)
     if not isinstance(layout.collector, RowCollector):
-        # Sums are no function of the loss; rows are, and may be differentiated.
+        # A loss must not depend on statistics, so they are marked. Rows are handed out to
+        # be computed with, and have a derivative as any other values of the program.
         stats = list(map(statistic_p.bind, stats))
     stats = [cast_varying(s, varying(a)) for s, a in zip(stats, avals, strict=True)]
     wanted = [s if is_linear_operand(t) else None for s, t in zip(stats, slots)]
@@ -258,9 +312,9 @@ def _transpose(ct, *operands, layout, stack, examples):
 
 def _check_shaped_like(statistics, like, collector):
     """Raises if what a collector makes of rows does not fit into its slots."""
-    found = difference(statistics, like)
-    if found is not None:
-        path, got, wanted = found
+    first_difference = difference(statistics, like)
+    if first_difference is not None:
+        path, got, wanted = first_difference
         raise ValueError(
             f"`{type(collector).__name__}.statistics` must return what is shaped like "
             f"the slots that it is given, but its `{path}` is {got}, and should be "
@@ -269,6 +323,7 @@ def _check_shaped_like(statistics, like, collector):
 
 
 def _no_derivative(primals, tangents):
+    """The derivative of a statistic: zero along a zero tangent, otherwise an error."""
     (statistic,), (tangent,) = primals, tangents
     if is_zero(tangent):
         return statistic_p.bind(statistic), tangent
@@ -296,8 +351,8 @@ for _p in (tag_p, tag_linear_p, statistic_p, unseen_p):
     set_values(_p, _first, _first)
 
 for _p in (tag_p, tag_linear_p):
-    set_jvp(_p, jtu.Partial(_jvp, _p))
-    set_batching(_p, jtu.Partial(_batch_tag, _p))
+    set_jvp(_p, ft.partial(_jvp, _p))
+    set_batching(_p, ft.partial(_batch_tag, _p))
 
 set_transpose(tag_p, _transpose_derivative)
 set_transpose(tag_linear_p, _transpose)

@@ -1,4 +1,10 @@
-"""The tag of a layer: what it is linear in, what is kept, and slots for it."""
+"""The tag of a layer: what the layer is linear in, what is kept of its curvature, and
+slots for that.
+
+The *rows* of a layer are its inputs, and the gradients at its outputs. A tag makes
+statistics of them, and *slots* are the places where statistics arrive: arrays of zeros,
+whose cotangents the statistics are. A tag that has slots *collects*.
+"""
 
 import functools as ft
 from typing import Any, NamedTuple
@@ -38,23 +44,30 @@ from ._primitive import Label, Layout, tag_p
 
 
 class Contents(NamedTuple):
-    """What is in a tag while curvature is being collected. Otherwise all is `None`."""
+    """What is in a tag while it collects. Otherwise all is `None`.
 
-    # Where the statistics of the block arrive.
+    **Fields:**
+
+    - `slots`: where the statistics of the block arrive.
+    - `weights`: the weights of examples.
+    - `basis`: the basis in which the block takes its statistics.
+    - `trained_mask`: in a tag with the form `Parameters`, a mark for each parameter that
+        is trained. Inside of the loss function, frozen parameters are in the layer again,
+        and cannot be told from the others.
+    - `row_slots`: where the rows themselves arrive, if they are asked for.
+    - `gradient_slots`: where the gradient arrives, as far as the tag sees it.
+    - `label`: the tag's number, as the shape of an array: see `Label`.
+    - `decoys`: zeros of three shapes, which no tag uses. A loss function that changes
+        with them works on all arrays of the model, and would change with slots, too.
+    """
+
     slots: Statistics
-    # Weights of examples, and the basis that the block takes its statistics in.
     weights: Weights
     basis: Any
-    # A tag at parameters has a mark for each one that is trained: within the loss
-    # function, the frozen ones are back in the layer, and look like the others.
     trained_mask: tuple[Array | None, ...] | None
-    # Where rows arrive, and the gradient as far as the tag sees it.
     row_slots: Statistics
     gradient_slots: Statistics
-    # The tag's number, as a shape: see `Label`.
     label: Array | None = None
-    # Zeros of three shapes which no tag uses: a loss function that changes with them
-    # works on all arrays of the model, and would change with slots, too.
     decoys: tuple[Array | None, Array | None, Array | None] = (None, None, None)
 
 
@@ -62,14 +75,14 @@ class Tag(PlainModule):
     """Ends a layer's forward pass: `return self.tag(y, x)`.
 
     It says how the layer is linear in its parameters (its *form*) and how its curvature
-    is approximated (its *block*). It has no leaves, and calling it returns `y` itself,
+    is approximated (its *block*). It has no arrays, and calling it returns `y` itself,
     except while curvature is being collected: then its slots are filled.
 
     **Fields:**
 
-    - `leaves`: the leaves of its contents while curvature is being collected; `None`
-        otherwise. (Their number is fixed, so a filled tag may be combined with an empty
-        one.)
+    - `leaves`: the arrays in its slots and beside them while curvature is being
+        collected; as many times `None` otherwise. (Their number is fixed, so a filled tag
+        may be combined with an empty one.)
     - `owner`: the tag of another layer whose weight is used here, if there is one.
     """
 
@@ -112,17 +125,17 @@ class Tag(PlainModule):
 
     @property
     def contents(self) -> Contents:
-        """What is in the tag."""
+        """The `leaves`, by name."""
         return _structure(self.form, self.block).unflatten(self.leaves)
 
     @property
     def slots(self) -> Statistics:
-        """Where the statistics arrive."""
+        """The slots for the statistics of the block."""
         return self.contents.slots
 
     @property
     def statistics(self) -> Statistics:
-        """What arrived there."""
+        """The statistics, if this tag holds the cotangents of its slots."""
         slots = self.contents.slots
         if isinstance(self.block, AbstractPerExampleBlock):
             return self.block.from_per_example(slots)
@@ -146,7 +159,9 @@ class Tag(PlainModule):
                 "the cell with `kfac.scan_cell(cell, hidden, inputs)`, or call "
                 "`tag.remember` in a loop of your own."
             )
-        if self.owner is not None:  # The statistics of another layer's weight, used here.
+        if self.owner is not None:
+            # The tag of the weight's owner takes the statistics of the weight. This one
+            # takes those of the parameters that only this layer has, such as a bias.
             y = self.owner(y, x)
         return self._bind(y, x)
 
@@ -157,7 +172,7 @@ class Tag(PlainModule):
         return self._bind_others(y, x)
 
     def _bind_others(self, y: Array, x: Array) -> Array:
-        """Binds what is collected beside the statistics of the block."""
+        """Binds the collectors of rows and of the gradient, beside the block."""
         contents = self.contents
         y = self._bind_collector(y, x, RowCollector(), contents.row_slots)
         return self._bind_collector(y, x, GradientCollector(), contents.gradient_slots)
@@ -178,18 +193,22 @@ class Tag(PlainModule):
         contents = self.contents
         shared = contents.weights, contents.basis, contents.label
         shared, shared_treedef = jtu.tree_flatten(shared)
+        # Inside of a `shard_map`, statistics differ between devices as the data do. The
+        # slots do not, and the transpose of this cast adds up what arrives in them.
         y, x, leaves = cast_varying((y, x, leaves), varying_axes((y, x, leaves)))
         layout = Layout(self.form, collector, self.swapped, treedef, shared_treedef)
         return tag_p.bind(y, x, *shared, *leaves, layout=layout, stack=0, examples=0)
 
     def memory(self, layer: Layer) -> Any:
         """What [`remember`][eqx_kfac.Tag.remember] passes on from one time step to the
-        next, before the first one: zeros. `None` if nothing is collected that needs it.
+        next, before the first time step: zeros. `None` if the block needs no memory, or
+        collects nothing.
         """
         if not isinstance(self.block, Series) or not jtu.tree_leaves(self.slots):
             return None
         sizes = self.form.sizes(layer)
         dtype = self.form.some_parameter(layer).dtype
+        # An input is remembered with a one behind it, which a bias would multiply.
         return jnp.zeros(sizes.d_in + 1, dtype), jnp.zeros(sizes.d_out, dtype)
 
     def remember(
@@ -207,8 +226,10 @@ class Tag(PlainModule):
         """
         if memory is None:
             return self(y, x), None
-        # The input is carried forward. Backward, the gradient of a zero that the next
-        # step adds to its output arrives here, beside the gradient of this one's.
+        # The block is given pairs: the inputs of this step and of the one before, and the
+        # gradients of this step and of the next one. The input is carried forward. For
+        # the gradient, this step tags a zero beside its output, and the next step adds
+        # this zero to its own output: so both get the same gradient.
         before, zero = memory
         y = y + zero.astype(y.dtype)
         now = jnp.concatenate([x, jnp.ones(1, x.dtype)])
@@ -235,21 +256,24 @@ class Tag(PlainModule):
         """
         if not self.collecting or not is_trainable(self, layer):
             return layer
+        # Any array that belongs to one example will do.
         (example, *_) = [a for a in jtu.tree_leaves(x) if isinstance(a, jax.Array)]
         mask = self.contents.trained_mask or ()
         leaves = zip(self.form.parameters(layer), mask, strict=True)
         trained = tuple(None if mark is None else leaf for leaf, mark in leaves)
         part = self.form.only(layer, trained)
-        # The example only counts: parameters have no derivative in it.
-        one = jax.lax.stop_gradient(example.reshape(-1)[0])
-        column = self(self.form.to_matrix(part)[..., 0], one)
+        # The parameters are tagged with a number of the example in the place of an input.
+        # Its value does not matter, but its axes under `vmap` say what the examples are.
+        number = jax.lax.stop_gradient(example.reshape(-1)[0])
+        # The canonical matrix of this form is a single column.
+        column = self(self.form.to_matrix(part)[..., 0], number)
         part = self.form.from_matrix(column[..., None], part)
         return self.form.replace(layer, self.form.parameters(part))
 
     @property
     def collecting(self) -> bool:
-        """Whether the slots are filled."""
-        return any(place is not None for place in self.leaves)
+        """Whether there are any slots."""
+        return any(leaf is not None for leaf in self.leaves)
 
     @property
     def collects_gradient(self) -> bool:
@@ -262,9 +286,9 @@ class Tag(PlainModule):
         weights: Weights,
         factors: Any = None,
     ) -> "Tag":
-        """This tag, ready to collect. `weights` are example weights, or `None`. `factors`
-        are those of the layer so far, if there are any; there may be a basis in them that
-        the statistics are to be taken in."""
+        """This tag, ready to collect. `weights` are the weights of examples, or `None`.
+        `factors` is the curvature of the layer so far, or `None`; it may have a basis in
+        which the statistics are to be taken."""
         slots = self.block.slots(self.form, layer)
         if not jtu.tree_leaves(slots):
             return self
@@ -299,6 +323,8 @@ class Tag(PlainModule):
         """This tag, ready to collect what its block makes of gradients that are added up
         over an example's positions."""
         assert isinstance(self.block, AbstractJointBlock)
+        # Every statistic is then a product with gradients, which have the weights of the
+        # examples already.
         slots = self.block.joint_slots(self.form, layer)
         return self._with_contents(self.contents._replace(slots=slots, weights=None))
 
@@ -313,18 +339,20 @@ class Tag(PlainModule):
             return zeros_beside(leaf, (*stack, *shape), float, len(stack))
 
         contents = self.contents._replace(label=zeros(*label.shape))
-        if decoys:  # A number, a vector, a matrix.
+        if decoys:  # A number, a vector and a matrix.
             contents = contents._replace(decoys=(zeros(), zeros(2), zeros(2, 2)))
         return self._with_contents(contents)
 
     def stack(self, layer: Layer) -> tuple[int, ...]:
-        """The axes along which whole layers are stacked."""
+        """The lengths of the axes along which whole layers are stacked."""
         stack = self.form.sizes(layer).stack
+        # The last axes, `groups` in number, are for the maps that one layer consists of.
         return stack[: len(stack) - self.form.groups]
 
     def to_matrix(self, layer: Layer) -> Inexact[Array, "*stack d_out d_in"]:
-        """The canonical matrix of a layer (or of its gradient). Of a layer whose features
-        are split over the devices of an explicit mesh, each gets the whole matrix."""
+        """The canonical matrix of a layer (or of its gradient). If the layer's features
+        are split over the devices of an explicit mesh, each device gets the whole matrix.
+        """
         if is_split(layer):
             axes = len(self.stack(layer))
             whole = [
@@ -356,7 +384,7 @@ class Tag(PlainModule):
         return self._with_contents(contents)
 
     def with_slots_of(self, other: "Tag") -> "Tag":
-        """This tag, adding to the statistics of another one."""
+        """This tag, with the slots of another one, to whose statistics it then adds."""
         return self._with_contents(
             other.contents._replace(trained_mask=self.contents.trained_mask)
         )
@@ -366,30 +394,31 @@ class Tag(PlainModule):
         return replaced(self, "leaves", leaves)
 
     def _trained_mask(self, layer: Layer) -> tuple[Array | None, ...] | None:
-        """The marks of a tag at parameters, one for each of them, for every member of a
-        stack."""
+        """The `trained_mask` of the contents. Its marks have the stack axes of the
+        layer."""
         if not isinstance(self.form, Parameters):
             return None
-        leaves = zip(self.form.parameters(layer), self.form.ranks, strict=True)
+        parameters = zip(self.form.parameters(layer), self.form.ranks, strict=True)
         return tuple(
             None if p is None else jnp.ones(p.shape[: p.ndim - rank], bool)
-            for p, rank in leaves
+            for p, rank in parameters
         )
 
     def only_rows(self) -> "Tag":
-        """This tag, with slots for its rows alone, if it has any."""
+        """This tag without anything but its slots for rows, if it has any."""
         empty = self.empty()
         contents = empty.contents._replace(row_slots=self.contents.row_slots)
         return empty._with_contents(contents)
 
     def empty(self) -> "Tag":
-        """This tag without its slots."""
+        """This tag without its slots. (It has no owner either: a tag only has one inside
+        of the loss function, where `eqx_kfac.Shared` gives it the owner's filled tag.)"""
         return Tag(self.form, self.block, swapped=self.swapped)
 
 
-@ft.cache  # Every tag asks again and again.
+@ft.cache  # It is needed whenever something in a tag is looked at.
 def _structure(form: AbstractForm, block: AbstractBlock) -> Any:
-    """The structure of the contents."""
+    """The treedef of the contents of a tag, in which `None` is a leaf."""
     mask = (None,) * len(form.names) if isinstance(form, Parameters) else None
     rows, gradient = RowCollector().empty(), GradientCollector().empty()
     basis = block.empty_basis() if isinstance(block, AbstractBasisBlock) else None

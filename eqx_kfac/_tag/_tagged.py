@@ -1,7 +1,14 @@
-"""Tagged layers in a model."""
+"""Tagged layers in a model.
+
+A *tagged layer* is a module with a tag, or with several: one for each of the linear maps
+that its parameters form. A *model-shaped tree* has something else in the place of each
+tagged layer: what belongs to its tag, or a dict of what belongs to its several tags. But
+if there are other tagged layers inside of a tagged layer, the tree has a module in its
+place, too, with what belongs to its own tags as the field `tag`.
+"""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -16,74 +23,84 @@ from ._tag import is_trainable, Tag
 
 
 def is_tagged(node: PyTree) -> bool:
-    """Whether `node` is a tagged layer: a Module with a `tag` that is a `Tag`, or several
-    by name, if its parameters are those of several linear maps."""
+    """Whether `node` is a tagged layer: a module with a field `tag` that is a `Tag`, or a
+    dict of several, by name."""
     tag = getattr(node, "tag", None) if isinstance(node, eqx.Module) else None
     several = isinstance(tag, dict) and len(tag) > 0 and all(map(_is_tag, tag.values()))
     return _is_tag(tag) or several
 
 
 def map_tags(fn: Callable, tree: Model, *rest: Model, others: Callable = lambda *_: None):
-    """Maps `fn(tag, layer, *rest)` over the tags of a model-shaped tree, and `others`
-    over its other leaves. Several tags of one layer give several results, by name. A
-    tagged layer that has other ones within stays a module, with its own results as its
-    `tag`."""
+    """The model-shaped tree of `fn(tag, layer, *rest)` for all tags of `tree`, which has
+    layers; `rest` are model-shaped trees. `others` is mapped over all other leaves."""
 
     def apply(node, *nodes):
         if not is_tagged(node):
             return others(node, *nodes)
         nested = _has_layers(node)
-        of_tags = [n.tag if nested and n is not None else n for n in nodes]
+        rest_of_tags = _of_tags(nodes, nested)
         if isinstance(node.tag, Tag):
-            own = fn(node.tag, node, *of_tags)
+            results = fn(node.tag, node, *rest_of_tags)
         else:
-            own = {
-                name: fn(tag, node, *(None if n is None else n[name] for n in of_tags))
+            results = {
+                name: fn(tag, node, *_of_name(name, rest_of_tags))
                 for name, tag in node.tag.items()
             }
         if not nested:
-            return own
+            return results
         within = map_tags(fn, *map(_untagged, (node, *nodes)), others=others)
-        return replaced(within, "tag", own)
+        return replaced(within, "tag", results)
 
     return jtu.tree_map(apply, tree, *rest, is_leaf=is_tagged)
 
 
 def update_layers(fn: Callable, tree: Model, *rest: Model):
-    """Maps the tagged layers of a model-shaped tree, `new = fn(tag, layer, new, *rest)`
-    for one tag after the other; other leaves stay."""
+    """The `tree` with its tagged layers changed. `fn(tag, layer, changed, *rest)` returns
+    the layer after one more change; it is called for one tag of the layer after the
+    other, first with the layer itself as `changed`. Other leaves stay."""
 
     def apply(node, *nodes):
         if not is_tagged(node):
             return node
         nested = _has_layers(node)
-        of_tags = [n.tag if nested and n is not None else n for n in nodes]
+        rest_of_tags = _of_tags(nodes, nested)
         if isinstance(node.tag, Tag):
-            new = fn(node.tag, node, node, *of_tags)
+            changed = fn(node.tag, node, node, *rest_of_tags)
         else:
-            new = node
+            changed = node
             for name, tag in node.tag.items():
-                own = (None if n is None else n[name] for n in of_tags)
-                new = fn(tag, node, new, *own)
+                changed = fn(tag, node, changed, *_of_name(name, rest_of_tags))
         if not nested:
-            return new
-        within = update_layers(fn, *map(_untagged, (new, *nodes)))
+            return changed
+        within = update_layers(fn, *map(_untagged, (changed, *nodes)))
         return replaced(within, "tag", node.tag)
 
     return jtu.tree_map(apply, tree, *rest, is_leaf=is_tagged)
 
 
 def _has_layers(layer: Layer) -> bool:
-    """Whether there are other tagged layers in a tagged one."""
-    kinds = (eqx.Module, list, tuple, dict)
-    fields = {k: v for k, v in vars(layer).items() if k != "tag" and isinstance(v, kinds)}
-    if not fields:  # As in nearly all layers.
+    """Whether there are other tagged layers inside of a tagged one."""
+    trees = (eqx.Module, list, tuple, dict)
+    fields = {k: v for k, v in vars(layer).items() if k != "tag" and isinstance(v, trees)}
+    if not fields:  # Nearly all layers have arrays and numbers only.
         return False
     return any(map(is_tagged, jtu.tree_leaves(fields, is_leaf=is_tagged)))
 
 
+def _of_tags(nodes: Iterable[PyTree], nested: bool) -> list[Any]:
+    """What belongs to the tags of a layer, given what model-shaped trees have in its
+    place: a module, if there are other tagged layers inside (`nested`)."""
+    return [node.tag if nested and node is not None else node for node in nodes]
+
+
+def _of_name(name: str, rest_of_tags: list[Any]) -> list[Any]:
+    """What belongs to one of the several tags of a layer."""
+    return [None if of_tags is None else of_tags[name] for of_tags in rest_of_tags]
+
+
 def _untagged(node: PyTree) -> Any:
-    """A tagged layer, or what is in its place in another tree, without its own tags."""
+    """A tagged layer with others inside, or the module that is in its place in another
+    tree, without its own tags."""
     return None if node is None else replaced(node, "tag", None)
 
 
@@ -96,64 +113,67 @@ class TaggedLayer(NamedTuple):
 
 
 def tagged_layers(model: Model, prefix: str = "") -> list[TaggedLayer]:
-    """One for every tag of a model, whose own path is `prefix`."""
+    """A `TaggedLayer` for every tag of a model. Paths begin with `prefix`."""
     nodes, _ = jtu.tree_flatten_with_path(model, is_leaf=is_tagged)
-    found = []
-    for path, node in nodes:
+    layers = []
+    for path_in_model, node in nodes:
         if is_tagged(node):
             tags = [node.tag] if isinstance(node.tag, Tag) else node.tag.values()
-            own = prefix + jtu.keystr(path)
-            found += [TaggedLayer(own, tag, node) for tag in tags]
+            path = prefix + jtu.keystr(path_in_model)
+            layers += [TaggedLayer(path, tag, node) for tag in tags]
             if _has_layers(node):
-                found += tagged_layers(_untagged(node), own)
-    return found
+                layers += tagged_layers(_untagged(node), path)
+    return layers
 
 
 def trained_layers(model: Model) -> list[TaggedLayer]:
-    """One for every tag with something to train, in the order of `flatten_tags`."""
-    found, _ = flatten_tags(lambda tag, layer: (tag, layer), model)
-    return [TaggedLayer(path, *pair) for path, pair in found]
+    """A `TaggedLayer` for every tag with something to train, in the order of
+    `flatten_tags`."""
+    pairs, _ = flatten_tags(lambda tag, layer: (tag, layer), model)
+    return [TaggedLayer(path, *pair) for path, pair in pairs]
 
 
 def flatten_tags(
     fn: Callable, model: Model, *rest: Model
 ) -> tuple[list[tuple[str, Any]], Any]:
     """`(path, fn(tag, layer, *rest))` for every tag with something to train, and the
-    structure of a model-shaped tree that has one leaf for each."""
+    treedef of a model-shaped tree that has one leaf for each of them."""
 
-    def leaf(tag, layer, *own):
-        return _Leaf(fn(tag, layer, *own)) if is_trainable(tag, layer) else None
+    def leaf(tag, layer, *rest_of_tag):
+        return _Leaf(fn(tag, layer, *rest_of_tag)) if is_trainable(tag, layer) else None
 
-    found, treedef = jtu.tree_flatten_with_path(map_tags(leaf, model, *rest))
-    return [(jtu.keystr(path), leaf.value) for path, leaf in found], treedef
+    leaves, treedef = jtu.tree_flatten_with_path(map_tags(leaf, model, *rest))
+    return [(jtu.keystr(path), leaf.value) for path, leaf in leaves], treedef
 
 
 def map_at_once(do: Callable, fn: Callable, model: Model, *rest: Model) -> Model:
-    """Maps over all tagged layers at once: `fn` returns what is needed of a layer, or
-    `None`, and `do` makes of the list of these a list of results, which becomes a tree
-    shaped like the model."""
-    found, treedef = flatten_tags(fn, model, *rest)
-    results = iter(do([own for _, own in found if own is not None]))
-    return treedef.unflatten([None if own is None else next(results) for _, own in found])
+    """The model-shaped tree of results that are made for all tags together.
+    `fn(tag, layer, *rest)` returns what is needed of a layer, or `None` if there is to be
+    no result. `do` is given the list of all that is needed, and returns a list of as many
+    results."""
+    pairs, treedef = flatten_tags(fn, model, *rest)
+    needed = [value for _, value in pairs]
+    results = iter(do([value for value in needed if value is not None]))
+    return treedef.unflatten([None if v is None else next(results) for v in needed])
 
 
 class _Leaf:
-    """Something that is not a tree."""
+    """A value in a box, which JAX takes for a leaf even if the value is a tree."""
 
     def __init__(self, value: Any):
         self.value = value
 
 
 def check_tagged(model: Model) -> None:
-    """Raises if there is nothing in a model that curvature could be collected from, or
-    parameters that there is none of."""
-    found = tagged_layers(model)
-    for path, tag, layer in found:
+    """Raises if no curvature could be collected of a model, or of one of the parameters
+    that its tags cover."""
+    layers = tagged_layers(model)
+    for path, tag, layer in layers:
         where = f"layer `{path}`" if path else "model"
         _check_field(where, tag, layer)
         _check_parameters(where, tag, layer)
         _check_once(where, layer)
-    if not any(is_trainable(tag, layer) for _, tag, layer in found):
+    if not any(is_trainable(tag, layer) for _, tag, layer in layers):
         raise ValueError(
             "The model has no tagged layer with parameters to train, so there is no "
             "curvature to collect. Convert it with `kfac.convert(model)`, or write its "
@@ -164,13 +184,15 @@ def check_tagged(model: Model) -> None:
 
 
 def is_code(node: PyTree) -> bool:
-    """Whether it is a function or a class, but no model."""
+    """Whether something is a function or a class, but no model. (A function that is a
+    tree, such as a `jax.tree_util.Partial`, is a model if there are tagged layers in
+    it.)"""
     is_function = callable(node) and not isinstance(node, eqx.Module)
     return isinstance(node, type) or (is_function and not tagged_layers(node))
 
 
 def check_order(name: str, loss_fn: Any, model: Model, order: str) -> None:
-    """Raises for a model in the place of the loss function."""
+    """Raises if a model was given in the place of the loss function."""
     if is_code(model) and tagged_layers(loss_fn):
         raise TypeError(
             f"`{name}` takes the loss function first and then the model, but got the "
@@ -179,6 +201,7 @@ def check_order(name: str, loss_fn: Any, model: Model, order: str) -> None:
 
 
 def _check_field(where: str, tag: Tag, layer: Layer) -> None:
+    """Raises if a layer's tag is no part of the layer as a tree."""
     if not any(node is tag for node in jtu.tree_leaves(layer, is_leaf=_is_tag)):
         raise TypeError(
             f"The tag of the {where} is not in its tree (it is static, an attribute of "
@@ -188,6 +211,7 @@ def _check_field(where: str, tag: Tag, layer: Layer) -> None:
 
 
 def _check_parameters(where: str, tag: Tag, layer: Layer) -> None:
+    """Raises if a parameter that a tag covers is not one that could be trained."""
     missing = [name for name in tag.form.names if not _has(layer, name)]
     if missing:
         raise ValueError(
@@ -221,19 +245,22 @@ def _check_parameters(where: str, tag: Tag, layer: Layer) -> None:
     if is_trainable(tag, layer):
         try:
             tag.form.sizes(layer)
-        except ValueError as error:  # Of some, all are trained or none.
+        except ValueError as error:
+            # For some forms, either all parameters of a layer are trained, or none is.
             error.add_note(f"This is about the {where}.")
             raise
 
 
 def _check_once(where: str, layer: Layer) -> None:
-    """Raises if a parameter of a layer is also that of a tagged layer within it."""
+    """Raises if a tag of a layer covers a parameter that also a tag of a layer inside of
+    it covers."""
     if not _has_layers(layer):
         return
     tags = [layer.tag] if isinstance(layer.tag, Tag) else layer.tag.values()
-    own = {id(p) for tag in tags for p in tag.form.parameters(layer) if p is not None}
+    parameters = [p for tag in tags for p in tag.form.parameters(layer)]
+    covered = {id(p) for p in parameters if p is not None}
     for path, tag, inner in tagged_layers(_untagged(layer)):
-        if any(id(p) in own for p in tag.form.parameters(inner)):
+        if any(id(p) in covered for p in tag.form.parameters(inner)):
             raise ValueError(
                 f"The {where} has a tag for a parameter of its layer {names([path])}, "
                 "which has a tag for it, too: one of them would see nothing of it. "
@@ -250,7 +277,8 @@ def _has(layer: Layer, name: str) -> bool:
 
 
 class LayerError(ValueError):
-    """A tagged layer was misused. Carries the layer, so that its path can be named."""
+    """The error of a tagged layer that was misused. It carries the layer, so that the
+    layer's path can be named."""
 
     def __init__(self, layer: Layer, message: str):
         super().__init__(message)
@@ -260,15 +288,15 @@ class LayerError(ValueError):
 @contextlib.contextmanager
 def naming_layers(model: Model):
     """Adds to any `LayerError` where in `model` the layer is. (A layer does not know its
-    path; layers that look alike are all named.)"""
+    path, so that all layers with the same structure are named.)"""
     try:
         yield
     except LayerError as error:
-        looks = jtu.tree_structure(empty_tags(error.layer))
-        paths = {  # In their order, each once.
+        structure = jtu.tree_structure(empty_tags(error.layer))
+        paths = {  # In their order, and each once, even if a layer has several tags.
             path: None
             for path, _, layer in tagged_layers(model)
-            if jtu.tree_structure(empty_tags(layer)) == looks
+            if jtu.tree_structure(empty_tags(layer)) == structure
         }
         if paths:
             error.add_note(f"The layer is {names(list(paths))} of the model.")
@@ -283,8 +311,8 @@ def blank(model: Model) -> Model:
 def fill_tags(
     model: Model, weights: Weights = None, curvature: Model | None = None
 ) -> Model:
-    """The model with its tags ready to collect. `curvature` is that so far, in whose
-    bases some blocks take their statistics."""
+    """The model with its tags ready to collect. `curvature` is what is known of the
+    curvature so far: some blocks take their statistics in its bases."""
 
     def fill(tag, layer, factors):
         return tag.fill(layer, weights, factors)
@@ -293,10 +321,11 @@ def fill_tags(
 
 
 def fill_rows(model: Model, slots: Model) -> Model:
-    """The model with its tags ready to hand out rows, where `slots` has any for them."""
+    """The model with those of its tags ready to hand out rows for which there are
+    `slots`."""
 
-    def fill(tag, layer, slots):
-        return tag if slots is None else tag.fill_rows(layer, slots)
+    def fill(tag, layer, slots_of_tag):
+        return tag if slots_of_tag is None else tag.fill_rows(layer, slots_of_tag)
 
     return with_tags(fill, model, slots)
 
@@ -307,24 +336,25 @@ def empty_tags(model: Model) -> Model:
 
 
 def only_rows(model: Model) -> Model:
-    """The model, whose tags are ready to hand out rows alone, where they are now."""
+    """The model with nothing in its tags but the slots for rows that they have."""
     return with_tags(lambda tag, _: tag.only_rows(), model)
 
 
 def with_tags(fn: Callable, model: Model, *rest: Model) -> Model:
     """The model with `fn(tag, layer, *rest)` in the place of each of its tags."""
 
-    def apply(layer, *own):
-        if not is_tagged(layer):
-            return layer
-        nested = _has_layers(layer)
-        of_tags = [n.tag if nested and n is not None else n for n in own]
+    def apply(node, *nodes):
+        if not is_tagged(node):
+            return node
+        nested = _has_layers(node)
         tag = jtu.tree_map(
-            lambda tag, *own: fn(tag, layer, *own), layer.tag, *of_tags, is_leaf=_is_tag
+            lambda tag, *rest_of_tag: fn(tag, node, *rest_of_tag),
+            node.tag,
+            *_of_tags(nodes, nested),
+            is_leaf=_is_tag,
         )
-        if nested:
-            layer = with_tags(fn, *map(_untagged, (layer, *own)))
-        return replaced(layer, "tag", tag)
+        within = with_tags(fn, *map(_untagged, (node, *nodes))) if nested else node
+        return replaced(within, "tag", tag)
 
     return jtu.tree_map(apply, model, *rest, is_leaf=is_tagged)
 
