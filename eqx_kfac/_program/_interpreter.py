@@ -14,10 +14,10 @@ expression does not contain the zeros that are added in it.
 
 *Padding.* A loss may concatenate all arrays of a model, and take a norm of the result.
 The zeros of tags among its entries are padding: a sum does not change with them, but a
-mean does. A concatenation is therefore known by its operands that are not zero, and
-marked as *padded*. A sum over a padded array is an expression like any other; nearly
-every other operation notices how much padding there is, and so the array's shape becomes
-a part of its expression.
+mean does. A concatenation with zeros is therefore the *padded* expression of the
+concatenation without them. A sum over a padded expression is the sum over that without
+padding; nearly every other operation notices how much padding there is, and so the
+array's shape becomes a part of its expression.
 
 *Carries.* While a loop is interpreted, the values that it carries have no expression yet.
 Each is known by its position among those that are not zero, and by nothing else, so that
@@ -50,7 +50,8 @@ class Value(NamedTuple):
 
 # The value that is certainly zero. There are zeros with sources, too, such as a statistic
 # that is zero: operations on arrays recognise these by their number, and drop the
-# sources; loops and branches compare with `ZERO` itself, and keep the sources.
+# sources, except for those that are sticky; loops and branches compare with `ZERO`
+# itself, and keep the sources.
 ZERO = Value(0)
 
 
@@ -91,13 +92,14 @@ class Expressions:
 
     - `numbers`: the number of each expression, by what the expression is made of.
     - `nonnegative`: the numbers of expressions that are known not to be negative.
-    - `padded`: the numbers of expressions that are padded with zeros of tags.
+    - `padded`: the numbers of expressions that are padded with zeros of tags, each with
+        the number of the expression without padding.
     """
 
     def __init__(self):
         self.numbers = {}
         self.nonnegative = set()
-        self.padded = set()
+        self.padded = {}
 
 
 class Interpreter:
@@ -112,14 +114,19 @@ class Interpreter:
         no special rule for the operation.
     - `tracked`: the bits of the sources that are tracked through operations without a
         derivative. (A comparison depends on data, but no gradient flows through it.)
+    - `sticky`: the bits of the sources that are kept even where zeros are added or
+        multiplied: marks of what must not happen, rather than dependences.
     - `records`: all records so far.
     - `opaque`: whether there was any operation whose inside could not be interpreted.
     """
 
-    def __init__(self, expressions: Expressions, visit: Callable, tracked: int):
+    def __init__(
+        self, expressions: Expressions, visit: Callable, tracked: int, sticky: int
+    ):
         self.expressions = expressions
         self.visit = visit
         self.tracked = tracked
+        self.sticky = sticky
         self.records = []
         self.opaque = False
 
@@ -208,11 +215,13 @@ class Interpreter:
         """The results of an operation on arrays."""
         name, expressions = eqn.primitive.name, self.expressions
         zero = [v.expression == ZERO.expression for v in values]
-        if values and _is_zero(name, zero):
-            return [ZERO] * len(eqn.outvars)
+        marks = all_sources(values) & self.sticky
+        if values and _is_zero(eqn, zero):
+            return [ZERO._replace(sources=marks)] * len(eqn.outvars)
         # A sum with a zero is its other operand.
         if (name in ("add", "add_any") and any(zero)) or (name == "sub" and zero[1]):
-            return [values[zero.index(False)]]
+            other = values[zero.index(False)]
+            return [other._replace(sources=other.sources | marks)]
         operands = tuple(v.expression for v in values)
         nonzero = tuple(n for n, z in zip(operands, zero, strict=True) if not z)
         if name == "max" and any(zero) and nonzero[0] in expressions.nonnegative:
@@ -220,28 +229,33 @@ class Interpreter:
         # See "Padding" above: zeros are left out of a concatenation, whose result is
         # padded instead, as is what an operation on every entry makes of padded arrays.
         padded = [n in expressions.padded for n in operands]
-        if name == "concatenate" and (any(zero) or any(padded)):
-            operands, is_padded = nonzero, True
-        else:
-            is_padded = all(padded) and name in _KEEPS_ZEROS
+        joins = name == "concatenate" and (any(zero) or any(padded))
+        is_padded = joins or (all(padded) and _keeps_zeros(eqn))
         forgets_padding = any(padded) and (
             name == "reduce_sum"
             or (name == "reduce_max" and operands[0] in expressions.nonnegative)
         )
         shapes = ()
-        if not (is_padded or forgets_padding):
+        if is_padded or forgets_padding:
+            operands = tuple(expressions.padded.get(n, n) for n in nonzero)
+        else:
             # Other operations notice how many zeros there are.
             noticed = [z or p for z, p in zip(zero, padded, strict=True)]
             pairs = zip(eqn.invars, noticed, strict=True)
             shapes = tuple(str(atom.aval) for atom, noticed in pairs if noticed)
         parts = "of", name, operands, shapes, _comparable(eqn.params)
         results = self._values_of(eqn, parts, all_sources(values))
-        numbers = {v.expression for v in results}
-        if name in ("abs", "square") or (name == "max" and any(zero)):
-            expressions.nonnegative |= numbers
         if is_padded:
-            expressions.padded |= numbers
+            results = list(map(self._with_padding, results))
+        if name in ("abs", "square") or (name == "max" and any(zero)):
+            expressions.nonnegative |= {v.expression for v in results}
         return results
+
+    def _with_padding(self, value: Value) -> Value:
+        """The padded expression of one without padding."""
+        padded = self.value_of("padded", value.expression, sources=value.sources)
+        self.expressions.padded[padded.expression] = value.expression
+        return padded
 
     def _values_of(self, eqn: Equation, parts: tuple, sources: int) -> list[Value]:
         """The results of an operation that is made of `parts` and depends on `sources`. A
@@ -372,29 +386,37 @@ class Interpreter:
 _ZERO_OF_ZEROS = frozenset(
     "abs add add_any all_gather broadcast_in_dim concatenate convert_element_type copy "
     "copy_p cumsum dot_general dynamic_slice dynamic_update_slice expand_dims gather "
-    "integer_pow max min mul neg optimization_barrier pad pcast psum pvary "
+    "max min mul neg optimization_barrier pad pcast psum pvary "
     "reduce_max reduce_min reduce_precision reduce_sum reshape reshard rev scatter-add "
     "scatter_add select_n sharding_constraint sign slice split sqrt square squeeze "
     "stop_gradient sub transpose".split()
 )
 # Those of them that act on every entry by itself, so that padding stays padding.
-_KEEPS_ZEROS = frozenset(
-    "abs convert_element_type copy integer_pow mul neg sign sqrt square".split()
-)
+_ENTRYWISE = frozenset("abs convert_element_type copy mul neg sign sqrt square".split())
 # Primitives whose derivative is zero.
 _FLAT = frozenset("stop_gradient sign floor ceil round".split())
 # Primitives that take entries of their first operand; the others say which entries.
 _LOOKUPS = frozenset("gather dynamic_slice".split())
 
 
-def _is_zero(name: str, zero: list[bool]) -> bool:
-    """Whether the results of an operation are zero, given which of its operands are. (A
-    quotient counts as zero if its numerator does.)"""
+def _is_zero(eqn: Equation, zero: list[bool]) -> bool:
+    """Whether the results of an operation are zero, given which of its operands are."""
+    name = eqn.primitive.name
     if all(zero) and name in _ZERO_OF_ZEROS:
         return True
     if name in ("mul", "dot_general", "conv_general_dilated"):
         return any(zero)
-    return zero[0] and name in ("div", "integer_pow", *_LOOKUPS)
+    if name == "div":  # Zero over zero is no number.
+        return zero[0] and not zero[1]
+    if name == "integer_pow":
+        return zero[0] and eqn.params["y"] > 0
+    return zero[0] and name in _LOOKUPS
+
+
+def _keeps_zeros(eqn: Equation) -> bool:
+    """Whether an operation acts on every entry by itself, and makes zeros of zeros."""
+    name = eqn.primitive.name
+    return name in _ENTRYWISE or (name == "integer_pow" and eqn.params["y"] > 0)
 
 
 def scan_counts(eqn: Equation) -> tuple[int, int]:

@@ -14,6 +14,7 @@ through the tag: they *bypass* the tag."""
 
 import functools as ft
 import math
+import operator
 from collections.abc import Callable, Iterator
 from itertools import compress
 from typing import Any, NamedTuple
@@ -163,9 +164,11 @@ class Trace(NamedTuple):
 
     def is_looped_over(self, use: TagUse) -> bool:
         """Whether a loop, and not an axis, runs over all examples: the only loop around
-        the use, with a round for every example of the losses. (Around a single example, a
-        loop of one round would be no such loop.)"""
-        return use.example_shape == () and use.context.loops == self.examples != (1,)
+        the use, with a round for every example of the losses, which all have as many.
+        (Around a single example, a loop of one round would be no such loop.)"""
+        if use.example_shape != () or len(self.examples) > 1 or self.examples == (1,):
+            return False
+        return use.context.loops == self.examples
 
     def may_serve_several(self, use: TagUse) -> bool:
         """Whether one row of a use may belong to several examples."""
@@ -255,9 +258,7 @@ def traced(
 
     closed, shapes = jax.make_jaxpr(objective, return_shape=True)(params)
     num_outputs = len(jtu.tree_leaves(shapes[0]))
-    interpreter, values = _interpreted(
-        expressions, closed, num_outputs, params, labelled.sources
-    )
+    interpreter, values = _interpreted(expressions, closed, num_outputs, params, labelled)
     arrays, _ = jtu.tree_flatten_with_path(shapes[1])
     found = [value for _, value in zip(arrays, values[num_outputs:], strict=True)]
     found += [interpreter.value_of("number", repr(leaf)) for _, leaf in others]
@@ -287,7 +288,7 @@ def bypassed(call: Callable, model: Model) -> list[TaggedLayer]:
 
     closed = jax.make_jaxpr(outputs)(params)
     num_outputs = len(closed.jaxpr.outvars)
-    _, values = _interpreted(Expressions(), closed, num_outputs, params, labelled.sources)
+    _, values = _interpreted(Expressions(), closed, num_outputs, params, labelled)
     sources = all_sources(values)
     layers = enumerate(labelled.layers)
     return [layer for number, layer in layers if sources & parameter_bit(number)]
@@ -298,13 +299,16 @@ def _interpreted(
     closed: Any,
     num_outputs: int,
     params: Model,
-    sources: list[int],
+    labelled: LabelledModel,
 ) -> tuple[Interpreter, list[Value]]:
     """The values of all results of a program; and an interpreter whose records are those
     of the operations that the first `num_outputs` results need."""
-    visit = ft.partial(_visit, _covering(sources))
-    interpreter = Interpreter(expressions, visit, DATA | STATISTIC)
-    inputs = list(_inputs(interpreter, params, sources))
+    visit = ft.partial(_visit, _covering(labelled.sources))
+    # A derivative that no tag sees must not be lost where a layer is tagged at a zero.
+    unseen = ft.reduce(operator.or_, map(unseen_bit, range(len(labelled.layers))), 0)
+    new = ft.partial(Interpreter, visit=visit, tracked=DATA | STATISTIC, sticky=unseen)
+    interpreter = new(expressions)
+    inputs = list(_inputs(interpreter, params, labelled.sources))
     # The arguments of the loss function are constants of the program, and so are arrays
     # that it knows otherwise: all are data, except for scalars, which no example has for
     # itself.
@@ -316,7 +320,7 @@ def _interpreted(
     # interpreted once more without what only they need.
     wanted = [i < num_outputs for i in range(len(values))]
     part, *used = part_of(closed.jaxpr, wanted)
-    interpreter = Interpreter(expressions, visit, DATA | STATISTIC)
+    interpreter = new(expressions)
     consts, inputs = map(list, map(compress, (consts, inputs), used))
     outputs = interpreter.interpret(part, consts, inputs)
     return interpreter, outputs + values[num_outputs:]

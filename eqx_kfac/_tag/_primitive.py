@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._block import AbstractCollector
-from .._devices import cast_varying
+from .._devices import cast_varying, zeros_of
 from .._jax import (
     aval_of,
     broadcast_along,
@@ -228,9 +228,11 @@ def _derivative(y_dot, x_dot, primals, layout, **params):
     if is_zero(x_dot):
         return y_dot
     # The zero at which some layers are tagged has no tangent, but the layer has one.
-    y_dot = instantiated(y_dot)
+    y_dot, label = instantiated(y_dot), layout.label(primals)
     if not (layout.form.linear and layout.collector.derivatives):
-        return _mark_unseen(y_dot, layout.label(primals))
+        if label is None:
+            return y_dot
+        return y_dot + _unseen_zero(x_dot, aval_of(y_dot), label)
     _, _, shared, slots = layout.split(primals)
     # The layer's own input is the last of the operands that belong to examples, also if
     # this is the derivative of a derivative.
@@ -250,10 +252,16 @@ def _taylor(primals, series, *, layout, **params):
     return out, coefficients
 
 
-def _mark_unseen(a, label):
-    """A derivative `a` of a layer that its tag does not see, marked so that a program
-    which is trained through it is refused when it is analysed."""
-    return a if label is None else unseen_p.bind(a, number=label.number)
+def _unseen_zero(source, like, label):
+    """Zeros shaped `like` an abstract array. They depend, by a mark, on `source`, a
+    derivative of a layer that its tag does not see. If they are added to a value, a
+    program that is trained through it is refused when it is analysed, and so is a program
+    that is trained through derivatives of the value, forward or backward."""
+    total = jnp.sum(source)
+    if not jnp.issubdtype(like.dtype, jnp.complexfloating):
+        total = jnp.real(total)
+    marked = unseen_p.bind(total.astype(like.dtype), number=label.number)
+    return zeros_of(like) + 0 * marked
 
 
 #
@@ -264,10 +272,20 @@ def _mark_unseen(a, label):
 def _transpose_derivative(ct, *operands, layout, **_):
     """The transpose of a tag at a derivative of the layer: a part of a gradient in the
     layer's input, in which the weight acts transposed. The rows of this map are no rows
-    of the layer, so that the tag does not see the gradient."""
-    if not is_zero(ct):
-        ct = _mark_unseen(ct, layout.label(operands))
-    return [ct, *[None] * (len(operands) - 1)]
+    of the layer, so that the tag does not see the gradient. While a program is analysed,
+    both ways to it are marked: the cotangent of `y_dot`, and, because that leads nowhere
+    in a layer that is tagged at a zero, the gradient in the input itself."""
+    x_dot, label = operands[1], layout.label(operands)
+    nothing = [None] * (len(operands) - 2)
+    if label is None or is_zero(ct):
+        return [ct, None, *nothing]
+    marks = _unseen_zero(ct, aval_of(x_dot), label) if is_linear_operand(x_dot) else None
+    return [unseen_p.bind(ct, number=label.number), marks, *nothing]
+
+
+def _transpose_unseen(ct, _, *, number):
+    """The transpose of a mark, which is a mark."""
+    return [ct if is_zero(ct) else unseen_p.bind(ct, number=number)]
 
 
 def _transpose(ct, *operands, layout, stack, examples):
@@ -359,5 +377,6 @@ set_transpose(tag_linear_p, _transpose)
 set_taylor(tag_p, _taylor)
 set_jvp(statistic_p, _no_derivative)
 set_linear(unseen_p)
+set_transpose(unseen_p, _transpose_unseen)
 set_elementwise(statistic_p)
 set_elementwise(unseen_p)
