@@ -548,6 +548,51 @@ def test_reverse_mode_is_refused(reverse):
     refuses(over(outputs), mlp(), ".layers[0]", "jax.jvp")
 
 
+class Curved(eqx.Module):
+    inner: eqx.Module
+
+    def __call__(self, x):
+        carry = [jnp.zeros(K)] if isinstance(self.inner, eqx.nn.GRUCell) else []
+        return jnp.tanh(self.inner(x, *carry))
+
+
+# Layers that are tagged at a zero, through which no gradient of their results passes.
+AT_ZERO = {
+    ".inner['weight']": lambda: eqx.nn.WeightNorm(eqx.nn.Linear(D, K, key=KEYS[3])),
+    ".inner": lambda: eqx.nn.GRUCell(D, K, key=KEYS[3]),
+}
+
+
+def at_zero(path, *block):
+    return kfac.convert(eqx.filter_jit(lambda: Curved(AT_ZERO[path]()))(), *block)
+
+
+@pytest.mark.parametrize("reverse", [jax.jacrev, jax.hessian])
+@pytest.mark.parametrize("path", AT_ZERO)
+def test_reverse_mode_is_refused_of_layers_tagged_at_a_zero(path, reverse):
+    outputs = lambda m, x: reverse(lambda x: m(x)[0])(x).reshape(-1)
+    model = at_zero(path)
+    refuses(over(outputs), model, path, "jax.jvp")
+    forward = lambda m, x: jax.jacfwd(lambda x: m(x)[0])(x)
+    report = kfac.verify(over(forward), model, X)
+    assert all(np.all(layer.unseen <= 1e-12) for layer in report.layers)
+    # A derivative of which only the sign matters is not trained through.
+    signs = lambda m, x: m(x + jnp.sign(outputs(m, x)[:D]))
+    curvature(over(signs), model, X)
+
+
+class Forgetful(kfac.Kronecker):
+    """A block whose author has not said that it knows of derivatives."""
+
+    derivatives = False
+
+
+@pytest.mark.parametrize("path", AT_ZERO)
+def test_blocks_that_do_not_know_of_derivatives_of_layers_tagged_at_a_zero(path):
+    forward = lambda m, x: jax.jacfwd(lambda x: m(x)[0])(x)
+    refuses(over(forward), at_zero(path, Forgetful()), path, "Forgetful")
+
+
 def test_forms_and_blocks_that_do_not_know_of_derivatives_are_refused():
     layer = mlp().layers[1]
     other = eqx.tree_at(

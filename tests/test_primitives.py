@@ -126,12 +126,12 @@ def test_names(names):
 def test_every_name_is_made():
     tables = (
         interpreter._ZERO_OF_ZEROS,
-        interpreter._KEEPS_ZEROS,
+        interpreter._ENTRYWISE,
         interpreter._FLAT,
         interpreter._LOOKUPS,
     )
     assert {*chain(*tables)} <= {*chain(*MADE_BY)}
-    assert interpreter._KEEPS_ZEROS <= interpreter._ZERO_OF_ZEROS
+    assert interpreter._ENTRYWISE <= interpreter._ZERO_OF_ZEROS
 
 
 def only_equation(fn):

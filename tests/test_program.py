@@ -240,6 +240,16 @@ def noisy(m, x, y):
     return base(eqx.combine(treedef.unflatten(new), static), x, y)
 
 
+def in_a_row(m):
+    """All arrays, zeros of tags among them."""
+    return jnp.concatenate([p.reshape(-1) for p in leaves(m)])
+
+
+def own(m):
+    """The same without those."""
+    return in_a_row(kfac.revert(m))
+
+
 def in_a_scan(m, x, y):
     step = lambda total, _: (
         total + sum(jnp.mean(p) for p in leaves(m)) / len(leaves(m)),
@@ -257,6 +267,11 @@ NOTICING = [
     penalised(lambda m: sum(jnp.mean(p) for p in leaves(m)) / len(leaves(m))),
     penalised(lambda m: jnp.std(jnp.concatenate([p.reshape(-1) for p in leaves(m)]))),
     penalised(lambda m: float(len(leaves(m)))),
+    # Of zeros, these are ones, infinities, and no numbers.
+    penalised(lambda m: sum(jnp.sum(jax.lax.integer_pow(p, 0)) for p in leaves(m))),
+    penalised(lambda m: sum(jnp.sum(p**-2) for p in leaves(m))),
+    penalised(lambda m: sum(jnp.sum(p / jnp.linalg.norm(p)) for p in leaves(m))),
+    penalised(lambda m: jnp.max(in_a_row(m) ** -2)),
 ]
 UNNOTICING = [
     balanced_plainly,
@@ -264,6 +279,11 @@ UNNOTICING = [
     penalised(lambda m: jnp.sqrt(sum(jnp.vdot(p, p) for p in leaves(m)))),
     penalised(lambda m: sum(jnp.sum(jnp.abs(p)) for p in leaves(m))),
     penalised(lambda m: sum(jnp.sum(0.5 * p) for p in leaves(m))),
+    penalised(lambda m: sum(jnp.sum(p / (1 + jnp.linalg.norm(p))) for p in leaves(m))),
+    # What is padded, and what is not, in both orders.
+    penalised(lambda m: jnp.sum(jnp.exp(own(m))) + jnp.sum(in_a_row(m) ** 2)),
+    penalised(lambda m: jnp.sum(in_a_row(m) ** 2) + jnp.sum(jnp.exp(own(m)))),
+    penalised(lambda m: jnp.max(jnp.abs(in_a_row(m)))),
     penalised(
         lambda m: jnp.std(jax.flatten_util.ravel_pytree(leaves(kfac.revert(m)))[0])
     ),
@@ -551,6 +571,37 @@ def test_a_loop_is_only_along_a_stack_that_it_slices():
     for network in (indexed, scanned):
         with pytest.raises(ValueError, match="which axis of .* counts the examples"):
             curvature(loss_fn, layers, xs, network, jax.lax.map)
+
+
+class Pair(eqx.Module):
+    rows: kfac.Linear
+    other: kfac.Linear
+
+
+def pair_loss(run):
+    def loss_fn(m, xs, y, x):
+        first = kfac.SquaredError(run(m.rows, xs), y)
+        return first + base(m.other, x, jnp.zeros((len(x), K)))
+
+    return loss_fn
+
+
+def looped(layer, xs):
+    """A loop over examples, and in it one over the tokens of each."""
+    token = lambda total, x: (total + layer(x), None)
+    example = lambda _, x: (None, jax.lax.scan(token, jnp.zeros(K), x)[0])
+    return jax.lax.scan(example, None, xs)[1]
+
+
+@pytest.mark.parametrize("block", [kfac.Diagonal(), kfac.Full()])
+def test_loops_as_long_as_two_losses(block):
+    """Six examples of three tokens; and another loss of three examples."""
+    unweighted = kfac.Kronecker(kfac.Expand(), weighted=False)
+    model, args = Pair(linear(block), linear(unweighted)), (TOKENS, Y, X[:3])
+    with pytest.raises(ValueError, match=r"`\.rows` counts the examples"):
+        curvature(pair_loss(looped), model, *args)
+    vectorised = lambda layer, xs: jax.vmap(lambda x: sum(map(layer, x)))(xs)
+    assert curvature(pair_loss(vectorised), model, *args) is not None
 
 
 def test_one_example_vectorised():
