@@ -162,7 +162,7 @@ def _check_uses(trace: Trace, trains: bool) -> None:
     """Raises if parameters bypass their tag, or, with `trains`, if a layer is not used.
     Names all such layers, each with the first of these reasons that applies."""
     outputs = all_sources(trace.outputs)
-    unseen, outside, uncalled, unused, bypassed = [], [], [], [], []
+    unseen, outside, uncalled, penalised, unused, bypassed = [], [], [], [], [], []
     for number, tagged in enumerate(trace.layers):
         uses = trace.uses_of(number)
         bypassing = outputs & parameter_bit(number)
@@ -175,6 +175,9 @@ def _check_uses(trace: Trace, trains: bool) -> None:
         # Parameters that are used, but never by a call of their layer.
         elif not uses and bypassing:
             uncalled.append(tagged)
+        # A layer that is called, but on which no loss depends.
+        elif not uses and trains and number in trace.penalised:
+            penalised.append(tagged)
         # A layer that is not used at all. (One that is called for nothing is no mistake,
         # and operations that cannot be interpreted may call any layer.)
         elif not uses and trains and not trace.opaque and number not in trace.dead:
@@ -188,6 +191,7 @@ def _check_uses(trace: Trace, trains: bool) -> None:
         (outside, _OUTSIDE),
         (uncalled, _UNCALLED),
         (bypassed, _BYPASSED),
+        (penalised, _PENALISED),
         (unused, _UNUSED),
     )
     messages = [_about(layers, text) for layers, text in reasons if layers]
@@ -219,6 +223,12 @@ _BYPASSED = (
     "and no curvature would be collected of that: {parameters} are used outside of the "
     "layer, or a derivative of the layer in its parameters is. Call the layer instead; "
     "tie weights with `eqx.nn.Shared`; or {otherwise}"
+)
+_PENALISED = (
+    "The {layers} {are} trained, but no loss depends on {them}: only scalars beside the "
+    "losses do, which have a gradient, but no curvature. Make a loss of what {they} "
+    "{return_}; or leave {them} untagged, `kfac.convert(kfac.revert(model), "
+    "blocks={blocks})`, with a `fallback`."
 )
 _UNUSED = (
     "The {layers} {are} trained, but the loss function never calls {them}. Freeze what "
@@ -256,6 +266,8 @@ def _about_alike(layers: list[TaggedLayer], text: str, otherwise: str) -> str:
         layers=("layer " if one else "layers ") + names(paths),
         are="is" if one else "are",
         them="it" if one else "them",
+        they="it" if one else "they",
+        return_="returns" if one else "return",
         its="its" if one else "their",
         a_tag="the layer's tag" if one else "the layers' tags",
         parameters=("its" if one else "their")

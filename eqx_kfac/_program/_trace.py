@@ -109,6 +109,8 @@ class Trace(NamedTuple):
     - `regularised`: whether there is an `L2` term.
     - `dead`: the numbers of the tags that are called, but only for results that nothing
         uses.
+    - `penalised`: the numbers of the tags that are called, but only for penalties, on
+        which no output of a loss depends.
     """
 
     layers: list[TaggedLayer]
@@ -120,6 +122,7 @@ class Trace(NamedTuple):
     opaque: bool
     regularised: bool
     dead: frozenset[int]
+    penalised: frozenset[int]
 
     @property
     def examples(self) -> tuple[int, ...]:
@@ -264,16 +267,18 @@ def traced(
     found += [interpreter.value_of("number", repr(leaf)) for _, leaf in others]
     paths = [jtu.keystr(path) for path, _ in [*arrays, *others]]
     everything = dict(zip(paths, found, strict=True))
+    called = _called_for(closed.jaxpr, len(values))
     return Trace(
-        labelled.layers,
-        interpreter.records,
-        tuple(term_shapes),
-        weights[0],
-        values[:num_outputs],
-        everything,
-        interpreter.opaque,
-        any(regularised),
-        _dead(closed.jaxpr),
+        layers=labelled.layers,
+        uses=interpreter.records,
+        term_shapes=tuple(term_shapes),
+        weights=weights[0],
+        outputs=values[:num_outputs],
+        everything=everything,
+        opaque=interpreter.opaque,
+        regularised=any(regularised),
+        dead=frozenset(_called(closed.jaxpr) - called),
+        penalised=frozenset(called - _called_for(closed.jaxpr, num_outputs)),
     )
 
 
@@ -326,10 +331,10 @@ def _interpreted(
     return interpreter, outputs + values[num_outputs:]
 
 
-def _dead(jaxpr: Any) -> frozenset[int]:
-    """The numbers of tags that are called, but not for anything that is returned."""
-    part, *_ = part_of(jaxpr, [True] * len(jaxpr.outvars))
-    return frozenset(_called(jaxpr) - _called(part))
+def _called_for(jaxpr: Any, number: int) -> set[int]:
+    """The numbers of the tags that are called for the first results of a program."""
+    part, *_ = part_of(jaxpr, [i < number for i in range(len(jaxpr.outvars))])
+    return _called(part)
 
 
 def _called(jaxpr: Any) -> set[int]:
