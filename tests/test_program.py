@@ -200,7 +200,9 @@ def test_layers_that_only_a_penalty_calls():
     model, optimizer = Beside(linear(), linear()), kfac.KFAC()
     penalty = lambda m, x: jnp.sum(jax.vmap(m.other)(x) ** 2)
     loss_fn = lambda m, x, y: base(m.main, x, y) + 0.1 * penalty(m, x)
-    with pytest.raises(ValueError, match=r"`\.other` is trained, but no loss depends on it"):
+    with pytest.raises(
+        ValueError, match=r"`\.other` is trained, but no loss depends on it"
+    ):
         optimizer.step(loss_fn, model, optimizer.init(model), X, Y, key=KEYS[0])
     in_the_loss = lambda m, x, y: base(lambda v: m.main(v) + m.other(v), x, y)
     step = optimizer.step(in_the_loss, model, optimizer.init(model), X, Y, key=KEYS[0])

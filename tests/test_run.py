@@ -347,6 +347,23 @@ def test_gradients_without_curvature(name, packed):
         assert bool(moves) != fault
 
 
+def test_curvature_that_is_given_may_not_be_zero():
+    """Nobody has seen the loss function, so it may be the curvature of something else."""
+    model, (x, y) = make_model(), data()
+    optimizer, step = plain_kfac(0.1, inverse_period=1), eqx.filter_jit(plain_update)
+    estimate = eqx.filter_jit(kfac.value_grad_and_curvature(certain_loss, kfac.Exact()))
+    _, grads, curvature = estimate(model, x, y)
+    nothing = jtu.tree_map(jnp.zeros_like, curvature)
+    for given, unseen in ((curvature, False), (nothing, True)):
+        updates, state = step(optimizer, grads, optimizer.init(model), model, given)
+        assert bool(state.faults.unseen) == bool(state.rejected) == unseen
+        assert any(map(np.any, leaves(updates))) != unseen
+
+
+def plain_update(optimizer, grads, state, model, curvature):
+    return optimizer.update(grads, state, model, curvature=curvature)
+
+
 def test_recurrent_curvature_of_nothing():
     @jax.jit
     def is_zero(scale):
