@@ -358,10 +358,10 @@ MUTANTS = [
     M("nn/_linear.py", "y = y if self.bias is None else y + self.bias", "pass", "layers"),
     M("nn/_shared.py", "tied=True", "tied=False", "layers"),
     # Arrays of any module.
+    M("_program/_interpreter.py", 'padded = self.value_of("padded", value.expression, sources=value.sources)', "padded = value", "program"),
     M("_program/_interpreter.py", "return zero[0] and not zero[1]", "return zero[0]", "program"),
     M("_program/_interpreter.py", 'return zero[0] and eqn.params["y"] > 0', "return zero[0]", "program"),
     M("_program/_interpreter.py", 'name in _ENTRYWISE or (name == "integer_pow" and eqn.params["y"] > 0)', 'name in _ENTRYWISE or name == "integer_pow"', "program"),
-    M("_program/_interpreter.py", "operands = tuple(expressions.padded.get(n, n) for n in nonzero)", "operands = nonzero", "program"),
     M("_program/_interpreter.py", "return [other._replace(sources=other.sources | marks)]", "return [other]", "derivatives"),
     M("_program/_interpreter.py", "return [ZERO._replace(sources=marks)] * len(eqn.outvars)", "return [ZERO] * len(eqn.outvars)", "derivatives"),
     M("_program/_trace.py", "if use.example_shape != () or len(self.examples) > 1 or self.examples == (1,):", "if use.example_shape != () or self.examples == (1,):", "program"),

@@ -289,7 +289,7 @@ NOTICING = [
     penalised(lambda m: sum(jnp.sum(jax.lax.integer_pow(p, 0)) for p in leaves(m))),
     penalised(lambda m: sum(jnp.sum(p**-2) for p in leaves(m))),
     penalised(lambda m: sum(jnp.sum(p / jnp.linalg.norm(p)) for p in leaves(m))),
-    penalised(lambda m: jnp.max(in_a_row(m) ** -2)),
+    penalised(lambda m: jnp.sum(in_a_row(m) ** -2)),
 ]
 UNNOTICING = [
     balanced_plainly,

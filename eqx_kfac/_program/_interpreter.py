@@ -15,9 +15,9 @@ expression does not contain the zeros that are added in it.
 *Padding.* A loss may concatenate all arrays of a model, and take a norm of the result.
 The zeros of tags among its entries are padding: a sum does not change with them, but a
 mean does. A concatenation with zeros is therefore the *padded* expression of the
-concatenation without them. A sum over a padded expression is the sum over that without
-padding; nearly every other operation notices how much padding there is, and so the
-array's shape becomes a part of its expression.
+concatenation without them. A sum over a padded expression is an expression like any
+other; nearly every other operation notices how much padding there is, and so the array's
+shape becomes a part of its expression.
 
 *Carries.* While a loop is interpreted, the values that it carries have no expression yet.
 Each is known by its position among those that are not zero, and by nothing else, so that
@@ -92,14 +92,13 @@ class Expressions:
 
     - `numbers`: the number of each expression, by what the expression is made of.
     - `nonnegative`: the numbers of expressions that are known not to be negative.
-    - `padded`: the numbers of expressions that are padded with zeros of tags, each with
-        the number of the expression without padding.
+    - `padded`: the numbers of expressions that are padded with zeros of tags.
     """
 
     def __init__(self):
         self.numbers = {}
         self.nonnegative = set()
-        self.padded = {}
+        self.padded = set()
 
 
 class Interpreter:
@@ -237,7 +236,7 @@ class Interpreter:
         )
         shapes = ()
         if is_padded or forgets_padding:
-            operands = tuple(expressions.padded.get(n, n) for n in nonzero)
+            operands = nonzero
         else:
             # Other operations notice how many zeros there are.
             noticed = [z or p for z, p in zip(zero, padded, strict=True)]
@@ -254,7 +253,7 @@ class Interpreter:
     def _with_padding(self, value: Value) -> Value:
         """The padded expression of one without padding."""
         padded = self.value_of("padded", value.expression, sources=value.sources)
-        self.expressions.padded[padded.expression] = value.expression
+        self.expressions.padded.add(padded.expression)
         return padded
 
     def _values_of(self, eqn: Equation, parts: tuple, sources: int) -> list[Value]:
