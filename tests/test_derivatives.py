@@ -587,10 +587,13 @@ class Forgetful(kfac.Kronecker):
     derivatives = False
 
 
+@pytest.mark.parametrize("jacobian", [jax.jacfwd, jax.jacrev])
 @pytest.mark.parametrize("path", AT_ZERO)
-def test_blocks_that_do_not_know_of_derivatives_of_layers_tagged_at_a_zero(path):
-    forward = lambda m, x: jax.jacfwd(lambda x: m(x)[0])(x)
-    refuses(over(forward), at_zero(path, Forgetful()), path, "Forgetful")
+def test_blocks_that_do_not_know_of_derivatives_of_layers_tagged_at_a_zero(
+    path, jacobian
+):
+    outputs = lambda m, x: jacobian(lambda x: m(x)[0])(x)
+    refuses(over(outputs), at_zero(path, Forgetful()), path, "Forgetful")
 
 
 def test_forms_and_blocks_that_do_not_know_of_derivatives_are_refused():
