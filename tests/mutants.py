@@ -41,9 +41,9 @@ MUTANTS = [
     M("_optimizer/_optax.py", "steepest(updates), state.fallback", "updates, state.fallback", "complex"),
     # Layers without curvature so far.
     M("_inverse/_precondition.py", "jnp.where(still, 0, solution)", "solution", "run"),
-    M("_optimizer/_trial.py", "return unknown & ~is_certain", "return unknown", "run"),
-    M("_optimizer/_trial.py", "is_certain = jnp.all(unknown) & self.averaged.fresh", "is_certain = jnp.all(unknown)", "run"),
-    M("_optimizer/_collect.py", "weight = jnp.where(jnp.any(known), weight, 0)", "pass", "run"),
+    M("_optimizer/_trial.py", "return unknown & jnp.logical_not(self.averaged.zero)", "return unknown", "run"),
+    M("_optimizer/_collect.py", "zero & fresh)", "zero)", "run"),
+    M("_optimizer/_collect.py", "weight = jnp.where(zero, 0, weight)", "pass", "run"),
     M("_optimizer/_trial.py", "if self.linearised is None:\n            return unknown", "if False:\n            return unknown", "run"),
     M("_optimizer/_after.py", "(state.refactorise | (rules.damping is not None))", "(rules.damping is not None)", "reliability"),
     M("_optimizer/_kfac.py", "state.refactorise | first)", "state.refactorise)", "run"),

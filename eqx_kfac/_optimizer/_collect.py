@@ -23,6 +23,8 @@ class Average(NamedTuple):
     fresh: Bool[Array, ""] | bool = False
     # Whether this step has added the first curvature of any layer.
     first: Bool[Array, ""] | bool = False
+    # Whether this step has estimated from all of its examples that no layer has any.
+    zero: Bool[Array, ""] | bool = False
 
     @property
     def unknown(self) -> Bool[Array, " layers"]:
@@ -55,11 +57,13 @@ class Average(NamedTuple):
     ) -> "Average":
         """The next average, and which of its layers have any curvature."""
         known = known_layers(curvature)
-        if known.size > 0:
-            # An average of nothing but zeros is none: then the next step estimates anew.
-            weight = jnp.where(jnp.any(known), weight, 0)
         first = self.first | jnp.any(known & ~self.known)
-        return Average(curvature, weight, fine, known, fresh, first)
+        if known.size == 0:
+            return Average(curvature, weight, fine, known, fresh, first)
+        # An average of nothing but zeros is none: then the next step estimates anew.
+        zero = ~jnp.any(known)
+        weight = jnp.where(zero, 0, weight)
+        return Average(curvature, weight, fine, known, fresh, first, zero & fresh)
 
 
 def collect(
@@ -77,7 +81,7 @@ def collect(
     first = before.weight == 0
     whole = linearised.batch.first(fisher.examples) is linearised.batch
     fresh, unchanged = jnp.full_like(first, whole), first & ~first
-    before = before._replace(fresh=unchanged, first=unchanged)
+    before = before._replace(fresh=unchanged, first=unchanged, zero=unchanged)
 
     def estimate(averaged, key, ema):
         new = linearised.curvature(fisher, key)

@@ -35,9 +35,11 @@ class Renewed(NamedTuple):
         """All fields, with the flags in one array, because each array costs a GPU a
         copy."""
         averaged = self.averaged
-        flags = averaged.fine, averaged.fresh, self.without, self.factorised
+        flags = averaged.fine, averaged.fresh, averaged.zero
+        flags = *flags, self.without, self.factorised
         known = averaged.known
-        averaged = averaged._replace(fine=None, fresh=None, first=None, known=None)
+        nothing = dict(fine=None, fresh=None, first=None, zero=None, known=None)
+        averaged = averaged._replace(**nothing)
         new = self._replace(averaged=averaged, without=None, factorised=None)
         flags = jnp.stack([jnp.asarray(flag) for flag in flags])
         return new, jnp.concatenate([flags, known])
@@ -45,9 +47,9 @@ class Renewed(NamedTuple):
     @staticmethod
     def of_arrays(arrays: tuple) -> "Renewed":
         new, flags = arrays
-        fine, fresh, without, factorised = flags[:4]
-        known = dict(fine=fine, fresh=fresh, first=False, known=flags[4:])
-        averaged = new.averaged._replace(**known)
+        fine, fresh, zero, without, factorised = flags[:5]
+        found = dict(fine=fine, fresh=fresh, first=False, zero=zero, known=flags[5:])
+        averaged = new.averaged._replace(**found)
         return new._replace(averaged=averaged, without=without, factorised=factorised)
 
 
@@ -85,7 +87,7 @@ def _unchanged(trial: Trial) -> Renewed:
     state, averaged = trial.state, trial.averaged
     no = jnp.zeros_like(averaged.fine)
     return Renewed(
-        averaged=averaged._replace(fresh=no, first=no),
+        averaged=averaged._replace(fresh=no, first=no, zero=no),
         without=no,
         damping=state.damping,
         layer_damping=state.layer_damping,

@@ -191,8 +191,7 @@ class Trial(PlainModule):
         # Nothing bypasses a tag of a loss function that was analysed. So if all examples
         # of this step give no layer any curvature, the outputs are so certain that their
         # Fisher is zero, and damping alone says how far the step may go.
-        is_certain = jnp.all(unknown) & self.averaged.fresh
-        return unknown & ~is_certain
+        return unknown & jnp.logical_not(self.averaged.zero)
 
     @property
     def still(self) -> Model | None:
