@@ -3,9 +3,9 @@ batch, and if there are several devices, each of them does a part.
 
 A *job* is a function with the matrices of one layer, or of a stack of layers, as its
 arguments: a factor to be decomposed, for instance. Jobs are of one *kind* if they have
-the same function and arguments of the same shapes and types, so that they can be done in
-a *batch*: their arguments are concatenated along a first axis, over which the function is
-mapped, and the outputs are split again.
+the same key, which says what is computed, and arguments of the same shapes and types, so
+that they can be done in a *batch*: their arguments are concatenated along a first axis,
+over which the function is mapped, and the outputs are split again.
 
 All devices of a mesh hold the same matrices, so that each of them would do all jobs.
 Instead, the jobs are dealt out like cards, every device does those in its *hand*, and the

@@ -1205,11 +1205,11 @@ def test_average_of_an_infinite_constant():
     numbers = dict(averaging=0.9, fallback=optax.sgd(0.1))
     optimizer = kfac.KFAC(0.05, 0.9, 1e-2, fisher=kfac.Exact(), **numbers)
     state = optimizer.init(model)
-    for index in range(3):
-        model, state, info = stepped(
-            optimizer, squared, model, state, *make_targets(index)
-        )
-        assert not bool(info.rejected)
+    for index in range(4):
+        x, y = make_targets(index)
+        y = jnp.where(index == 0, jnp.nan, y)  # Nothing is taken into the average yet.
+        model, state, info = stepped(optimizer, squared, model, state, x, y)
+        assert bool(info.rejected) == (index == 0)
     averaged = kfac.averaged(model, state)
     np.testing.assert_array_equal(averaged.mask, [0, -np.inf])
     assert np.all(np.isfinite(parameters(averaged.network)))

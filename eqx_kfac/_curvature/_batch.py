@@ -225,8 +225,9 @@ class LinearisedBatch(PlainModule):
         part = self.first(fisher.examples)
         program = part.program
         if fisher.serves_several_positions:
-            # A cotangent then holds columns of several positions at once, and gradients
-            # of different columns must not be added up.
+            # Such an estimate has one cotangent for several positions of an example at
+            # once, with another column of the root of the Fisher at each. The gradients
+            # at these positions must be squared one by one, and not be added up before.
             program = program._replace(joint=frozenset())
         if not part.collects or program != part.program:
             part = part.batch.linearise(part.model, part.bases, program=program)

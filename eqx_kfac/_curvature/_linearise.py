@@ -52,10 +52,10 @@ class Linearisation(PlainModule):
     model: Model  # With filled tags.
     pushforward: Callable  # From tangents of the model to those of the objective.
     pullback: Callable  # From cotangents of the objective to those of the model.
-    # The terms of the objective that have curvature (all but penalties), from a run in
-    # which the tags know the weights of the examples; and the pullback of that run, from
-    # which statistics are collected: `collect(cotangent, part)`, where `part(curved)` is
-    # what the cotangent is of.
+    # The terms of the objective that have curvature (losses and `L2`), from a run in which
+    # the tags know the weights of the examples; and the pullback of that run, from which
+    # statistics are collected: `collect(cotangent, part)`, where `part(curved)` is what
+    # the cotangent is of.
     curved: Sum
     collect: Callable
     share: BatchPart
@@ -93,8 +93,9 @@ class Linearisation(PlainModule):
             return statistics
 
         # What depends on inputs alone is the same in every pullback; the rest adds up.
-        # Only rows whose term has no weight count if their gradient is not zero. Whether
-        # it is, one cotangent of which every output has a part tells: the probe.
+        # There is one exception: a row whose own term has weight zero, but which
+        # influences others, counts if its gradient is not zero. This is asked of a single
+        # cotangent of which every output has a part: the probe.
         probe = self._probe(fisher)
         inputs = statistics if probe is None else map_tags(_statistics, probe)
         zeros = _outputs(map_tags(_statistics, self.model))  # The slots, still empty.
@@ -159,6 +160,8 @@ class Linearisation(PlainModule):
         ]
         if not diagonals:
             return map_tags(lambda tag, layer: no_l2(tag.form, layer), self.model)
+        # The parameters that a term has are entries of the model, so that a pullback puts
+        # the diagonal where these entries are, and adds up several terms.
         return map_tags(_mean_over_layer, self.collect(diagonals, parameters))
 
     def gram(self, directions: Sequence[Model]) -> Float[Array, "n n"]:

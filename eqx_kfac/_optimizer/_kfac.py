@@ -374,7 +374,7 @@ class KFAC(eqx.Module):
             model, state, estimate, due, begun, rows, linearised
         )
         info = dataclasses.replace(info, aux=aux)
-        return state.rollback.chosen(eqx.apply_updates(model, updates)), state, info
+        return state.rollback.restored(eqx.apply_updates(model, updates)), state, info
 
     def update(
         self,
@@ -409,6 +409,7 @@ class KFAC(eqx.Module):
         check_given(vars(self), model=model, value=value)
         grads = eqx.filter(grads, eqx.is_inexact_array)
         state = self._prepare(state, grads if model is None else model)
+        # Losses are compared with earlier ones, if the parameters could go back then.
         watched = value is not None and model is not None
         value = jnp.zeros(()) if value is None else jnp.asarray(value)
         begun = start(value, grads, state, self._rules, watched)
@@ -416,7 +417,7 @@ class KFAC(eqx.Module):
         estimate = lambda before: before.including(*estimated)
         due = Due.of(state, period=1)
         updates, state, _ = self._updates(model, state, estimate, due, begun)
-        return (state.rollback.led(updates, model) if watched else updates), state
+        return (state.rollback.restoring(updates, model) if watched else updates), state
 
     def __str__(self) -> str:
         return optimizer_said(vars(self), self._early)
@@ -473,8 +474,9 @@ class KFAC(eqx.Module):
             averaged=Average(state.curvature, state.weight, begun.fine, state.known),
         )
 
-        def due_inverse(first):
-            return self._due(state, "inverse_period", state.refactorise | first)
+        def due_inverse(newly_known):  # Whether a layer has got its first curvature.
+            again = state.refactorise | newly_known
+            return self._due(state, "inverse_period", again)
 
         others = self.fallback, self.weight_decay
         return take_step(trial, estimate, due, due_inverse, *others)

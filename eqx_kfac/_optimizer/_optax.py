@@ -52,8 +52,8 @@ def scale_by_kfac(
     transformation to be chained with others. Its `update` takes the curvature as an extra
     argument; `curvature=None` keeps the average as it is. Before a layer has any
     curvature, and while a number is out of its range, its updates are zero.
-    Gradients are as `jax.grad` returns them, also of complex parameters, whose
-    conjugates are taken here.
+    Gradients are as `jax.grad` returns them, also of complex parameters (which no tag
+    covers): the `fallback` gets their conjugates.
 
     **Arguments:**
 

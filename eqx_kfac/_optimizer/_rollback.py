@@ -116,7 +116,7 @@ class Rollback(eqx.Module):
         back."""
         return bound / self.caution.astype(bound.dtype)
 
-    def chosen(self, model: Model) -> Model:
+    def restored(self, model: Model) -> Model:
         """`model`, with the last good parameters if they went back in the last step."""
 
         def choose(path, p):
@@ -126,7 +126,7 @@ class Rollback(eqx.Module):
 
         return jtu.tree_map_with_path(choose, model)
 
-    def led(self, updates: Model, model: Model) -> Model:
+    def restoring(self, updates: Model, model: Model) -> Model:
         """The updates, or what leads from `model` to the last good parameters if they are
         to go back."""
         model = eqx.filter(model, eqx.is_inexact_array)
@@ -134,7 +134,7 @@ class Rollback(eqx.Module):
         def lead(update, p, old):
             return None if p is None else tree_where(self.back, old - p, update)
 
-        return jtu.tree_map(lead, updates, model, self.chosen(model), is_leaf=is_none)
+        return jtu.tree_map(lead, updates, model, self.restored(model), is_leaf=is_none)
 
 
 def init_rollback(model: Model) -> Rollback:

@@ -83,10 +83,9 @@ class Faults(eqx.Module):
         estimated from the examples of this step. So the gradient did not come through the
         layer's tag (`kfac.verify` names the layer), or not from the loss of which the
         curvature is; or the squares that curvature is made of were rounded to zero.
-        `KFAC.step` does not look for this fault if scalars are added to the loss, because
-        these have a gradient and no curvature; and if no layer has any curvature, the
-        outputs are so certain that it is zero, and the damping alone determines the
-        step.""",
+        There are two exceptions in `KFAC.step`. If scalars are added to the loss, they
+        have a gradient and no curvature. And if *no* layer has any curvature, the outputs
+        are so certain that their curvature is zero: then damping determines the step.""",
     )
     update = _fault("update", "The update was not finite.")
     increase = _fault(
@@ -157,8 +156,10 @@ class AveragedParameters(eqx.Module):
 
         def blend(mean, p):
             p = p.astype(mean.dtype)
-            # Constants of a model may be infinite, as those of a mask are.
-            return mean + share.astype(mean.dtype) * jnp.where(p == mean, 0, p - mean)
+            # Constants of a model may be infinite, as those of a mask are: then neither
+            # their difference is a number, nor is zero times them.
+            moves = taken & (p != mean)
+            return mean + jnp.where(moves, share.astype(mean.dtype) * (p - mean), 0)
 
         return AveragedParameters(jtu.tree_map(blend, self.mean, by_path(model)), weight)
 
@@ -270,7 +271,8 @@ class Info(eqx.Module):
         there are no such layers, or this is not tried.
     - `update_norm`: the Euclidean norm of the update without weight decay; 0 if the
         step was not taken.
-    - `rejected`: whether the step was not taken, so that the parameters stay.
+    - `rejected`: whether the step was not taken, so that the parameters stay (or go back
+        to the last good ones, if `faults.divergence` says so).
         `info.select(new, old)` chooses for anything else that a step changed.
     - `faults`: why.
     """

@@ -97,6 +97,7 @@ class Trial(PlainModule):
             damping = self.state.rollback.damped(damping)
         if rule is None:
             return damping
+        # The user may want another damping of the preconditioner than of the model.
         ratio = jnp.asarray(rule.damping_ratio, float)
         return jtu.tree_map(lambda d: d * ratio.astype(d.dtype), damping)
 
@@ -124,6 +125,7 @@ class Trial(PlainModule):
             taken = velocity(lengths, natural, before)
             squares = tree_dot(taken, taken)
         if self._bounds.are_measured:
+            # On the whole step, momentum included, which is only known here.
             part = self._bounds.measured_part(velocity(lengths, natural, before))
             squares *= part.astype(squares.dtype) ** 2
             lengths = part.astype(lengths.dtype) * lengths
@@ -188,9 +190,9 @@ class Trial(PlainModule):
         unknown = self.averaged.unknown
         if self.linearised is None:
             return unknown
-        # Nothing bypasses a tag of a loss function that was analysed. So if all examples
-        # of this step give no layer any curvature, the outputs are so certain that their
-        # Fisher is zero, and damping alone says how far the step may go.
+        # The analysis refuses a loss function in which parameters bypass a tag. So if all
+        # examples of this step give no layer any curvature, the outputs are so certain
+        # that their Fisher is zero, and damping alone says how far the step may go.
         return unknown & jnp.logical_not(self.averaged.zero)
 
     @property
@@ -241,7 +243,8 @@ class Trial(PlainModule):
         finite_value, norm = all_finite(self.value), start.gradient_norm
         without &= self.finite
         # Norms are cheaper to look at than all numbers. A gradient whose norm overflows
-        # may still be finite: it is taken for finite if the update that follows is.
+        # may still be finite: it is taken for finite if the update that follows is, which
+        # says nothing of layers that are left where they are.
         overflows = jnp.isinf(norm) & all_finite(update_norm) & ~without
         finite_grads = all_finite(norm) | overflows
         finite = self.finite & finite_grads
@@ -357,6 +360,7 @@ class Trial(PlainModule):
     def _ratio(self, new_loss: Array, predicted: Array, due: Any = True) -> Array:
         """The reduction ratio: the change of the loss over the predicted change; minus
         infinity if no descent was predicted, infinity if it is not `due`."""
+        # A new loss that is not a number makes the ratio one, too.
         no_descent = (predicted >= 0) & ~jnp.isnan(new_loss)
         # Where the quotient is not wanted, it is one of harmless numbers.
         change = jnp.where(due, new_loss - self.value, 1)

@@ -165,7 +165,7 @@ class Interpreter:
         if not readable or np.size(value) > 2**16:
             return self.value_of("array", *shape_and_type, sources=sources)
         array = np.asarray(value)
-        if not array.any() and array.dtype.kind in "fiub":
+        if not array.any() and array.dtype.kind in "fiubc":
             return ZERO
         entries = array.tobytes()
         return self.value_of("constant", *shape_and_type, entries, sources=sources)

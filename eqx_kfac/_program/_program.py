@@ -175,7 +175,7 @@ def _check_uses(trace: Trace, trains: bool) -> None:
         # Parameters that are used, but never by a call of their layer.
         elif not uses and bypassing:
             uncalled.append(tagged)
-        # A layer that is called, but on which no loss depends.
+        # A layer that is called, but not for any output of a loss.
         elif not uses and trains and number in trace.penalised:
             penalised.append(tagged)
         # A layer that is not used at all. (One that is called for nothing is no mistake,

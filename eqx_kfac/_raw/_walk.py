@@ -188,8 +188,8 @@ class Walk:
             not isinstance(site.use.form, _IN_COMPLEX_NUMBERS) for site in sites
         ):
             return None
-        # To arrange `y` for a site, its axes are first divided. The first site stands for
-        # all of them here. That axes can be joined again is certain.
+        # The axes of `y` are followed in terms of the shape that the first site reshapes
+        # `y` to, in which they are divided. What was divided can always be joined again.
         axes = Axes.of(sites[0].outputs.shape).reshape(y.shape)
         assert axes is not None
         return [y], [Fact(True, (), Pending(tuple(sites), axes))]

@@ -241,7 +241,8 @@ def _derivative(y_dot, x_dot, primals, layout, **params):
 
 
 def _taylor(primals, series, *, layout, **params):
-    """The rule of `_jvp`, for the Taylor coefficients of `jax.experimental.jet`."""
+    """The rule of `_jvp` for `jax.experimental.jet`, whose coefficients are derivatives
+    divided by factorials: a row of the layer is a derivative itself."""
     out = tag_p.bind(*primals, layout=layout, **params)
     coefficients = []
     for k, (y, x) in enumerate(zip(*series[:2], strict=True), 1):
