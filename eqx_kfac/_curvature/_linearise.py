@@ -52,10 +52,10 @@ class Linearisation(PlainModule):
     model: Model  # With filled tags.
     pushforward: Callable  # From tangents of the model to those of the objective.
     pullback: Callable  # From cotangents of the objective to those of the model.
-    # The terms of the objective that have curvature (losses and `L2`), from a run in which
-    # the tags know the weights of the examples; and the pullback of that run, from which
-    # statistics are collected: `collect(cotangent, part)`, where `part(curved)` is what
-    # the cotangent is of.
+    # The terms of the objective that have curvature (losses and `L2`), from a run in
+    # which the tags know the weights of the examples; and the pullback of that run, from
+    # which statistics are collected: `collect(cotangent, part)`, where `part(curved)` is
+    # what the cotangent is of.
     curved: Sum
     collect: Callable
     share: BatchPart

@@ -186,7 +186,8 @@ class Trace(NamedTuple):
         together, fewer rows than there are examples. Then some row serves several."""
         without_axis = [u for u in self.uses_of(use.number) if u.example_shape == ()]
         loops = [u.context.loops for u in without_axis if self.may_serve_several(u)]
-        rows = sum(map(math.prod, loops))  # The numbers of rounds of these are known.
+        # A loop of which nobody knows the number of rounds is none of these.
+        rows = sum(math.prod(n for n in rounds if n is not None) for rounds in loops)
         return use.example_shape == () and rows < min(self.examples)
 
     def is_constant(self, use: TagUse) -> bool:
