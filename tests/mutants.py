@@ -162,7 +162,7 @@ MUTANTS = [
     M("_solver/_factored.py", "scaled = bias and self.scaled_bias", "scaled = self.scaled_bias", "inverses"),
     M("_solver/_damped.py", "diagonal(factor)[:-1]", "diagonal(factor)[1:]", "inverses layer_damping"),
     M("_solver/_eigh.py", ".power(-1, damping)", ".power(-1, 2 * damping)", "inverses"),
-    M("_solver/_newton_schulz.py", "return (x + x.T) / 2", "return x + x.T", "inverses"),
+    M("_solver/_newton_schulz.py", "return jnp.where(norm < _LARGE, x, jnp.nan)", "return x", "inverses"),
     M("_solver/_subspace.py", "return jnp.maximum(values, 0), vectors", "return values * 0, vectors", "blocks"),
     M("_solver/_series.py", "v = v / state.gains\n        v = v - matmul(psi_out.T", "v = v - matmul(psi_out.T", "series"),
     # Losses and the Fisher.
@@ -320,7 +320,7 @@ MUTANTS = [
     M("_optimizer/_collect.py", "include(*self[:2], model, new, ema, self.fine & taken)", "include(*self[:2], model, new, ema, self.fine)", "divergence"),
     M("_optimizer/_collect.py", "fine = took | (self.fine & jnp.logical_not(taken))", "fine = took", "divergence"),
     M("_optimizer/_rollback.py", "(self.bad % _PATIENCE)", "(0 * self.bad)", "divergence"),
-    M("_optimizer/_rollback.py", "raised = jnp.where(finite, _RAISED * self.level, self.level)", "raised = self.level", "divergence"),
+    M("_optimizer/_rollback.py", "level = jnp.where(bad, _RAISED * self.level, level)", "level = jnp.where(bad, self.level, level)", "divergence"),
     M("_optimizer/_rollback.py", "again = jnp.where(self.caution > 1, _RAISED, 1.0)", "again = jnp.where(self.caution > 1, 1.0, 1.0)", "divergence"),
     M("_optimizer/_rollback.py", "less = jnp.where(number == _PATIENCE + 1, self.caution / _MORE, less)", "pass", "divergence"),
     M("_optimizer/_rollback.py", "tree_where(good | (finite & ~began), by_path", "tree_where(good, by_path", "divergence"),

@@ -286,11 +286,11 @@ def test_curvature_and_damping_follow_only_what_is_like_the_rest(scale, shift):
 
 
 def test_first_curvature_is_that_of_any_batch():
-    """Of an empty one, too: there is nothing else."""
+    """But an empty one has none, so that the next batch has the first."""
     model, state, info = step(mlp(), PLAIN.init(mlp()), 0.0)
-    assert not info.rejected and state.weight == 1
-    _, _, info = step(model, state)
-    assert not info.rejected and info.update_norm > 0
+    assert not info.rejected and state.weight == 0
+    _, state, info = step(model, state)
+    assert not info.rejected and state.weight == 1 and info.update_norm > 0
 
 
 def test_estimates_from_elsewhere_are_held_against_the_loss_as_well():

@@ -223,12 +223,7 @@ class LinearisedBatch(PlainModule):
         many examples as the Fisher wants. If a block needs bases and there are none yet,
         it gets those of a first estimate, and the statistics are taken once more."""
         part = self.first(fisher.examples)
-        program = part.program
-        if fisher.serves_several_positions:
-            # Such an estimate has one cotangent for several positions of an example at
-            # once, with another column of the root of the Fisher at each. The gradients
-            # at these positions must be squared one by one, and not be added up before.
-            program = program._replace(joint=frozenset())
+        program = part.program.collecting(fisher.serves_several_positions)
         if not part.collects or program != part.program:
             part = part.batch.linearise(part.model, part.bases, program=program)
         if part.bases is None and has_bases(part.model):

@@ -83,6 +83,11 @@ class Sum(AbstractObjective):
         return any(minimised) and not all(minimised)
 
     @property
+    def is_penalised(self) -> bool:
+        """Whether there are terms with a gradient, but no curvature."""
+        return len(self.curved) < len(self.terms)
+
+    @property
     def is_natural(self) -> bool:
         """Whether the outputs of all losses are natural parameters, so that the Fisher is
         the Gauss-Newton matrix, whatever the targets."""

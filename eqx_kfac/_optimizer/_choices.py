@@ -201,6 +201,12 @@ def _check_together(choices: Choices, rules: Rules) -> None:
             "`norm_constraint` bounds the step that a given learning rate makes; a "
             "`kfac.QuadraticModel()` finds the length itself. Leave one of them out."
         )
+    if momentum is not None and rules.norm_constraint is not None:
+        raise ValueError(
+            "A `kfac.TrustRegion` bounds the whole step, with the momentum that is "
+            "given; a `kfac.QuadraticModel()` chooses another one. Give a number for "
+            "`momentum`, or for `norm_constraint` a number or `None`."
+        )
     if rules.step is not None and rules.layer_damping is not None:
         raise ValueError(
             "The quadratic model has one damping for all layers: give a number or a "

@@ -81,19 +81,20 @@ class Rollback(eqx.Module):
         """The record after a step from `model`, where the loss was `value`, and whether
         that was `bad`, the step `rejected`."""
         finite, began = jnp.isfinite(value), self.level > 0
-        number = jnp.where(bad, self.bad + 1, 0).astype(self.bad.dtype)
+        # After so many, losses that are not finite are not counted any more.
+        number = jnp.where(bad, jnp.minimum(self.bad + 1, 2 * _PATIENCE), 0)
+        number = number.astype(self.bad.dtype)
         back = (number == _PATIENCE) & began
-        accepted = (number >= 2 * _PATIENCE) & finite
+        accepted = (number == 2 * _PATIENCE) & finite
         size = jnp.abs(value).astype(self.level.dtype)
         # If losses diverge again while steps are cautious, the data are to blame.
         again = jnp.where(self.caution > 1, _RAISED, 1.0).astype(size.dtype)
-        raised = jnp.where(finite, _RAISED * self.level, self.level)
-        level = jnp.where(
-            bad, raised, jnp.clip(size, 0.99 * self.level, 1.1 * self.level)
-        )
+        level = jnp.clip(size, 0.99 * self.level, 1.1 * self.level)
+        level = jnp.where(bad, _RAISED * self.level, level)
         level = jnp.where(back, again * self.usual, level)
+        level = jnp.where((number == 2 * _PATIENCE) & ~finite, self.usual, level)
         level = jnp.where(accepted | ~began, size, level)
-        level = jnp.where(finite | back, level, self.level)
+        level = jnp.where(finite | began, level, self.level)
         good = ~bad & finite & (value.astype(level.dtype) <= level)
         less = jnp.where(rejected, self.caution, 0.98 * self.caution)
         less = jnp.where(number == _PATIENCE + 1, self.caution / _MORE, less)

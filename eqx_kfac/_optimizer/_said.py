@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from .._custom_types import Choices
 from .._jax import Tracer
+from ._quadratic import AbstractStepRule
 from ._schedule import Staggered
 
 
@@ -44,7 +45,8 @@ def optimizer_said(choices: Choices, early: frozenset[str]) -> str:
         "guard": said["guard"],
         "fallback": choices["fallback"] and "for the parameters that no tag covers",
     }
-    if choices["learning_rate"] == choices["momentum"]:  # One rule for both.
+    one_rule = isinstance(choices["learning_rate"], AbstractStepRule)
+    if one_rule and choices["learning_rate"] == choices["momentum"]:
         lines["learning rate"] = f"and momentum by {said['learning_rate']}"
     return _lines("KFAC", lines)
 

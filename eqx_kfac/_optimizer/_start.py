@@ -29,7 +29,7 @@ class Start(NamedTuple):
     # Whether no step is taken because the loss has diverged: see `Rollback.refuses`.
     refused: Bool[Array, ""]
     # Whether the averages of curvature, damping and coupling learn from this batch. They
-    # do not if its loss is unlike all earlier ones, or if all of its weights are zero.
+    # do not if its loss is unlike all earlier ones, or if loss and gradient are zero.
     teaches: Bool[Array, ""]
     has_negative_weights: Bool[Array, ""]
     # Whether the loss is compared with earlier ones, so that the parameters can go back.
@@ -37,6 +37,8 @@ class Start(NamedTuple):
     # Whether the curvature is that of losses without targets, beside the scalars that are
     # minimised.
     is_surrogate: bool
+    # Whether the objective has terms with a gradient, but no curvature.
+    is_penalised: bool
     # Whether the Fisher is the Gauss-Newton matrix, because the outputs of all losses are
     # natural parameters.
     is_natural: bool
@@ -67,12 +69,14 @@ def start(
         if getattr(rules, name) is not None:
             # A rule chooses this number anew, so the last one need not be valid.
             numbers = numbers._replace(**{name: None})
-    is_surrogate, is_natural, squares, negative = False, False, 0, jnp.zeros((), bool)
+    is_surrogate, is_penalised, is_natural, squares = False, False, False, 0
+    negative = jnp.zeros((), bool)
     if linearised is not None:
-        # All three are asked for at once, because each question about micro-batches
-        # traces the loss function once more.
-        kinds = "objective.is_surrogate", "objective.is_natural", "objective.squares"
-        is_surrogate, is_natural, squares = linearised.seen(operator.attrgetter(*kinds))
+        # All are asked for at once, because each question about micro-batches traces the
+        # loss function once more.
+        kinds = "is_surrogate", "is_penalised", "is_natural", "squares"
+        ask = operator.attrgetter(*[f"objective.{kind}" for kind in kinds])
+        is_surrogate, is_penalised, is_natural, squares = linearised.seen(ask)
         negative = linearised.has_negative_weights()
     # The value of a surrogate says neither how much is left to be gained, nor whether the
     # loss has diverged.
@@ -92,6 +96,7 @@ def start(
         has_negative_weights=negative,
         watched=watched,
         is_surrogate=is_surrogate,
+        is_penalised=is_penalised,
         is_natural=is_natural,
         squares=squares,
     )

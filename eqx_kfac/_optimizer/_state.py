@@ -84,8 +84,9 @@ class Faults(eqx.Module):
         layer's tag (`kfac.verify` names the layer), or not from the loss of which the
         curvature is; or the squares that curvature is made of were rounded to zero.
         There are two exceptions in `KFAC.step`. If scalars are added to the loss, they
-        have a gradient and no curvature. And if *no* layer has any curvature, the outputs
-        are so certain that their curvature is zero: then damping determines the step.""",
+        have a gradient and no curvature. And if *no* layer has any curvature, the losses
+        have none, because their outputs are certain, say: then damping determines the
+        step.""",
     )
     update = _fault("update", "The update was not finite.")
     increase = _fault(

@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool, Float
 from .._curvature import check_pushes_forward, for_layers, GradientRows, LinearisedBatch
 from .._custom_types import Model
 from .._inverse import precondition, precondition_through_rows
-from .._loss import Penalty
 from .._misc import accumulator, all_finite, as_parts, squared_norm_of_sum, tree_dot
 from .._module import PlainModule
 from .._solver import AbstractDampedSolver
@@ -69,7 +68,8 @@ class Trial(PlainModule):
             inverse, _ = factorise(state.inverse, self.curvature, strength)
             return self._measure_tagged(damping, inverse, strength)
 
-        due = (state.weight == 0) & self.finite
+        # Before the first step at which there is any curvature.
+        due = (state.weight == 0) & self.finite & jnp.any(self.averaged.known)
         return calibrated(rule, state.damping, measure, due)
 
     def layer_damping(self, due: Due) -> Model | None:
@@ -143,12 +143,11 @@ class Trial(PlainModule):
         new_loss = self._when(self._looks, lambda: self._new_loss(proposal))
         rule, known = self.rules.damping, proposal.predicted is not None
         due = known or (False if rule is None else rule.due(self.state.step))
-        predicted = self._when(due, lambda: self._predicted(proposal))
-        if new_loss is None or predicted is None:
+        tagged = self._when(due, lambda: self._predicted(proposal))
+        if new_loss is None or tagged is None:
             return Evaluation(new_loss, None, None)
-        ratio = self._ratio(new_loss, predicted, due & self._looks)
-        share = share_of(proposal.damping, proposal.norm, predicted)
-        return Evaluation(new_loss, ratio, share)
+        ratio = self._ratio(proposal, new_loss, tagged, due & self._looks)
+        return Evaluation(new_loss, ratio, self._share(proposal, tagged))
 
     def judge(
         self,
@@ -185,14 +184,15 @@ class Trial(PlainModule):
         """Which layers have to wait for curvature, all in one row: those that have none,
         while others have some. `None`: no layer has to, because the objective has a
         penalty, and penalties have gradients, but no curvature at any step."""
-        if self.linearised is not None and _is_penalised(self.linearised):
+        if self.start.is_penalised:
             return None
         unknown = self.averaged.unknown
         if self.linearised is None:
             return unknown
         # The analysis refuses a loss function in which parameters bypass a tag. So if all
-        # examples of this step give no layer any curvature, the outputs are so certain
-        # that their Fisher is zero, and damping alone says how far the step may go.
+        # examples of this step give no layer any curvature, the losses have none (outputs
+        # that are certain have a Fisher of zero, and so have losses that are linear), and
+        # damping alone says how far the step may go.
         return unknown & jnp.logical_not(self.averaged.zero)
 
     @property
@@ -280,9 +280,9 @@ class Trial(PlainModule):
         the damping in what is predicted."""
         _, others = partition_tagged(jtu.tree_map(jnp.zeros_like, self.grads))
         proposal = self.propose(damping, inverse, strength, others)
-        predicted = self._predicted(proposal)
-        ratio = self._ratio(self._new_loss(proposal), predicted)
-        return ratio, share_of(damping, proposal.norm, predicted)
+        tagged = self._predicted(proposal)
+        ratio = self._ratio(proposal, self._new_loss(proposal), tagged)
+        return ratio, self._share(proposal, tagged)
 
     def _chosen_lengths(
         self, damping: Float[Array, ""], natural: Model, given: tuple
@@ -301,7 +301,8 @@ class Trial(PlainModule):
         lengths = [
             best[i].astype(g.dtype) if ruled[i] else g for i, g in enumerate(given)
         ]
-        return lengths, model(best)
+        # What the rule returned for a length that is given does not matter.
+        return lengths, model(jnp.stack([n.astype(best.dtype) for n in lengths]))
 
     def _quadratic(self, damping: Float[Array, ""], *directions: Model) -> Quadratic:
         """The quadratic model of the tagged parameters along `directions`."""
@@ -343,35 +344,34 @@ class Trial(PlainModule):
         return bad & self._looks
 
     def _predicted(self, proposal: Proposal) -> Float[Array, ""]:
-        """The predicted change of the loss: what the quadratic model says of the tagged
-        parameters, and the gradient alone of all others."""
+        """The change of the loss that the quadratic model predicts for the step of the
+        tagged parameters."""
         predicted = proposal.predicted
         if predicted is None:
             model = self._quadratic(proposal.damping, proposal.velocity)
             predicted = model(jnp.ones_like(model.vector))
-        _, gradient = partition_tagged(self.grads)
-        predicted += tree_dot(gradient, proposal.others).astype(predicted.dtype)
         return predicted.astype(self.value.dtype)
+
+    def _share(self, proposal: Proposal, tagged: Float[Array, ""]) -> Float[Array, ""]:
+        """The part that the damping, which acts on the tagged parameters alone, has in
+        what is predicted for these."""
+        return share_of(proposal.damping, jnp.sqrt(proposal.squares), tagged)
 
     def _new_loss(self, proposal: Proposal) -> Float[Array, ""]:
         assert self.linearised is not None  # `update` refuses what would need it.
         return self.linearised.value_at(eqx.apply_updates(self.model, proposal.updates))
 
-    def _ratio(self, new_loss: Array, predicted: Array, due: Any = True) -> Array:
+    def _ratio(
+        self, proposal: Proposal, new_loss: Array, tagged: Array, due: Any = True
+    ) -> Array:
         """The reduction ratio: the change of the loss over the predicted change; minus
-        infinity if no descent was predicted, infinity if it is not `due`."""
+        infinity if no descent was predicted, infinity if it is not `due`. The prediction
+        is that for the `tagged` parameters, and what the gradient says of all others."""
+        _, gradient = partition_tagged(self.grads)
+        predicted = tagged + tree_dot(gradient, proposal.others).astype(tagged.dtype)
         # A new loss that is not a number makes the ratio one, too.
         no_descent = (predicted >= 0) & ~jnp.isnan(new_loss)
         # Where the quotient is not wanted, it is one of harmless numbers.
         change = jnp.where(due, new_loss - self.value, 1)
         ratio = change / jnp.where(no_descent, -1, jnp.where(due, predicted, 1))
         return jnp.where(due, jnp.where(no_descent, -jnp.inf, ratio), jnp.inf)
-
-
-def _is_penalised(linearised: LinearisedBatch) -> bool:
-    """Whether the objective has terms with a gradient but no curvature."""
-
-    def penalised(linearisation):
-        return any(isinstance(o, Penalty) for _, o in linearisation.objective.terms)
-
-    return linearised.seen(penalised)

@@ -74,6 +74,12 @@ class Program(NamedTuple):
     rows: tuple[tuple[int, ...], ...] = ()
     joint: frozenset[int] = frozenset()
 
+    def collecting(self, serves_several_positions: bool) -> "Program":
+        """The program for an estimate of the curvature. If the estimate has one cotangent
+        for several positions of an example at once, each with a column of its own, the
+        gradients at these positions are squared one by one, and no layer is joint."""
+        return self._replace(joint=frozenset()) if serves_several_positions else self
+
 
 def analyse(
     loss_fn: Callable,

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._checks import AT_LEAST_0, check_count, check_flag, check_number
+from .._misc import tree_where
 from .._operator import Factor, identity, matmul
 from ._factored import AbstractFactoredSolver
 
@@ -18,7 +19,10 @@ class NewtonSchulz(AbstractFactoredSolver):
     decompositions are not. It starts at the previous inverse if that is near enough (then
     a few iterations are enough), otherwise at $I / \lVert M \rVert_1$, from where it
     takes about $\log_2$ of the condition number of $M$. It stops when the residual
-    $I - M X$ is small or falls no further.
+    $I - M X$ is small or falls no further, and returns the iterate with the smallest one.
+    If even that is above a half, $M$ is too ill-conditioned for the precision or the
+    number of iterations (for float32, from about $10^5$ on): the result is not a number,
+    the previous inverse stays in use, and the step has the fault `factorisation`.
 
     ??? cite "Reference"
 
@@ -63,16 +67,26 @@ class NewtonSchulz(AbstractFactoredSolver):
             start = jnp.where(distance * size < 0.9, previous, start)
 
         def again(carry):
-            _, _, norm, before, number = carry
-            falls = (norm < before) | (norm > 0.1)  # (In the beginning, only just.)
+            (_, _, norm), before, _, number = carry
+            # In the beginning, the residual falls so slowly that rounding may hide it.
+            falls = (norm < before) | (norm > 0.1)
             return (norm > self.tolerance) & falls & (number < self.max_iterations)
 
         def iterate(carry):
-            x, rest, norm, _, number = carry
+            (x, rest, norm), _, best, number = carry
             x = x + matmul(x, rest)
-            return x, *residual(x), norm, number + 1
+            x = (x + x.T) / 2
+            new = x, *residual(x)
+            best = tree_where(new[-1] < best[-1], (x, new[-1]), best)
+            return new, norm, best, number + 1
 
-        rest, norm = residual(start)
-        first = start, rest, norm, jnp.full_like(norm, jnp.inf), jnp.zeros((), jnp.int32)
-        x, *_ = jax.lax.while_loop(again, iterate, first)
-        return (x + x.T) / 2
+        first = start, *residual(start)
+        none = jnp.full_like(first[-1], jnp.inf)
+        carry = first, none, (start, first[-1]), jnp.zeros((), jnp.int32)
+        _, _, (x, norm), _ = jax.lax.while_loop(again, iterate, carry)
+        return jnp.where(norm < _LARGE, x, jnp.nan)
+
+
+# With a smaller residual (in units of the norm of the identity), an iterate is near
+# enough to the inverse to precondition with.
+_LARGE = 0.5

@@ -16,6 +16,7 @@ from .._custom_types import Key, Model
 from .._devices import zeros_of
 from .._fisher import AbstractFisher, check_separate, Exact
 from .._misc import accumulator
+from .._program import analyse
 from .._tag import fill_tags
 
 
@@ -136,7 +137,9 @@ class Accumulator(eqx.Module):
         self, model: Model, args: tuple, key: Key | None, kwargs: dict
     ) -> AccumulatedStatistics:
         fill = ft.partial(fill_tags, curvature=self.bases)
-        lin = linearise(self.loss_fn, model, args, kwargs, fill=fill)
+        program = analyse(self.loss_fn, model, args, kwargs)
+        program = program.collecting(self.fisher.serves_several_positions)
+        lin = linearise(self.loss_fn, model, args, kwargs, fill=fill, program=program)
         counts = lin.share.counts
         # Which inputs count, and by how much, may depend on all losses together.
         inputs = lin.statistics(self.fisher, key)

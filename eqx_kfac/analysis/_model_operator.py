@@ -121,6 +121,12 @@ class AbstractOuterProduct(AbstractModelOperator):
         **Raises:** `ValueError` for a loss whose matrix at the outputs has no known root.
         """
         linear = self._linear()
+        for loss in linear.objective.losses:
+            if loss.joint:
+                raise ValueError(
+                    f"`kfac.{type(loss).__name__}` has no root for every term by itself, "
+                    "because its matrix at the outputs joins all terms."
+                )
         product = linear.at_outputs(self._output_root, jnp.sqrt)
 
         return lx.FunctionLinearOperator(product, self.in_structure())

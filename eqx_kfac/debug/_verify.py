@@ -178,12 +178,14 @@ def _checks(problem: Problem, model: Model) -> list[LayerCheck]:
         for group in groups(used, measured, problem.memory):
             begin(f"compiling and comparing the blocks of {len(group)}")
             found.update(_compared(problem, model, every, measured, group, places))
+    apart = problem.fisher is not None and problem.fisher.serves_several_positions
+    joint = every.program.collecting(apart).joint
     checks = []
     for i, (own, share, rows, inverse) in enumerate(zip(layers, *each, strict=True)):
         use = "used"
         if np.all(rows == 0):
             use = "unused" if i in every.work.called else "never called"
-        seen = share, rows, bool(inverse), use, i in every.program.joint
+        seen = share, rows, bool(inverse), use, i in joint
         check = _check(problem, every, own, found.get(i), *seen)
         too_large = measured[i].bytes > problem.memory
         size = measured[i].bytes / 1e9
