@@ -226,7 +226,7 @@ MUTANTS = [
     M("_program/_trace.py", "sources=y.sources & ~covered | x.sources & covered", "sources=y.sources", "program verify"),
     M("_program/_trace.py", "sources=y.sources & ~covered | x.sources & covered", "sources=y.sources & ~covered", "derivatives"),
     M("_program/_program.py", "if changed:", "if False:", "program run"),
-    M("_program/_program.py", "elif bypassing and not _at_zero(uses):", "elif False:", "program verify"),
+    M("_program/_program.py", "elif bypassing and not all_at_zero(uses):", "elif False:", "program verify"),
     M("_program/_program.py", "if unchanged or trace.has_few_rows(use):", "if False:", "program"),
     M("_program/_interpreter.py", "results = body(carried)", "results = carried + body(carried)[n:]", "program"),
     M("_program/_interpreter.py", "return any(zero)\n", "return all(zero)\n", "program"),

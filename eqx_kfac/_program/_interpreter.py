@@ -115,15 +115,23 @@ class Interpreter:
         derivative. (A comparison depends on data, but no gradient flows through it.)
     - `sticky`: the bits of the sources that are kept even where zeros are added or
         multiplied: marks of what must not happen, rather than dependences.
+    - `cleared`: `cleared(records)` are the sources that the values which these records
+        are of do not depend on any more.
     - `records`: all records so far.
     - `opaque`: whether there was any operation whose inside could not be interpreted.
     """
 
     def __init__(
-        self, expressions: Expressions, visit: Callable, tracked: int, sticky: int
+        self,
+        expressions: Expressions,
+        visit: Callable,
+        cleared: Callable,
+        tracked: int,
+        sticky: int,
     ):
         self.expressions = expressions
         self.visit = visit
+        self.cleared = cleared
         self.tracked = tracked
         self.sticky = sticky
         self.records = []
@@ -194,13 +202,20 @@ class Interpreter:
         # An operation with a single jaxpr that has as many inputs as the operation has
         # operands is taken for a call of it: a `jit`, a `checkpoint`, a function with a
         # derivative of its own.
-        inner = list(_jaxprs(list(params.values())))
+        inner = [] if name in _SCATTERS else list(_jaxprs(list(params.values())))
         if len(inner) == 1 and len(_without_consts(inner[0]).invars) == len(values):
             inside = context._replace(
                 custom_derivative=context.custom_derivative or name == "custom_vjp_call",
                 in_custom_jvp=context.in_custom_jvp or name == "custom_jvp_call",
             )
-            return self._call(inner[0], values, inside)
+            if inside == context:
+                return self._call(inner[0], values, inside)
+            # A derivative of its own may flow where that of the operations is zero, as in
+            # rounding with the derivative of the identity.
+            tracked, self.tracked = self.tracked, _ALL
+            results = self._call(inner[0], values, inside)
+            self.tracked = tracked
+            return results
         if inner or any(map(_is_program, params.values())):
             return self._unknown(eqn, values, inner)
         return self._operation(eqn, values)
@@ -275,17 +290,19 @@ class Interpreter:
         # Whatever surrounds the operation, the worst is assumed: that tags in it are
         # called any number of times, in a function with a derivative of its own.
         worst = Context((None,), (0,), custom_derivative=True)
+        start = len(self.records)
         for jaxpr in inner:
             # Only the records are of interest, so that the inputs of all such jaxprs may
             # be the same expressions.
             number = len(_without_consts(jaxpr).invars)
             self._call(jaxpr, [self.value_of("unknown", i) for i in range(number)], worst)
-        sources = all_sources(values) & self.tracked
         operands = tuple(v.expression for v in values if v.expression != ZERO.expression)
-        return [
-            self.value_of("unknown", eqn.primitive.name, operands, i, sources=sources)
-            for i in range(len(eqn.outvars))
-        ]
+        sources = all_sources(values)
+        if any(map(_is_program, eqn.params.values())):
+            # Whatever tags there are in a function of Python, nobody can see here.
+            sources &= self.tracked
+        sources &= ~self.cleared(self.records[start:])
+        return self._values_of(eqn, ("unknown", eqn.primitive.name, operands), sources)
 
     def _scan(self, eqn: Equation, values: list[Value], context: Context) -> list[Value]:
         params, length = eqn.params, eqn.params["length"]
@@ -380,20 +397,26 @@ class Interpreter:
         return results
 
 
+# All sources.
+_ALL = -1
+
 # The names in these tables are names of JAX's primitives; a test asks whether JAX still
 # has them. First come the primitives whose results are zero if all operands are.
 _ZERO_OF_ZEROS = frozenset(
     "abs add add_any all_gather broadcast_in_dim concatenate convert_element_type copy "
     "copy_p cumsum dot_general dynamic_slice dynamic_update_slice expand_dims gather "
     "max min mul neg optimization_barrier pad pcast psum pvary "
-    "reduce_max reduce_min reduce_precision reduce_sum reshape reshard rev scatter-add "
-    "scatter_add select_n sharding_constraint sign slice split sqrt square squeeze "
-    "stop_gradient sub transpose".split()
+    "reduce_max reduce_min reduce_precision reduce_sum reshape reshard rev select_n "
+    "sharding_constraint sign slice split sqrt square squeeze stop_gradient sub "
+    "transpose".split()
 )
 # Those of them that act on every entry by itself, so that padding stays padding.
 _ENTRYWISE = frozenset("abs convert_element_type copy mul neg sign sqrt square".split())
 # Primitives whose derivative is zero.
 _FLAT = frozenset("stop_gradient sign floor ceil round".split())
+# Primitives that add updates, their third operand, to entries of the first one. How a
+# single number is added is a jaxpr, which is no program of its own.
+_SCATTERS = frozenset("scatter scatter-add scatter_add".split())
 # Primitives that take entries of their first operand; the others say which entries.
 _LOOKUPS = frozenset("gather dynamic_slice".split())
 
@@ -407,6 +430,8 @@ def _is_zero(eqn: Equation, zero: list[bool]) -> bool:
         return any(zero)
     if name == "div":  # Zero over zero is no number.
         return zero[0] and not zero[1]
+    if name in _SCATTERS:
+        return zero[0] and zero[2]
     if name == "integer_pow":
         return zero[0] and eqn.params["y"] > 0
     return zero[0] and name in _LOOKUPS

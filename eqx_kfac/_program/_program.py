@@ -39,6 +39,7 @@ from ..form import Parameters
 from ..nn._convert import has_own_tag, is_followed
 from ._interpreter import all_sources, Expressions
 from ._trace import (
+    all_at_zero,
     LabelledModel,
     numbered,
     parameter_bit,
@@ -102,13 +103,15 @@ def analyse(
     trace = trace_with()
     _check_unnoticed(trace, trace_with(decoys=True))
     examples = ()
-    if any(map(trace.may_serve_several, trace.uses)):
+    if any(map(trace.may_lack_an_axis, trace.uses)):
         # A layer whose input is the same for all examples of a `vmap` has no axis of
         # them. If its tag knows the number of examples, it adds this axis, and sees the
         # gradient of every example by itself.
-        examples, before = trace.examples, trace
-        trace = trace_with(examples=examples)
+        before, trace = trace, trace_with(examples=trace.examples)
         _check_shared(trace, before)
+        pairs = zip(before.uses, trace.uses, strict=True)
+        if any(old.example_shape != new.example_shape for old, new in pairs):
+            examples = trace.examples
     if uses:
         _check_uses(trace, trains)
     _check_examples(trace)
@@ -176,7 +179,7 @@ def _check_uses(trace: Trace, trains: bool) -> None:
         if outputs & unseen_bit(number):
             unseen.append(tagged)
         # Arrays of any module, which the program also uses where no tag follows them.
-        elif bypassing and is_followed(tagged.layer) and not _at_zero(uses):
+        elif bypassing and is_followed(tagged.layer) and not all_at_zero(uses):
             outside.append(tagged)
         # Parameters that are used, but never by a call of their layer.
         elif not uses and bypassing:
@@ -189,7 +192,7 @@ def _check_uses(trace: Trace, trains: bool) -> None:
         elif not uses and trains and not trace.opaque and number not in trace.dead:
             unused.append(tagged)
         # A layer that is called, and whose parameters are used in another way, too.
-        elif bypassing and not _at_zero(uses):
+        elif bypassing and not all_at_zero(uses):
             bypassed.append(tagged)
     if unseen:
         raise ValueError(_through_derivatives(unseen))
@@ -203,12 +206,6 @@ def _check_uses(trace: Trace, trains: bool) -> None:
     messages = [_about(layers, text) for layers, text in reasons if layers]
     if messages:
         raise ValueError(" ".join(messages))
-
-
-def _at_zero(uses: list[TagUse]) -> bool:
-    """Whether a layer is used, and always tagged at a zero that is added to its result.
-    Then the result itself bypasses the tag, which is no mistake."""
-    return bool(uses) and all(use.at_zero for use in uses)
 
 
 _OUTSIDE = (

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._custom_types import Args, Kwargs, Model
@@ -173,6 +174,17 @@ class Trace(NamedTuple):
             return False
         return use.context.loops == self.examples
 
+    def may_lack_an_axis(self, use: TagUse) -> bool:
+        """Whether a use may be for several examples without an axis of these. If its tag
+        knows how many there are, it adds the axis inside of the `vmap` over them."""
+        if self.splits_examples(use) or self.examples == (1,):
+            return False
+        return (
+            use.example_shape == ()
+            or self.is_constant(use)
+            or not self.has_example_axis(use)
+        )
+
     def may_serve_several(self, use: TagUse) -> bool:
         """Whether one row of a use may belong to several examples."""
         if self.splits_examples(use) or self.examples == (1,):
@@ -294,10 +306,23 @@ def bypassed(call: Callable, model: Model) -> list[TaggedLayer]:
 
     closed = jax.make_jaxpr(outputs)(params)
     num_outputs = len(closed.jaxpr.outvars)
-    _, values = _interpreted(Expressions(), closed, num_outputs, params, labelled)
+    interpreter, values = _interpreted(
+        Expressions(), closed, num_outputs, params, labelled
+    )
     sources = all_sources(values)
-    layers = enumerate(labelled.layers)
-    return [layer for number, layer in layers if sources & parameter_bit(number)]
+    uses = interpreter.records
+    return [
+        layer
+        for number, layer in enumerate(labelled.layers)
+        if sources & parameter_bit(number)
+        and not all_at_zero([use for use in uses if use.number == number])
+    ]
+
+
+def all_at_zero(uses: list[TagUse]) -> bool:
+    """Whether a layer is used, and always tagged at a zero that is added to its result.
+    Then the result itself bypasses the tag, which is no mistake."""
+    return bool(uses) and all(use.at_zero for use in uses)
 
 
 def _interpreted(
@@ -309,16 +334,20 @@ def _interpreted(
 ) -> tuple[Interpreter, list[Value]]:
     """The values of all results of a program; and an interpreter whose records are those
     of the operations that the first `num_outputs` results need."""
-    visit = ft.partial(_visit, _covering(labelled.sources))
+    covering = _covering(labelled.sources)
+    visit = ft.partial(_visit, covering)
+    cleared = lambda uses: ft.reduce(operator.or_, [covering[u.number] for u in uses], 0)
     # A derivative that no tag sees must not be lost where a layer is tagged at a zero.
     unseen = ft.reduce(operator.or_, map(unseen_bit, range(len(labelled.layers))), 0)
-    new = ft.partial(Interpreter, visit=visit, tracked=DATA | STATISTIC, sticky=unseen)
+    rules = dict(visit=visit, cleared=cleared, tracked=DATA | STATISTIC, sticky=unseen)
+    new = ft.partial(Interpreter, **rules)
     interpreter = new(expressions)
     inputs = list(_inputs(interpreter, params, labelled.sources))
     # The arguments of the loss function are constants of the program, and so are arrays
     # that it knows otherwise: all are data, except for scalars, which no example has for
-    # itself.
-    consts = [interpreter.constant(c, DATA if c.ndim else 0) for c in closed.consts]
+    # itself. (But a key is no scalar: numbers for all examples are made of it.)
+    is_data = lambda c: c.ndim > 0 or jnp.issubdtype(c.dtype, jax.dtypes.prng_key)
+    consts = [interpreter.constant(c, DATA if is_data(c) else 0) for c in closed.consts]
     values = interpreter.interpret(closed.jaxpr, consts, inputs)
     if num_outputs == len(values):
         return interpreter, values

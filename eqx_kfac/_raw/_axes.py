@@ -23,20 +23,22 @@ class Axes(NamedTuple):
     """The axes of an array, in terms of those of the original one.
 
     `None` in the place of an axis is one along which copies have been made. `window` is
-    `(start, stop)` along every original axis. `flips` are the original axes that have
-    been reversed, and `shape` are the lengths of all axes as they are now.
+    `(start, stop)` along every original axis, and `lengths` are the lengths of these.
+    `flips` are the original axes that have been reversed, and `shape` are the lengths of
+    all axes as they are now.
     """
 
     axes: tuple[Axis | None, ...]
     window: tuple[tuple[int, int], ...]
     shape: tuple[int, ...]
+    lengths: tuple[int, ...]
     flips: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> "Axes":
         """An array's own axes."""
         axes = tuple((Factor(i, 1, n),) if n != 1 else () for i, n in enumerate(shape))
-        return cls(axes, tuple((0, n) for n in shape), tuple(shape))
+        return cls(axes, tuple((0, n) for n in shape), tuple(shape), tuple(shape))
 
     @property
     def factors(self) -> list[Factor]:

@@ -183,7 +183,9 @@ def sliced_fact(fact: Fact) -> Fact | None:
         first, *_ = term.axes.axes
         size = term.axes.shape[0]
         stacked = (Factor(term.stack, 1, size),) if size != 1 else ()
-        if first != stacked or term.axes.window[term.stack] != (0, size):
+        # All layers of the stack, in their order.
+        is_whole = term.axes.lengths[term.stack] == size
+        if first != stacked or not is_whole or term.stack in term.axes.flips:
             return None
         axes = term.axes.without([0])
         if any(f.axis <= term.stack for f in axes.factors):

@@ -214,10 +214,15 @@ def _looked_up(
     index: Array,
     clamps: bool,
 ) -> tuple | None:
-    if axes.flips or axes.copied or axes.axes[along] == ():
+    rows = axes.axes[along]
+    if axes.flips or axes.copied or not rows:
         return None
-    roles = Roles.of([], others, [axes.axes[along]])
-    number = axes.shape[along]
+    # Roles have the factors of rows in the order of the array, and an index must have it,
+    # too.
+    if [*rows] != sorted(rows, key=lambda f: (f.axis, -f.stride)):
+        return None
+    roles = Roles.of([], others, [rows])
+    number, index = axes.shape[along], index.astype(int)
     # Here, negative indices do not count from the end any more.
     if clamps:
         index = jnp.clip(index, 0, number - 1)

@@ -367,6 +367,10 @@ class Binder(AbstractVisitor):
         bound = self._bound_at(site)
         if bound is None:
             return z
+        # A product to which the bias is not added is a row without a one, which the tag
+        # cannot have: without a tag, whoever analyses the program refuses it.
+        if bound.bias is not None and bias is None:
+            return z
         tag = bound.tag
         expected, form = tag.form.form, site.use.form  # pyright: ignore
         key = matrix_key(form, site.use.weight)

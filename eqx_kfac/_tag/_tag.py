@@ -256,8 +256,10 @@ class Tag(PlainModule):
         """
         if not self.collecting or not is_trainable(self, layer):
             return layer
-        # Any array that belongs to one example will do.
-        (example, *_) = [a for a in jtu.tree_leaves(x) if isinstance(a, jax.Array)]
+        # Any array that belongs to one example will do. If there is none, the layer has
+        # the same input for all examples, and a number stands for it.
+        arrays = [a for a in jtu.tree_leaves(x) if isinstance(a, jax.Array)]
+        example = arrays[0] if arrays else jnp.zeros(())
         mask = self.contents.trained_mask or ()
         leaves = zip(self.form.parameters(layer), mask, strict=True)
         trained = tuple(None if mark is None else leaf for leaf, mark in leaves)

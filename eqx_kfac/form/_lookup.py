@@ -33,6 +33,8 @@ class Lookup(AbstractForm):
         return Sizes(tuple(stack), size, number, bias=False, diagonal=True)
 
     def inputs(self, x: Int[Array, "..."], stack: int, axes: int) -> OneHot:
+        # Small types of integers cannot count all rows.
+        x = x.astype(int)
         # As indexing does it, negative ones count from the end.
         index = jnp.where(x < 0, x + self.number, x)
         if self.clamps:
