@@ -1648,3 +1648,61 @@ def test_full_batch_takes_other_choices():
     assert kfac.KFAC.full_batch(ema=0.9).ema == 0.9
     with pytest.raises(TypeError, match="unknown"):
         kfac.KFAC.full_batch(unknown=1)
+
+
+def test_a_region_bounds_no_momentum_that_a_rule_chooses():
+    """A number bounds the gradient alone, so that it may."""
+    rule = kfac.QuadraticModel()
+    with pytest.raises(ValueError, match="Give a number for `momentum`"):
+        kfac.KFAC(0.1, rule, 0.03, norm_constraint=kfac.TrustRegion())
+    assert kfac.KFAC(0.1, rule, 0.03, norm_constraint=1e-3).momentum is rule
+
+
+class Capricious(kfac.AbstractStepRule):
+    """Chooses the learning rate, and returns anything in the place of the momentum."""
+
+    examples: int | None = None
+    damping_ratio: float = 1.0
+
+    def __call__(self, model, given, value):
+        rate, _ = model.minimum(given)
+        return jnp.stack([rate, jnp.full_like(rate, 1e3)])
+
+
+def test_what_a_rule_returns_for_a_given_length_does_not_matter():
+    model = make_linear()
+    damping = kfac.LevenbergMarquardt(1e-9, interval=1)
+    optimizer = kfac.KFAC(Capricious(), 0.0, damping, fisher=kfac.Exact())
+    _, _, info = stepped(
+        optimizer, squared, model, optimizer.init(model), *make_targets(0)
+    )
+    np.testing.assert_allclose(info.reduction_ratio, 1, rtol=1e-6)
+
+
+class Offset(eqx.Module):
+    layer: kfac.Linear
+    offset: jax.Array
+
+    def __call__(self, x):
+        return self.layer(x) + 1e-3 * self.offset
+
+
+def test_the_share_of_the_damping_is_that_of_the_tagged_parameters():
+    """However far the fallback moves the others."""
+    model = Offset(make_linear(), jnp.zeros(2))
+    rule = kfac.QuadraticModel()
+    damping = kfac.LevenbergMarquardt(1e-4, interval=1, negligible=0.03)
+    for rate in (0.0, 3e4):
+        optimizer = kfac.KFAC(
+            rule, rule, damping, fisher=kfac.Exact(), fallback=optax.sgd(rate)
+        )
+        _, state, _ = stepped(
+            optimizer, squared, model, optimizer.init(model), *make_targets(0)
+        )
+        assert float(state.damping) == 1e-4
+
+
+def test_equal_numbers_are_no_rule():
+    assert "0.5, momentum 0.5" in str(kfac.KFAC(0.5, 0.5))
+    rule = kfac.QuadraticModel()
+    assert "and momentum by Quadratic" in str(kfac.KFAC(rule, rule, 0.03))

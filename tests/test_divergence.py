@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import eqx_kfac as kfac
+from eqx_kfac._optimizer._rollback import init_rollback
 
 from .helpers import arrays, assert_same_leaves, normal, squared, unwatched
 from .plain import plain_kfac
@@ -469,3 +470,25 @@ def test_update_leads_back_as_well():
         np.testing.assert_allclose(g, w, atol=1e-3)  # The difference was rounded.
     assert told.faults.divergence == 4 and untold.faults.divergence == 0
     assert_same_leaves(untold.rollback, state.rollback)
+
+
+def test_losses_that_are_no_numbers_leave_the_level_what_it_was():
+    """While they last, and when the parameters go back."""
+    usual, level = [], []
+    model = {"w": jnp.ones(2)}
+    record = init_rollback(model)
+    yes, no = jnp.asarray(True), jnp.asarray(False)
+    for _ in range(3):
+        record = record.after(model, jnp.asarray(100.0), no, no)
+    for _ in range(14):
+        record = record.after(model, jnp.asarray(jnp.nan), yes, yes)
+        usual.append(float(record.usual))
+        level.append(float(record.level))
+    assert usual == [100.0] * 14
+    assert level[3] == level[-1] == 100.0
+    assert not record.diverged(jnp.asarray(900.0)) and record.diverged(
+        jnp.asarray(1100.0)
+    )
+    # A finite loss as large as that is then taken for what losses now are.
+    record = record.after(model, jnp.asarray(1100.0), yes, no)
+    assert float(record.level) == 1100.0

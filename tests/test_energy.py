@@ -412,6 +412,8 @@ def test_where_centring_makes_no_sense():
         step = eqx.filter_jit(optimizer.step)
         with pytest.raises(ValueError, match=f"{what}.*`micro_batches=1`"):
             step(loss, model, state, *args, micro_batches=2)
+    with pytest.raises(ValueError, match="no root for every term by itself"):
+        kfac.analysis.FisherOperator(loss_fn, model, X, REAL).factor()
     for take in (kfac.analysis.capture, kfac.analysis.Accumulator):
         with pytest.raises(ValueError, match="not one of single examples"):
             take(loss_fn, kfac.Centred())

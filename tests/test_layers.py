@@ -1226,3 +1226,34 @@ def test_batch_axes_are_counted():
         kfac.Reduce(0)
     with pytest.raises(TypeError, match="batch_axes"):
         kfac.Diagonal(1.0)
+
+
+@pytest.mark.parametrize("dtype, rows", [(jnp.uint8, 257), (jnp.int8, 200)])
+def test_more_rows_than_a_type_of_integers_can_count(dtype, rows):
+    layer = kfac.Embedding(rows, 2, key=jax.random.key(0))
+    tokens = np.array([1, 5, 120, 3])
+
+    @eqx.filter_jit
+    def collect(layer, tokens):
+        loss_fn = lambda m, i: kfac.SquaredError(jax.vmap(m)(i), jnp.zeros((4, 2)))
+        return kfac.curvature(loss_fn, kfac.Exact())(layer, tokens)
+
+    want, got = (collect(layer, jnp.asarray(tokens, t)) for t in (jnp.int32, dtype))
+    np.testing.assert_array_equal(got.input_factor, want.input_factor)
+    assert set(np.flatnonzero(got.input_factor)) == {*tokens.tolist()}
+
+
+def test_a_norm_of_a_constant():
+    """A NumPy array is the same for all examples."""
+    norm = kfac.convert(eqx.nn.LayerNorm(3))
+
+    @eqx.filter_jit
+    def collect(constant, x):
+        loss_fn = lambda m, x: kfac.SquaredError(
+            jax.vmap(lambda x: m(constant) * x)(x), x
+        )
+        return kfac.curvature(loss_fn, kfac.Exact())(norm, x)
+
+    x = normal(4, 3)
+    found = [collect(constant, x) for constant in (np.arange(3.0), jnp.arange(3.0))]
+    np.testing.assert_allclose(found[0].diagonal, found[1].diagonal, rtol=1e-12)

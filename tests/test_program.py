@@ -654,3 +654,168 @@ def test_a_condition_of_each_example_within_a_custom_jvp():
     assert not same(found.input_factor, rows.T @ rows / N, 0.1)
     with pytest.raises(ValueError, match="The layer `` is called on a condition"):
         curvature(over(pushed), m, X, Y)
+
+
+#
+# Dependences that are easily lost
+#
+
+
+@jax.custom_jvp
+def rounded(w):
+    """With the derivative of the identity."""
+    return jnp.round(4 * w) / 4
+
+
+@rounded.defjvp
+def _(primals, tangents):
+    return rounded(*primals), *tangents
+
+
+@jax.custom_vjp
+def signs(w):
+    return jnp.sign(w)
+
+
+signs.defvjp(lambda w: (jnp.sign(w), None), lambda _, g: (g,))
+FLIPPED = jnp.array([1, 0])
+
+
+def beside(change):
+    """A layer, and what becomes of its weight."""
+    return lambda m, x, y: base(lambda v: m(v) + change(m.weight, v), x, y)
+
+
+LOST = {
+    "scattered": beside(lambda w, v: jnp.zeros_like(w).at[FLIPPED].add(w) @ v),
+    "largest": beside(lambda w, v: jnp.zeros_like(w).at[FLIPPED].max(w) @ v),
+    "summed": beside(lambda w, v: jax.ops.segment_sum(w, FLIPPED, K) @ v),
+    "solved": beside(lambda w, v: jnp.linalg.solve(w @ w.T, w @ v)),
+    "inverted": beside(lambda w, v: jnp.linalg.inv(w @ w.T) @ jnp.ones(K)),
+    "rounded": beside(lambda w, v: rounded(w) @ v),
+    "signs": beside(lambda w, v: signs(w) @ v),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_parameters_beside_their_tag_in_operations_that_are_not_simple(name):
+    with pytest.raises(ValueError, match="another way"):
+        curvature(LOST[name], linear(), X, Y)
+    # Of constants, they are accepted.
+    plain = lambda m, x, y: LOST[name](jax.lax.stop_gradient(kfac.revert(m)), x, y)
+    sum_of_both = lambda m, x, y: plain(m, x, y) + base(m, x, y)
+    assert curvature(sum_of_both, linear(), X, Y) is not None
+
+
+def test_weights_that_are_only_rounded():
+    """Without a call of the layer, it is not one that may be frozen."""
+    quantised = lambda m, x, y: base(lambda v: rounded(m.weight) @ v, x, y)
+    with pytest.raises(ValueError, match="are used in another way"):
+        traced(plain_kfac(0.1).step, quantised, linear(), plain_kfac(0.1).init(linear()),
+               X, Y, key=KEYS[8])  # fmt: skip
+
+
+def test_forces_through_a_gather_are_reverse_derivatives():
+    """The transpose of a gather is a scatter."""
+    pairs = jnp.array([0, 0, 1]), jnp.array([1, 2, 2])
+
+    def energy(m, positions):
+        differences = positions[pairs[0]] - positions[pairs[1]]
+        squares = jnp.tile(jnp.sum(differences**2, axis=-1, keepdims=True), (1, D))
+        return jnp.sum(jnp.tanh(jax.vmap(m)(squares)))
+
+    def forces(m, x, y):
+        slope = lambda v: jax.grad(lambda v: energy(m, v))(v).reshape(-1)
+        return kfac.SquaredError(jax.vmap(slope)(x), 0.0 * x.reshape(len(x), -1))
+
+    with pytest.raises(ValueError, match="through a derivative"):
+        curvature(forces, linear(), TOKENS, Y)
+
+
+def test_a_layer_that_is_not_called_beside_a_scatter():
+    model, optimizer = Beside(linear(), linear()), plain_kfac(0.1)
+    shifted = lambda m, x, y: base(lambda v: m.main(v).at[0].add(1.0), x, y)
+    with pytest.raises(ValueError, match="never calls it"):
+        optimizer.step(shifted, model, optimizer.init(model), X, Y, key=KEYS[0])
+
+
+def test_numbers_made_of_a_typed_key_are_data():
+    class Timed(eqx.Module):
+        layer: kfac.Linear
+        time: kfac.Linear
+
+        def __call__(self, x, t):
+            return self.layer(x) * self.time(t[None])
+
+    model = Timed(linear(), kfac.Linear(1, K, key=KEYS[4]))
+
+    def loss_fn(m, x, y, key):
+        times = jax.random.uniform(key, (len(x),))
+        return kfac.SquaredError(jax.vmap(m)(x, times), y)
+
+    found = [
+        curvature(loss_fn, model, X, Y, key)
+        for key in (jax.random.key(1), jax.random.PRNGKey(1))
+    ]
+    assert same(*found)
+
+
+#
+# Axes of examples that data do not have
+#
+
+
+class Operator(eqx.Module):
+    """Of a function that is known at some points, the values at others."""
+
+    branch: kfac.Linear
+    trunk: kfac.Linear
+
+    def __call__(self, values, points):
+        return jax.vmap(self.trunk)(points) @ self.branch(values)
+
+
+@pytest.mark.parametrize("block", [kfac.Kronecker(), kfac.Kronecker(kfac.Expand())])
+def test_points_that_all_examples_share(block):
+    """Inside of the `vmap`, where the layer has no axis of examples."""
+    model = Operator(linear(block), kfac.Linear(1, K, key=KEYS[5], block=block))
+    points, targets = normal(5, 1, seed=7), normal(N, 5, seed=8)
+
+    def shared(m, x, y, points):
+        return kfac.SquaredError(jax.vmap(lambda v: m(v, points))(x), y)
+
+    def of_each(m, x, y, points):
+        return kfac.SquaredError(jax.vmap(m)(x, points), y)
+
+    expected = curvature(of_each, model, X, targets, jnp.tile(points, (N, 1, 1)))
+    found = curvature(shared, model, X, targets, points)
+    assert same(found.trunk.output_factor, expected.trunk.output_factor)
+    assert same(found.branch, expected.branch)
+
+
+@pytest.mark.parametrize("steps", [N, N - 1])
+def test_a_loop_of_as_many_steps_as_examples(steps):
+    """Inside of the `vmap`, a layer of the step's number."""
+
+    class Timed(eqx.Module):
+        layer: kfac.Linear
+        table: kfac.Embedding
+
+        def __call__(self, xs, zero):
+            def body(h, tx):
+                t, x = tx
+                return jnp.tanh(self.layer(x) + self.table(t + zero) * h), None
+
+            return jax.lax.scan(body, jnp.ones(K), (jnp.arange(steps), xs))[0]
+
+    model = Timed(linear(), kfac.Embedding(N, K, key=KEYS[5]))
+    xs = normal(N, steps, D, seed=3)
+
+    def constant(m, xs, y):
+        return kfac.SquaredError(jax.vmap(lambda v: m(v, 0))(xs), y)
+
+    def with_zeros(m, xs, y):
+        return kfac.SquaredError(jax.vmap(m)(xs, jnp.argmin(xs[:, 0] ** 2 < 0, 1)), y)
+
+    found, expected = (curvature(f, model, xs, Y) for f in (constant, with_zeros))
+    assert same(found.table.output_factor, expected.table.output_factor)

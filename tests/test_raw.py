@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import eqx_kfac as kfac
+
 from .helpers import normal
 from .raw import case, check, module
 
@@ -38,6 +40,10 @@ def there_and_back(m, x):
     """Only Kronecker blocks can be tied."""
     first, second = m.w[:3], m.w[3:]
     return jnp.concatenate([first.T @ jnp.tanh(first @ x), second @ x])
+
+
+def convolved(x, kernel):
+    return jnp.tanh(conv(x[None], kernel, (1,), "SAME")[0]), None
 
 
 def spectral(m, x):
@@ -335,6 +341,30 @@ CASES = {
         "w[0:3, :]",
         w=(5, 3),
     ),
+    "a table whose axes were transposed": case(
+        lambda m, i: jnp.tanh(m.e.transpose(1, 0, 2).reshape(6, 2)[i]),
+        WORDS,
+        {"others": "Parameters 12"},
+        e=(2, 3, 2),
+    ),
+    "a loop along kernels in reverse order": case(
+        lambda m, x: jax.lax.scan(convolved, x, jnp.flip(m.k, 0))[0].sum(1),
+        SEQUENCES,
+        {"others": "Parameters 81"},
+        k=(3, 3, 3, 3),
+    ),
+    "a loop along some of the layers": case(
+        lambda m, x: jax.lax.scan(lambda x, w: (jnp.tanh(w @ x), None), x, m.w[:2])[0],
+        VECTORS,
+        {"others": "Parameters 27"},
+        w=(3, 3, 3),
+    ),
+    "solved with": case(
+        lambda m, x: m.w @ x + jnp.linalg.solve(m.w @ m.w.T + np.eye(3), x),
+        VECTORS,
+        {"others": "Parameters 9"},
+        w=(3, 3),
+    ),
     "one bias for two": case(
         lambda m, x: (m.w @ x + m.b) * (m.v @ x + m.b),
         VECTORS,
@@ -413,3 +443,26 @@ CASES = {
 def test_construct(name):
     call, x, want, shared, shapes = CASES[name]
     check(module(call, **shapes), x, want, shared)
+
+
+def test_a_bias_that_is_left_out():
+    """In the loss function, but not in the call that the model was converted with."""
+    raw = module(with_or_without, w=(2, 3), b=(2,))
+    for block in (kfac.Full(), kfac.Kronecker()):
+        tagged = kfac.convert(raw, block, example=VECTORS[0])
+        kfac.curvature(loss_of(lambda m, x: m(x)), kfac.Exact())(tagged, VECTORS)
+        with pytest.raises(ValueError, match="in another way"):
+            kfac.curvature(loss_of(lambda m, x: m(x, False)), kfac.Exact())(
+                tagged, VECTORS
+            )
+
+
+def with_or_without(m, x, bias=True):
+    return m.w @ x + m.b if bias else m.w @ x
+
+
+def loss_of(outputs):
+    def loss_fn(m, x):
+        return kfac.SquaredError(jax.vmap(lambda x: outputs(m, x))(x), jnp.zeros((3, 2)))
+
+    return loss_fn

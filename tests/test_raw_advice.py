@@ -330,3 +330,19 @@ def test_advice_for_arrays(nested):
     assert len(paths) == (4 if nested else 2)
     full = kfac.summary(kfac.convert(model, paths, example=ROWS[0])).layers
     assert {line.path: line.block for line in full} == dict.fromkeys(paths, "Full")
+
+
+CELLS = {
+    "gru": lambda: eqx.nn.GRUCell(3, 2, key=jax.random.key(0)),
+    "weight norm": lambda: eqx.nn.WeightNorm(eqx.nn.Linear(3, 2, key=jax.random.key(0))),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_layers_tagged_at_a_zero_keep_their_tags(name):
+    """An example shows that the results of these bypass the tags, which is no mistake."""
+    layer = eqx.filter_jit(CELLS[name])()
+    args = (np.ones(3), np.zeros(2))[: 2 if name == "gru" else 1]
+    plain = kfac.convert(layer)
+    by_example = kfac.convert(layer, example=args)
+    assert by_example.tag == plain.tag and len(plain.tag) > 1

@@ -750,3 +750,17 @@ def test_ten_thousand_steps_at_the_limits_of_the_damping(at):
     assert np.mean(np.isclose(damping[1000:], extreme, rtol=1e-5)) > 0.3
     assert int(state.rejected) == rejected.sum() and int(state.step) == STEPS
     assert all(np.all(np.isfinite(a)) for a in jtu.tree_leaves((params, state)))
+
+
+def test_calibration_waits_for_curvature():
+    """Outputs that are certain have none, step after step."""
+    model, (x, y) = make_model(), data()
+    rule = kfac.LevenbergMarquardt(1.0, interval=5, calibration=20)
+    optimizer = kfac.KFAC(1e-9, 0.0, rule, fisher=kfac.Exact())
+    state, dampings = optimizer.init(model), []
+    for scale in (1e6, 1e6, 1e6, 1.0):
+        model, state, info = stepped(
+            optimizer, certain_loss, model, state, x, y, scale=jnp.asarray(scale)
+        )
+        dampings.append(float(info.damping))
+    assert dampings[:3] == [1.0] * 3 and dampings[3] < 0.5

@@ -798,6 +798,24 @@ ACCUMULATED = [
 ]
 
 
+def test_several_positions_at_once_are_accumulated_one_by_one():
+    """Where `Joint` would add up their gradients; and the report says what is done."""
+    model, fisher = mlp(), kfac.Exact(example_axes=2)
+    x = normal(5, 2, 3, seed=7)
+
+    def loss_fn(m, x):
+        z = jax.vmap(jax.vmap(m))(x)
+        return kfac.SquaredError(z, jnp.zeros_like(z))
+
+    accumulator = kfac.analysis.Accumulator(loss_fn, fisher)
+    total = accumulator.add(accumulator.init(model, x), model, x)
+    want = eqx.filter_jit(kfac.curvature(loss_fn, fisher))(model, x)
+    assert_near(accumulator.finish(total, model), want, 1e-12)
+    for estimate, name in ((fisher, "Expand"), (None, "Joint")):
+        report = kfac.verify(loss_fn, model, x, fisher=estimate)
+        assert f"Kronecker({name})" in repr(report)
+
+
 @pytest.mark.parametrize("loss_fn, fisher, block", ACCUMULATED)
 def test_accumulated_is_whole(loss_fn, fisher, block):
     model = mlp({eqx.nn.Linear: block})
