@@ -36,6 +36,7 @@ class Rollback(eqx.Module):
     - `loss`: that of the last step at which it was finite and had not diverged.
     - `level`: $L$; 0 before there has been any loss.
     - `bad`: the number of such losses in a row, up to now.
+    - `raises`: how many of these, finite ones, have doubled `level`.
     - `caution`: what all damping is multiplied by, unless a rule adapts it, and what the
         bounds of a norm constraint are divided by.
     """
@@ -44,12 +45,13 @@ class Rollback(eqx.Module):
     loss: Float[Array, ""]
     level: Float[Array, ""]
     bad: Int[Array, ""]
+    raises: Int[Array, ""]
     caution: Float[Array, ""]
 
     @property
     def usual(self) -> Float[Array, ""]:
         """$L$ before the losses in a row that have diverged so far."""
-        return self.level / _RAISED ** (self.bad % _PATIENCE).astype(self.level.dtype)
+        return self.level / _RAISED ** self.raises.astype(self.level.dtype)
 
     def diverged(self, value: Float[Array, ""]) -> Bool[Array, ""]:
         """Whether a loss, which may be anything, is many times what it has been."""
@@ -81,20 +83,19 @@ class Rollback(eqx.Module):
         """The record after a step from `model`, where the loss was `value`, and whether
         that was `bad`, the step `rejected`."""
         finite, began = jnp.isfinite(value), self.level > 0
-        # After so many, losses that are not finite are not counted any more.
-        number = jnp.where(bad, jnp.minimum(self.bad + 1, 2 * _PATIENCE), 0)
-        number = number.astype(self.bad.dtype)
+        number = jnp.where(bad, self.bad + 1, 0).astype(self.bad.dtype)
         back = (number == _PATIENCE) & began
-        accepted = (number == 2 * _PATIENCE) & finite
+        accepted = (number >= 2 * _PATIENCE) & finite
         size = jnp.abs(value).astype(self.level.dtype)
         # If losses diverge again while steps are cautious, the data are to blame.
         again = jnp.where(self.caution > 1, _RAISED, 1.0).astype(size.dtype)
         level = jnp.clip(size, 0.99 * self.level, 1.1 * self.level)
         level = jnp.where(bad, _RAISED * self.level, level)
         level = jnp.where(back, again * self.usual, level)
-        level = jnp.where((number == 2 * _PATIENCE) & ~finite, self.usual, level)
         level = jnp.where(accepted | ~began, size, level)
-        level = jnp.where(finite | began, level, self.level)
+        level = jnp.where(finite | back, level, self.level)
+        raises = jnp.where(finite, self.raises + 1, self.raises)
+        raises = jnp.where(bad & began & ~(back | accepted), raises, 0)
         good = ~bad & finite & (value.astype(level.dtype) <= level)
         less = jnp.where(rejected, self.caution, 0.98 * self.caution)
         less = jnp.where(number == _PATIENCE + 1, self.caution / _MORE, less)
@@ -105,6 +106,7 @@ class Rollback(eqx.Module):
             loss=jnp.where(bad | ~finite, self.loss, value.astype(self.loss.dtype)),
             level=level,
             bad=jnp.where(accepted, 0, number),
+            raises=raises.astype(self.raises.dtype),
             caution=jnp.minimum(caution, _MOST),
         )
 
@@ -141,9 +143,14 @@ class Rollback(eqx.Module):
 def init_rollback(model: Model) -> Rollback:
     """A record of nothing. (Its parameters are zeros, and not those of the model, whose
     arrays may be donated.)"""
-    params = jtu.tree_map(zeros_split_as, by_path(model))
-    loss, level = jnp.zeros((), float), jnp.zeros((), float)  # Each may be donated.
-    return Rollback(params, loss, level, jnp.zeros((), jnp.int32), jnp.ones((), float))
+    return Rollback(  # Of distinct arrays, so that each may be donated.
+        params=jtu.tree_map(zeros_split_as, by_path(model)),
+        loss=jnp.zeros((), float),
+        level=jnp.zeros((), float),
+        bad=jnp.zeros((), jnp.int32),
+        raises=jnp.zeros((), jnp.int32),
+        caution=jnp.ones((), float),
+    )
 
 
 _MANY = 10.0  # A loss that is so many times larger is no noise,
