@@ -162,7 +162,7 @@ MUTANTS = [
     M("_solver/_factored.py", "scaled = bias and self.scaled_bias", "scaled = self.scaled_bias", "inverses"),
     M("_solver/_damped.py", "diagonal(factor)[:-1]", "diagonal(factor)[1:]", "inverses layer_damping"),
     M("_solver/_eigh.py", ".power(-1, damping)", ".power(-1, 2 * damping)", "inverses"),
-    M("_solver/_newton_schulz.py", "return jnp.where(norm < _LARGE, x, jnp.nan)", "return x", "inverses"),
+    M("_solver/_newton_schulz.py", "return jnp.where(norm < _LARGE, x, jnp.nan)", "return x", "blocks"),
     M("_solver/_subspace.py", "return jnp.maximum(values, 0), vectors", "return values * 0, vectors", "blocks"),
     M("_solver/_series.py", "v = v / state.gains\n        v = v - matmul(psi_out.T", "v = v - matmul(psi_out.T", "series"),
     # Losses and the Fisher.
