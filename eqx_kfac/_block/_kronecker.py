@@ -46,6 +46,7 @@ class OutputMoments(NamedTuple):
     @property
     def has_joint(self) -> bool:
         """Whether positions are taken jointly, so that `joint` has slots."""
+        # One of these slots may stand for all: they are all there, or none is.
         return self.joint.outputs.squares["left"] is not None
 
 
@@ -72,8 +73,8 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
         Approximate Curvature*, ICML 2015.
     """
 
-    two_sided = True  # See `AbstractBlock` for both.
-    derivatives = True
+    two_sided = True  # The operator is a Kronecker product.
+    derivatives = True  # Rows may be derivatives of the layer, which have no bias.
 
     sharing: AbstractSharing
     weighted: bool = eqx.field(static=True)
@@ -99,7 +100,8 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
         - `weighted`: whether the weights of the loss terms also weight the layer's
             inputs. A position whose own term has weight zero, but which influences other
             terms (through attention, say), counts if it has a gradient. False for a layer
-            whose inputs are not examples.
+            whose inputs are not those of examples (a table of positions that is made
+            outside of the `vmap`).
         - `tied`: whether another layer uses the transposed weight, and adds to the
             statistics; [`eqx_kfac.Shared`][] sets it.
         - `diagonal_input`, `diagonal_output`: whether only the diagonal of a factor is
@@ -135,8 +137,9 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
 
     @property
     def subtracts_means(self) -> bool:  # pyright: ignore
-        # With the other kinds of sums, the moments may be smaller than those of the mean
-        # gradient: the difference would not be positive semidefinite.
+        # If the layer is tied, if rows are weighted by gradients, or if they are averaged
+        # over positions, the moments may be smaller than those of the mean gradient, and
+        # their difference would not be positive semidefinite.
         return not (self.tied or self.sharing.balanced or self.sharing.mixes_positions)
 
     def takes_jointly(self, sizes: Sizes) -> bool:
@@ -152,7 +155,7 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
 
     def slots(self, form: AbstractForm, layer: Layer) -> Statistics:
         found = sizes_and_zeros(form, layer)
-        if found is None:
+        if found is None:  # Nothing of the layer is trained.
             return self.empty()
         sizes, zeros = found
         _, d_out, d_in, bias, _ = sizes

@@ -114,8 +114,9 @@ class Trial(PlainModule):
         else:
             natural = precondition_through_rows(gradient, self.rows, *factorised)
         natural = as_parts(natural)
-        given, extent = self._bounds.lengths(natural, gradient)
-        (scale, momentum), predicted = self._chosen_lengths(damping, natural, given)
+        # Learning rate and momentum, as the bounds and then as a rule will have them.
+        bounded, extent = self._bounds.lengths(natural, gradient)
+        (scale, momentum), predicted = self._chosen_lengths(damping, natural, bounded)
         before = state.velocity
         # Both numbers in one array: what a GPU does to two of them are two kernels.
         lengths = jax.lax.optimization_barrier(jnp.stack([scale, momentum]))

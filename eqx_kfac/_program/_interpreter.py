@@ -117,7 +117,7 @@ class Interpreter:
         multiplied: marks of what must not happen, rather than dependences.
     - `cleared`: `cleared(records)` are the sources that the values which these records
         are of do not depend on any more.
-    - `records`: all records so far.
+    - `records`: what `visit` has recorded so far, such as uses of tags.
     - `opaque`: whether there was any operation whose inside could not be interpreted.
     """
 
