@@ -344,8 +344,8 @@ def _check_shared(trace: Trace, before: Trace) -> None:
                 f"{trace.examples[0]} examples ({_as_text(use)}), so that what it "
                 "returns serves several of them, whose gradients would be added up "
                 f"before they are squared. {_inside(tag)} (If its input is another one "
-                "for each example, but made within the loss function, as by `jnp.arange`, "
-                "pass it as an argument of the loss function.)"
+                "for each example, but made within the loss function, by `jnp.arange` "
+                "say, pass it as an argument of the loss function.)"
             )
 
 
