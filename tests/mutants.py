@@ -292,7 +292,7 @@ MUTANTS = [
     M("_optimizer/_layer_damping.py", "number = -1 if has_bias(tag.form, layer) else None", "number = None", "layer_damping"),
     M("_optimizer/_layer_damping.py", "few / max(few, terms)", "few / max(1, terms)", "layer_damping"),
     M("_optimizer/_layer_damping.py", "fraction = self.curvature_fraction * part", "fraction = self.curvature_fraction", "layer_damping"),
-    M("_optimizer/_trial.py", "ft.partial(rule, *arguments, self._terms)", "ft.partial(rule, *arguments, None)", "layer_damping"),
+    M("_optimizer/_trial.py", "ft.partial(rule, *arguments, self.start.terms)", "ft.partial(rule, *arguments, None)", "layer_damping"),
     M("_optimizer/_quadratic.py", "independent = sine_squared > 8 * jnp.finfo(b.dtype).eps", "independent = sine_squared > -1", "adaptive"),
     M("_optimizer/_schedule.py", "(step & (step - 1) == 0) & (step < period)", "(step < 0) & (step < period)", "trust optimizer"),
     M("_optimizer/_state.py", "weight = decay.astype(self.weight.dtype) * self.weight + 1", "weight = self.weight + 1", "optimizer trust"),

@@ -242,11 +242,6 @@ class LinearisedBatch(PlainModule):
         (statistics, l2), _ = self._total(piece)
         return factors(self.model, statistics, self.share.count, l2, self.bases)
 
-    @property
-    def terms(self) -> int:
-        """The number of terms of the losses, that of the loss with most of them."""
-        return self.seen(lambda lin: lin.terms) * self.batch.micro_batches
-
     def seen(self, fn: Callable) -> Any:
         """`fn(linearisation)`, if that is no array but something that is known while
         tracing, and the same for all micro-batches."""

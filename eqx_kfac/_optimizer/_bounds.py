@@ -94,8 +94,7 @@ class Bounds(PlainModule):
         rate, momentum = state.learning_rate, state.momentum
         growth = self._growth(extent, region)
         constraint = growth.astype(state.norm_constraint.dtype) * state.norm_constraint
-        terms = None if self.linearised is None else self.linearised.terms
-        bounds = region(constraint, self.start.remaining, terms)
+        bounds = region(constraint, self.start.remaining, self.start.terms)
         most, most_of_velocity = map(state.rollback.narrowed, bounds)
         rate = _at_most(most, rate**2 * norm) * rate
         # The slope of the loss along the previous update.

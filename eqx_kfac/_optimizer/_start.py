@@ -45,6 +45,7 @@ class Start(NamedTuple):
     # How many squared errors an example's loss is the sum of, in the unit of its targets;
     # 0 if the objective has any other kind of term.
     squares: int
+    terms: int | None  # The number of terms of the loss, if that is known.
 
     @property
     def fine(self) -> Bool[Array, ""]:
@@ -70,13 +71,14 @@ def start(
             # A rule chooses this number anew, so the last one need not be valid.
             numbers = numbers._replace(**{name: None})
     is_surrogate, is_penalised, is_natural, squares = False, False, False, 0
-    negative = jnp.zeros((), bool)
+    terms, negative = None, jnp.zeros((), bool)
     if linearised is not None:
         # All are asked for at once, because each question about micro-batches traces the
         # loss function once more.
         kinds = "is_surrogate", "is_penalised", "is_natural", "squares"
-        ask = operator.attrgetter(*[f"objective.{kind}" for kind in kinds])
-        is_surrogate, is_penalised, is_natural, squares = linearised.seen(ask)
+        ask = operator.attrgetter(*[f"objective.{kind}" for kind in kinds], "terms")
+        is_surrogate, is_penalised, is_natural, squares, number = linearised.seen(ask)
+        terms = number * linearised.batch.micro_batches
         negative = linearised.has_negative_weights()
     # The value of a surrogate says neither how much is left to be gained, nor whether the
     # loss has diverged.
@@ -99,4 +101,5 @@ def start(
         is_penalised=is_penalised,
         is_natural=is_natural,
         squares=squares,
+        terms=terms,
     )

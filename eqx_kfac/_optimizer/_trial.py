@@ -82,7 +82,7 @@ class Trial(PlainModule):
             due = due._replace(period=1)
         remaining, grads = self.start.remaining, self.grads
         arguments = state.damping, self.curvature, self.model, remaining, grads
-        compute = ft.partial(rule, *arguments, self._terms)
+        compute = ft.partial(rule, *arguments, self.start.terms)
         learns = self.finite & self.start.teaches
         return due.when(compute, state.layer_damping, learns)
 
@@ -215,11 +215,6 @@ class Trial(PlainModule):
     @property
     def grads(self) -> Model:
         return self.start.grads
-
-    @property
-    def _terms(self) -> int | None:
-        """The number of terms of the loss, if it is known."""
-        return None if self.linearised is None else self.linearised.terms
 
     @property
     def _gradient(self) -> Model:

@@ -229,7 +229,8 @@ class Interpreter:
         """The results of an operation on arrays."""
         name, expressions = eqn.primitive.name, self.expressions
         zero = [v.expression == ZERO.expression for v in values]
-        marks = all_sources(values) & self.sticky
+        sources = all_sources(values)
+        marks = sources & self.sticky
         if values and _is_zero(eqn, zero):
             return [ZERO._replace(sources=marks)] * len(eqn.outvars)
         # A sum with a zero is its other operand.
@@ -258,7 +259,7 @@ class Interpreter:
             pairs = zip(eqn.invars, noticed, strict=True)
             shapes = tuple(str(atom.aval) for atom, noticed in pairs if noticed)
         parts = "of", name, operands, shapes, _comparable(eqn.params)
-        results = self._values_of(eqn, parts, all_sources(values))
+        results = self._values_of(eqn, parts, sources)
         if is_padded:
             results = list(map(self._with_padding, results))
         if name in ("abs", "square") or (name == "max" and any(zero)):

@@ -338,7 +338,7 @@ def _tagged_at_values(tag: Tag, layer: Layer, witness: Array) -> Any:
         return layer
 
     def one_layer(tag, parameters):
-        # Of the layer, the tag reads nothing but these parameters: the rest may be whole.
+        # The tag reads nothing but these parameters of the layer: the rest may be whole.
         new = tag.form.replace(layer, parameters)
         return tag.form.parameters(tag.parameters(new, witness))
 
