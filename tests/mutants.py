@@ -366,7 +366,7 @@ MUTANTS = [
     M("_program/_trace.py", "c.ndim > 0 or jnp.issubdtype(c.dtype, jax.dtypes.prng_key)", "c.ndim > 0", "program"),
     M("_program/_trace.py", "            or not self.has_example_axis(use)\n", "", "program"),
     M("_program/_trace.py", "        and not all_at_zero([use for use in uses if use.number == number])\n", "", "raw_advice"),
-    M("_program/_program.py", "self._replace(joint=frozenset()) if serves_several_positions else self", "self", "verify"),
+    M("_program/_program.py", "self._replace(joint=frozenset()) if fisher.joins_positions else self", "self", "verify"),
     M("_raw/_facts.py", "or term.stack in term.axes.flips", "", "raw"),
     M("_raw/_facts.py", "is_whole = term.axes.lengths[term.stack] == size", "is_whole = True", "raw"),
     M("_raw/_sites.py", "if [*rows] != sorted(rows, key=lambda f: (f.axis, -f.stride)):", "if False:", "raw"),

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from eqx_kfac._program import _interpreter as interpreter, opened, scan_counts
-from eqx_kfac._program._jaxpr import equations
+from eqx_kfac._program._jaxpr import equations, jaxprs
 
 
 X = jnp.ones((2, 2))
@@ -178,7 +178,7 @@ def test_cond():
 def test_functions_with_a_derivative(name):
     eqn = only_equation({"custom_jvp_call": with_jvp, "custom_vjp_call": with_vjp}[name])
     assert eqn.primitive.name == name
-    (jaxpr,) = interpreter._jaxprs(list(eqn.params.values()))
+    (jaxpr,) = jaxprs(eqn)
     assert len(opened(jaxpr)[0].invars) == len(eqn.invars)
 
 

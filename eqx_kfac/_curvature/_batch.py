@@ -223,7 +223,7 @@ class LinearisedBatch(PlainModule):
         many examples as the Fisher wants. If a block needs bases and there are none yet,
         it gets those of a first estimate, and the statistics are taken once more."""
         part = self.first(fisher.examples)
-        program = part.program.collecting(fisher.serves_several_positions)
+        program = part.program.collecting(fisher)
         if not part.collects or program != part.program:
             part = part.batch.linearise(part.model, part.bases, program=program)
         if part.bases is None and has_bases(part.model):

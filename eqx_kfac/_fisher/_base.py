@@ -36,9 +36,16 @@ class AbstractFisher(eqx.Module):
         return type(self).__name__
 
     @property
-    def serves_several_positions(self) -> bool:
+    def joins_positions(self) -> bool:
         """Whether a cotangent is one for several positions of an example, whose gradients
         are not to be added up: it is not random, and they do not belong together."""
+        return False
+
+    @property
+    def separates_examples(self) -> bool:
+        """Whether every example has a cotangent of its own, or one that is drawn
+        independently of those of others, so that products between gradients of two
+        examples are zero in the mean."""
         return False
 
     @abc.abstractmethod

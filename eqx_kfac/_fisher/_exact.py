@@ -56,8 +56,12 @@ class _Columns(AbstractFisher):
             )
 
     @property
-    def serves_several_positions(self) -> bool:
+    def joins_positions(self) -> bool:
         return self.example_axes > 1
+
+    @property
+    def separates_examples(self) -> bool:
+        return self.example_axes == 0
 
     def _columns(self, loss: AbstractLoss) -> int:
         return math.prod(loss.root_shape[self.example_axes :])

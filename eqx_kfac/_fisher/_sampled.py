@@ -42,6 +42,10 @@ class _Samples(AbstractFisher):
     def sample(self, loss: AbstractLoss, key: Key) -> PyTree[Array]:
         """A random cotangent of one loss."""
 
+    @property
+    def separates_examples(self) -> bool:
+        return True
+
     def number(self, losses):
         return self.num_samples
 

@@ -1,8 +1,9 @@
-from ._interpreter import opened as opened, scan_counts as scan_counts
 from ._jaxpr import (
     contains as contains,
     count_uses as count_uses,
     depends as depends,
+    opened as opened,
+    scan_counts as scan_counts,
     SlotUses as SlotUses,
 )
 from ._program import analyse as analyse, Program as Program, with_labels as with_labels

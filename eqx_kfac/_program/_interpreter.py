@@ -30,7 +30,7 @@ another would go unnoticed, and tags with more zeros do not cause such a change.
 import functools as ft
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._jax import Equation, Literal, Tracer
+from ._jaxpr import called, jaxprs, opened, scan_counts, SCATTERS
 
 
 class Value(NamedTuple):
@@ -199,11 +200,8 @@ class Interpreter:
             return self._while(params, values, context)
         if name == "cond":
             return self._cond(params, values, context)
-        # An operation with a single jaxpr that has as many inputs as the operation has
-        # operands is taken for a call of it: a `jit`, a `checkpoint`, a function with a
-        # derivative of its own.
-        inner = [] if name in _SCATTERS else list(_jaxprs(list(params.values())))
-        if len(inner) == 1 and len(_without_consts(inner[0]).invars) == len(values):
+        inner = jaxprs(eqn)
+        if called(eqn) is not None:
             inside = context._replace(
                 custom_derivative=context.custom_derivative or name == "custom_vjp_call",
                 in_custom_jvp=context.in_custom_jvp or name == "custom_jvp_call",
@@ -295,7 +293,7 @@ class Interpreter:
         for jaxpr in inner:
             # Only the records are of interest, so that the inputs of all such jaxprs may
             # be the same expressions.
-            number = len(_without_consts(jaxpr).invars)
+            number = len(opened(jaxpr)[0].invars)
             self._call(jaxpr, [self.value_of("unknown", i) for i in range(number)], worst)
         operands = tuple(v.expression for v in values if v.expression != ZERO.expression)
         sources = all_sources(values)
@@ -415,9 +413,6 @@ _ZERO_OF_ZEROS = frozenset(
 _ENTRYWISE = frozenset("abs convert_element_type copy mul neg sign sqrt square".split())
 # Primitives whose derivative is zero.
 _FLAT = frozenset("stop_gradient sign floor ceil round".split())
-# Primitives that add updates, their third operand, to entries of the first one. How a
-# single number is added is a jaxpr, which is no program of its own.
-_SCATTERS = frozenset("scatter scatter-add scatter_add".split())
 # Primitives that take entries of their first operand; the others say which entries.
 _LOOKUPS = frozenset("gather dynamic_slice".split())
 
@@ -431,7 +426,7 @@ def _is_zero(eqn: Equation, zero: list[bool]) -> bool:
         return any(zero)
     if name == "div":  # Zero over zero is no number.
         return zero[0] and not zero[1]
-    if name in _SCATTERS:
+    if name in SCATTERS:
         return zero[0] and zero[2]
     if name == "integer_pow":
         return zero[0] and eqn.params["y"] > 0
@@ -442,37 +437,6 @@ def _keeps_zeros(eqn: Equation) -> bool:
     """Whether an operation acts on every entry by itself, and makes zeros of zeros."""
     name = eqn.primitive.name
     return name in _ENTRYWISE or (name == "integer_pow" and eqn.params["y"] > 0)
-
-
-def scan_counts(eqn: Equation) -> tuple[int, int]:
-    """The numbers of constants and of carries of a `scan`, inferred from shapes: JAX's
-    own parameters for them change from version to version, but whatever a scan slices or
-    stacks has one axis more outside of its body than inside."""
-    body = _without_consts(eqn.params["jaxpr"])
-
-    def unsliced(outer, inner):
-        return sum(o.aval.ndim == i.aval.ndim for o, i in zip(outer, inner, strict=True))
-
-    carried = unsliced(eqn.outvars, body.outvars)
-    return unsliced(eqn.invars, body.invars) - carried, carried
-
-
-def _jaxprs(value: Any) -> Iterator[Any]:
-    """The jaxprs among the parameters of an operation."""
-    if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _jaxprs(item)
-
-
-def _without_consts(jaxpr: Any) -> Any:
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """A jaxpr, closed or not, and its constants."""
-    return _without_consts(jaxpr), getattr(jaxpr, "consts", ())
 
 
 def _is_program(value: Any) -> bool:

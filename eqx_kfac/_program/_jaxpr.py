@@ -12,6 +12,11 @@ from .._jax import Equation, eval_jaxpr, Jaxpr, part_of, Tracer
 from .._tag import row_shapes_p
 
 
+# Primitives that add updates, their third operand, to entries of the first one. How a
+# single number is added is a jaxpr, which is no program of its own.
+SCATTERS = frozenset("scatter scatter-add scatter_add".split())
+
+
 class SlotUses(NamedTuple):
     """How a layer is used.
 
@@ -98,3 +103,48 @@ def equations(value: Any) -> Iterator[Equation]:
     for eqn in getattr(getattr(value, "jaxpr", value), "eqns", ()):
         yield eqn
         yield from equations(list(eqn.params.values()))
+
+
+def scan_counts(eqn: Equation) -> tuple[int, int]:
+    """The numbers of constants and of carries of a `scan`, inferred from shapes: JAX's
+    own parameters for them change from version to version, but whatever a scan slices or
+    stacks has one axis more outside of its body than inside."""
+    body, _ = opened(eqn.params["jaxpr"])
+
+    def unsliced(outer, inner):
+        return sum(o.aval.ndim == i.aval.ndim for o, i in zip(outer, inner, strict=True))
+
+    carried = unsliced(eqn.outvars, body.outvars)
+    return unsliced(eqn.invars, body.invars) - carried, carried
+
+
+def called(eqn: Equation) -> Jaxpr | None:
+    """The jaxpr that an operation calls, if it is a call: a `jit`, a `checkpoint`, a
+    function with a derivative of its own. An operation with a single jaxpr that has as
+    many inputs as the operation has operands is taken for one."""
+    inner = jaxprs(eqn)
+    if len(inner) != 1:
+        return None
+    jaxpr, _ = opened(inner[0])
+    return jaxpr if len(jaxpr.invars) == len(eqn.invars) else None
+
+
+def jaxprs(eqn: Equation) -> list[Any]:
+    """The jaxprs among the parameters of an operation, with their constants if they have
+    any."""
+    if eqn.primitive.name in SCATTERS:
+        return []
+    return list(_jaxprs(list(eqn.params.values())))
+
+
+def _jaxprs(value: Any) -> Iterator[Any]:
+    if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _jaxprs(item)
+
+
+def opened(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
+    """A jaxpr, with constants or without, and its constants."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())

@@ -26,29 +26,13 @@ import jax.tree_util as jtu
 from .._block import AbstractJointBlock, AbstractPerExampleBlock
 from .._custom_types import Args, Kwargs, Model
 from .._devices import check_tracked
+from .._fisher import AbstractFisher
 from .._misc import names
-from .._tag import (
-    check_tagged,
-    Label,
-    row_weights,
-    Tag,
-    TaggedLayer,
-    with_tags,
-)
+from .._tag import check_tagged, Label, row_weights, Tag, with_tags
 from ..form import Parameters
-from ..nn._convert import has_own_tag, is_followed
-from ._interpreter import all_sources, Expressions
-from ._trace import (
-    all_at_zero,
-    LabelledModel,
-    numbered,
-    parameter_bit,
-    STATISTIC,
-    TagUse,
-    Trace,
-    traced,
-    unseen_bit,
-)
+from ._bypass import check_uses
+from ._interpreter import Expressions
+from ._trace import LabelledModel, numbered, STATISTIC, TagUse, Trace, traced
 
 
 class Program(NamedTuple):
@@ -56,7 +40,9 @@ class Program(NamedTuple):
 
     **Fields:**
 
-    - `examples`: the numbers of examples of the losses; empty if no tag has to know them.
+    - `examples`: the numbers of examples of the losses.
+    - `lacking`: the numbers of the tags that have to know `examples`, because their layer
+        gets the same input for all examples of the `vmap` over them.
     - `per_example`: the numbers of the tags whose slots are for the gradients of single
         examples, each with the number of these examples (on this device). An example may
         use the layer of such a tag more than once, and the tag's block squares the
@@ -66,20 +52,35 @@ class Program(NamedTuple):
     - `rows`: for each tag, by its number, the number of rows of each use.
     - `joint`: the numbers of the tags that add up gradients over the positions of an
         example.
+    - `shared`: the paths of the layers whose rows serve several examples at once.
     """
 
     examples: tuple[int, ...] = ()
+    lacking: frozenset[int] = frozenset()
     per_example: tuple[tuple[int, int], ...] = ()
     axes: frozenset = frozenset()
     regularised: bool = False
     rows: tuple[tuple[int, ...], ...] = ()
     joint: frozenset[int] = frozenset()
+    shared: tuple[str, ...] = ()
 
-    def collecting(self, serves_several_positions: bool) -> "Program":
+    def collecting(self, fisher: AbstractFisher) -> "Program":
         """The program for an estimate of the curvature. If the estimate has one cotangent
         for several positions of an example at once, each with a column of its own, the
-        gradients at these positions are squared one by one, and no layer is joint."""
-        return self._replace(joint=frozenset()) if serves_several_positions else self
+        gradients at these positions are squared one by one, and no layer is joint.
+
+        **Raises:** `ValueError`, if it adds up the gradients of several examples where
+        these share a row."""
+        if self.shared and not fisher.separates_examples:
+            raise ValueError(
+                f"What the layers {names(self.shared)} return serves several examples at "
+                f"once, whose gradients `kfac.{fisher.name}` would add up before they "
+                "are squared. Call them inside of the `vmap` over the examples, where "
+                "their input may well be the same for all; or use `kfac.MonteCarlo()`, "
+                "which draws for every example by itself, so that in the mean only the "
+                "squares are left."
+            )
+        return self._replace(joint=frozenset()) if fisher.joins_positions else self
 
 
 def analyse(
@@ -102,18 +103,18 @@ def analyse(
     trace_with = ft.partial(traced, loss_fn, labelled, args, kwargs, Expressions())
     trace = trace_with()
     _check_unnoticed(trace, trace_with(decoys=True))
-    examples = ()
-    if any(map(trace.may_lack_an_axis, trace.uses)):
-        # A layer whose input is the same for all examples of a `vmap` has no axis of
-        # them. If its tag knows the number of examples, it adds this axis, and sees the
-        # gradient of every example by itself.
-        before, trace = trace, trace_with(examples=trace.examples)
-        _check_shared(trace, before)
-        pairs = zip(before.uses, trace.uses, strict=True)
-        if any(old.example_shape != new.example_shape for old, new in pairs):
-            examples = trace.examples
+    # A layer whose input is the same for all examples of a `vmap` has no axis of them. If
+    # its tag knows the number of examples, it adds this axis, and sees the gradient of
+    # every example by itself.
+    before, lacking = (
+        trace,
+        frozenset(u.number for u in trace.uses if trace.lacks_axis(u)),
+    )
+    if lacking:
+        trace = trace.with_uses_of(trace_with(trace.examples), lacking)
+    _check_shared(trace, before)
     if uses:
-        _check_uses(trace, trains)
+        check_uses(trace, trains)
     _check_examples(trace)
     per_example = dict(_used_repeatedly(trace))
     split = [use.device_axes for use in trace.uses if use.number in per_example]
@@ -121,15 +122,23 @@ def analyse(
     numbers = range(len(trace.layers))
     rows = tuple(tuple(use.rows for use in trace.uses_of(n)) for n in numbers)
     joint = frozenset(n for n in numbers if _is_joint(trace, n))
+    shared = [trace.layers[u.number].path for u in trace.uses if trace.is_shared(u)]
     return Program(
-        examples, tuple(per_example.items()), axes, trace.regularised, rows, joint
+        examples=trace.examples,
+        lacking=lacking,
+        per_example=tuple(per_example.items()),
+        axes=axes,
+        regularised=trace.regularised,
+        rows=rows,
+        joint=joint,
+        shared=tuple(dict.fromkeys(shared)),
     )
 
 
 def with_labels(filled: Model, program: Program) -> Model:
     """A model whose tags are ready to collect, with the labels and the slots that a
     program asks for."""
-    if not (program.examples or program.per_example or program.joint):
+    if not (program.lacking or program.per_example or program.joint):
         return filled
     numbers = numbered(filled)
     per_example = dict(program.per_example)
@@ -142,7 +151,7 @@ def with_labels(filled: Model, program: Program) -> Model:
         elif number in program.joint and jtu.tree_leaves(tag.slots):
             tag = tag.jointly(layer)
         label = Label(stack=0, number=number, examples=program.examples)
-        return tag.labelled(layer, label) if program.examples else tag
+        return tag.labelled(layer, label) if number in program.lacking else tag
 
     return with_tags(prepare, filled, numbers)
 
@@ -167,178 +176,19 @@ def _check_unnoticed(trace: Trace, with_decoys: Trace) -> None:
         )
 
 
-def _check_uses(trace: Trace, trains: bool) -> None:
-    """Raises if parameters bypass their tag, or, with `trains`, if a layer is not used.
-    Names all such layers, each with the first of these reasons that applies."""
-    outputs = all_sources(trace.outputs)
-    unseen, outside, uncalled, penalised, unused, bypassed = [], [], [], [], [], []
-    for number, tagged in enumerate(trace.layers):
-        uses = trace.uses_of(number)
-        bypassing = outputs & parameter_bit(number)
-        # A derivative of the layer that its tag does not see.
-        if outputs & unseen_bit(number):
-            unseen.append(tagged)
-        # Arrays of any module, which the program also uses where no tag follows them.
-        elif bypassing and is_followed(tagged.layer) and not all_at_zero(uses):
-            outside.append(tagged)
-        # Parameters that are used, but never by a call of their layer.
-        elif not uses and bypassing:
-            uncalled.append(tagged)
-        # A layer that is called, but not for any output of a loss.
-        elif not uses and trains and number in trace.penalised:
-            penalised.append(tagged)
-        # A layer that is not used at all. (One that is called for nothing is no mistake,
-        # and operations that cannot be interpreted may call any layer.)
-        elif not uses and trains and not trace.opaque and number not in trace.dead:
-            unused.append(tagged)
-        # A layer that is called, and whose parameters are used in another way, too.
-        elif bypassing and not all_at_zero(uses):
-            bypassed.append(tagged)
-    if unseen:
-        raise ValueError(_through_derivatives(unseen))
-    reasons = (
-        (outside, _OUTSIDE),
-        (uncalled, _UNCALLED),
-        (bypassed, _BYPASSED),
-        (penalised, _PENALISED),
-        (unused, _UNUSED),
-    )
-    messages = [_about(layers, text) for layers, text in reasons if layers]
-    if messages:
-        raise ValueError(" ".join(messages))
-
-
-_OUTSIDE = (
-    "Arrays of the {layers} reach the losses in another way than `kfac.convert` saw with "
-    "its `example`, where no tag follows them: {parameters} are used outside of the "
-    "methods of their module, or multiply something else there. Use them in a method; "
-    "convert the model with the method that the loss function calls, "
-    "`kfac.convert(model, example=x[0], method=...)`; or leave them untagged, "
-    "`kfac.convert(model, example=x[0], blocks={blocks})`, with a `fallback`."
-)
-_UNCALLED = (
-    "The {layers} {are} trained, but the loss function never calls {them}: {parameters} "
-    "are used in another way, of which no curvature is collected. Call {them}; or "
-    "{otherwise}"
-)
-_BYPASSED = (
-    "Parameters of the {layers} reach the losses by another way than through {a_tag}, "
-    "and no curvature would be collected of that: {parameters} are used outside of the "
-    "layer, or a derivative of the layer in its parameters is. Call the layer instead; "
-    "tie weights with `eqx.nn.Shared`; or {otherwise}"
-)
-_PENALISED = (
-    "The {layers} {are} trained, but no loss depends on {them}: only scalars beside the "
-    "losses do, which have a gradient, but no curvature. Make a loss of what {they} "
-    "{return_}; or leave {them} untagged, `kfac.convert(kfac.revert(model), "
-    "blocks={blocks})`, with a `fallback`."
-)
-_UNUSED = (
-    "The {layers} {are} trained, but the loss function never calls {them}. Freeze what "
-    "is not used (`eqx.partition` it out of the model that is trained), or remove it."
-)
-_FOLLOWED = (
-    "take gradients within the loss with respect to `kfac.revert(model)`; or have tags "
-    "follow the arrays, whatever is done with them: `kfac.convert(kfac.revert(model), "
-    "example=x[0])`, with what one call of the model gets; or leave {them} untagged, "
-    "`kfac.convert(kfac.revert(model), blocks={blocks})`, with a `fallback`."
-)
-_OWN = (
-    "write {them} without a tag of {its} own (an array in the place of a "
-    "`kfac.Parameter`), so that tags can follow the arrays, whatever methods do with "
-    "them: `kfac.convert(model, example=x[0])`, with what one call of the model gets. "
-    "(A tag that a class was written with stays, whatever is converted.)"
-)
-
-
-def _about(layers: list[TaggedLayer], text: str) -> str:
-    """The message `text` about some layers. There is one way out for layers whose tag
-    `kfac.convert` has put there, and another for layers whose class has a tag."""
-    written = [tagged for tagged in layers if has_own_tag(tagged.layer)]
-    converted = [tagged for tagged in layers if not has_own_tag(tagged.layer)]
-    both = (converted, _FOLLOWED), (written, _OWN)
-    return " ".join(_about_alike(alike, text, way) for alike, way in both if alike)
-
-
-def _about_alike(layers: list[TaggedLayer], text: str, otherwise: str) -> str:
-    """The message `text` about layers for which there is the same way `otherwise`."""
-    paths = [path for path, _, _ in layers]
-    one = len(paths) == 1
-    parameters = [n for _, tag, _ in layers for n in tag.form.names]
-    words = dict(
-        layers=("layer " if one else "layers ") + names(paths),
-        are="is" if one else "are",
-        them="it" if one else "them",
-        they="it" if one else "they",
-        return_="returns" if one else "return",
-        its="its" if one else "their",
-        a_tag="the layer's tag" if one else "the layers' tags",
-        parameters=("its" if one else "their")
-        + " parameters "
-        + names(_once(parameters)),
-        blocks=_no_blocks(paths),
-    )
-    return text.format(**words, otherwise=otherwise.format(**words))
-
-
-def _no_blocks(paths: list[str]) -> str:
-    """The argument `blocks` of `kfac.convert` that leaves some layers untagged."""
-    return "{" + ", ".join(f"{path!r}: None" for path in paths[:8]) + "}"
-
-
-def _once(words: list[str]) -> list[str]:
-    return list(dict.fromkeys(words))
-
-
-def _through_derivatives(layers: list[TaggedLayer]) -> str:
-    """The message about layers whose derivatives the losses depend on, unseen by tags."""
-    paths = [path for path, _, _ in layers]
-    which = "layer" if len(layers) == 1 else "layers"
-    whose = "its" if len(layers) == 1 else "their"
-    last = f"leave the {which} untagged, `kfac.convert(kfac.revert(model), blocks="
-    last += f"{_no_blocks(paths)})`"
-    if any(has_own_tag(layer) for _, _, layer in layers):
-        last = f"write the {which} without a tag"
-    return (
-        f"The losses are trained through a derivative of the {which} {names(paths)} in "
-        f"{whose} input, of which no curvature would be collected: "
-        f"{_why_unseen(layers[0].tag)}. If no gradient is to flow through it, stop it "
-        f"(`jax.lax.stop_gradient`). As a last resort, {last}, with a `fallback`."
-    )
-
-
-def _why_unseen(tag: Tag) -> str:
-    """Why a tag does not see a derivative, and what to do."""
-    form, block = tag.form.label, type(tag.block).__name__
-    if not tag.form.linear:
-        return (
-            f"its form, `{form}`, does not say that the layer is linear in its input "
-            "(`linear = True`), up to a bias"
-        )
-    if not tag.block.derivatives:
-        return (
-            f"its block, `{block}`, does not say that it knows of rows without a bias "
-            "(`derivatives = True`); `kfac.Kronecker()` does"
-        )
-    return (
-        "it is taken in reverse mode. Take it forward, which gives the same numbers: "
-        "`jax.jacfwd(u)` in the place of `jax.grad(u)` or `jax.jacrev(u)`, "
-        "`jax.jacfwd(jax.jacfwd(u))` in that of `jax.hessian(u)`; or `jax.jvp`, "
-        "`jax.linearize`, `jax.experimental.jet`"
-    )
-
-
 def _check_shared(trace: Trace, before: Trace) -> None:
     """Raises if rows belong to several examples. In `before`, the tags did not know the
     number of examples. A layer that is called on constants inside of the `vmap` over the
     examples had no axis of examples there, and now has one; if its axes are the same in
-    both traces, it is called outside."""
+    both traces, or known to be no examples, it is called outside."""
     for old, use in zip(before.uses, trace.uses, strict=True):
         path, tag, _ = trace.layers[use.number]
         if not trace.may_serve_several(use):
             continue
-        unchanged = trace.is_constant(use) and use.example_shape == old.example_shape
-        if unchanged or trace.has_few_rows(use):
+        without = use.example_shape == old.example_shape or not trace.has_example_axis(
+            use
+        )
+        if (without and trace.is_constant(use)) or trace.has_few_rows(use):
             raise ValueError(
                 f"The layer `{path}` is called outside of the `vmap` over the "
                 f"{trace.examples[0]} examples ({_as_text(use)}), so that what it "
@@ -404,8 +254,10 @@ def _check_examples(trace: Trace) -> None:
 def _is_ambiguous(trace: Trace, use: TagUse) -> bool:
     """Whether a use has example axes, but also a loop around it that goes round as often
     as there are examples: then either may be what counts the examples."""
+    if use.example_shape == () or trace.counts_examples(use):
+        return False
     lengths = {n for n in trace.examples if n > 1} & {*use.context.loops}
-    return bool(lengths) and use.example_shape != () and trace.repeats(use)
+    return bool(lengths) and trace.repeats(use)
 
 
 def _check_weights(trace: Trace, use: TagUse, path: str) -> None:

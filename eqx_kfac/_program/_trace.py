@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._custom_types import Args, Kwargs, Model
-from .._jax import Equation, part_of, varying
+from .._jax import Equation, Jaxpr, part_of, varying
 from .._loss import L2
 from .._tag import (
     flatten_tags,
@@ -40,8 +40,10 @@ from .._tag import (
     update_layers,
     with_tags,
 )
+from ._backwards import reach_of_uses
 from ._interpreter import all_sources, Context, Expressions, Interpreter, Value, ZERO
 from ._jaxpr import equations
+from ._reach import Reach
 from ._run import example_weights, run
 
 
@@ -68,6 +70,9 @@ class TagUse(NamedTuple):
     - `sources`: the sources that the layer's input depends on.
     - `device_axes`: the axes of a `shard_map` over which the rows are split.
     - `derivative`: whether this is a use of a derivative of the layer.
+    - `skipped`: the lengths of the axes of `vmap` along which neither the layer's input
+        nor its output differs, so that the use does not have these axes.
+    - `reach`: what the example axes and the loops become in the losses, if anything.
     """
 
     number: int
@@ -80,6 +85,8 @@ class TagUse(NamedTuple):
     sources: int
     device_axes: frozenset
     derivative: bool
+    skipped: tuple[int, ...]
+    reach: Reach | None = None
 
     @property
     def rows(self) -> int:
@@ -130,6 +137,12 @@ class Trace(NamedTuple):
         """The numbers of examples that the losses have, each once."""
         return tuple(dict.fromkeys(shape[0] for shape in self.term_shapes))
 
+    def with_uses_of(self, other: "Trace", numbers: frozenset[int]) -> "Trace":
+        """This trace, with the uses of some tags as they are in another one."""
+        pairs = zip(self.uses, other.uses, strict=True)
+        uses = [new if new.number in numbers else old for old, new in pairs]
+        return self._replace(uses=uses)
+
     def uses_of(self, number: int) -> list[TagUse]:
         """The uses of a tag."""
         return [use for use in self.uses if use.number == number]
@@ -152,12 +165,46 @@ class Trace(NamedTuple):
         parameters = parameter_bit(use.number)
         return not all(sliced & parameters for sliced in use.context.sliced)
 
+    def counts_examples(self, use: TagUse) -> bool | None:
+        """Whether the outermost example axis of a use becomes the axis of the examples in
+        the losses; `None` if that is not known."""
+        if use.reach is None or use.example_shape == ():
+            return None
+        return self._becomes_examples(use, use.reach.axes[0])
+
+    def _becomes_examples(self, use: TagUse, bits: int) -> bool | None:
+        """Whether an axis of examples is among some axes of terms. In an ensemble, the
+        terms may have axes of its members before the examples."""
+        first = 1 | 1 << use.stack
+        unknown = use.reach is None or use.reach.unknown & first
+        return bool(bits & first) or (None if unknown else False)
+
+    def may_be_examples(self, use: TagUse, loop: int) -> bool:
+        """Whether the rounds of a loop around a use may be the examples. (Of the loops of
+        an operation that nobody knows, nothing is known.)"""
+        if use.context.loops[loop] not in {None, *self.examples}:
+            return False
+        if use.reach is None or len(use.reach.loops) != len(use.context.loops):
+            return True
+        return self._becomes_examples(use, use.reach.loops[loop]) is not False
+
+    def is_shared(self, use: TagUse) -> bool:
+        """Whether rows of a use serve several examples, for certain: none of its axes,
+        and no loop around it, becomes an axis of examples."""
+        if use.reach is None or self.splits_examples(use) or self.examples == (1,):
+            return False
+        axes = (*use.reach.axes, *use.reach.loops)
+        return all(self._becomes_examples(use, bits) is False for bits in axes or (0,))
+
     def has_example_axis(self, use: TagUse) -> bool:
-        """Whether the outermost example axis of a use counts the examples."""
+        """Whether the outermost example axis of a use counts the examples: it is as long,
+        and not known to become anything else."""
         if use.example_shape == ():
             # A single example needs no axis.
             return self.examples == (1,) or self.is_looped_over(use)
         number, *_ = use.example_shape
+        if self.counts_examples(use) is False:
+            return False
         if use.device_axes:
             # Each device may have an equal part of the examples.
             return any(total % number == 0 for total in self.examples)
@@ -172,24 +219,31 @@ class Trace(NamedTuple):
         (Around a single example, a loop of one round would be no such loop.)"""
         if use.example_shape != () or len(self.examples) > 1 or self.examples == (1,):
             return False
-        return use.context.loops == self.examples
+        return use.context.loops == self.examples and self.may_be_examples(use, 0)
 
-    def may_lack_an_axis(self, use: TagUse) -> bool:
-        """Whether a use may be for several examples without an axis of these. If its tag
-        knows how many there are, it adds the axis inside of the `vmap` over them."""
+    def lacks_axis(self, use: TagUse) -> bool:
+        """Whether a use is for several examples without an axis of these: it has skipped
+        an axis of `vmap` that is as long, and none of its own is known to be theirs."""
         if self.splits_examples(use) or self.examples == (1,):
             return False
+        if not {*self.examples} & {*use.skipped}:
+            return False
+        if use.example_shape == () or self.is_constant(use):
+            return True
+        # Derivatives are taken along an axis of `vmap`, too, which the layer itself
+        # skips: one that is as long by chance must not be taken for that of the examples.
+        known = self.counts_examples(use)
+        directions = any(other.derivative for other in self.uses_of(use.number))
         return (
-            use.example_shape == ()
-            or self.is_constant(use)
-            or not self.has_example_axis(use)
+            known is False or not self.has_example_axis(use) or not (known or directions)
         )
 
     def may_serve_several(self, use: TagUse) -> bool:
         """Whether one row of a use may belong to several examples."""
         if self.splits_examples(use) or self.examples == (1,):
             return False
-        if {None, *self.examples} & {*use.context.loops}:  # Each round may be an example.
+        loops = range(len(use.context.loops))
+        if any(self.may_be_examples(use, i) for i in loops):  # Each round may be one.
             return False
         return use.example_shape == () or self.is_constant(use)
 
@@ -204,7 +258,10 @@ class Trace(NamedTuple):
 
     def is_constant(self, use: TagUse) -> bool:
         """Whether the inputs of a layer never depend on data, although those of other
-        layers do: then its example axes may count something else than examples."""
+        layers do: then its example axes may count something else than examples, if they
+        are not known to count these."""
+        if self.counts_examples(use):
+            return False
         data = [u.sources & DATA for u in self.uses_of(use.number)]
         return not any(data) and any(u.sources & DATA for u in self.uses)
 
@@ -259,7 +316,7 @@ def traced(
     filled = labelled.with_labels(examples, decoys)
     params, static = eqx.partition(filled, eqx.is_inexact_array)
     # A traced function returns arrays only: what else there is, it writes into these.
-    term_shapes, weights, others, regularised = [], [], [], []
+    term_shapes, weights, others, regularised, term_axes = [], [], [], [], []
 
     def objective(params):
         objective, _ = run(loss_fn, eqx.combine(params, static), args, kwargs)
@@ -268,13 +325,26 @@ def traced(
         weights_of = ft.partial(example_weights, layers=labelled.layers)
         weights[:] = [jax.eval_shape(weights_of, objective.losses)]
         outputs = [loss.outputs for loss in objective.losses]
+        term_axes[:] = [
+            len(loss.leading)
+            for loss in objective.losses
+            for _ in jtu.tree_leaves(loss.outputs)
+        ]
         arrays, no_arrays = eqx.partition(objective, eqx.is_array)
         others[:] = jtu.tree_flatten_with_path(no_arrays)[0]
         return outputs, arrays
 
     closed, shapes = jax.make_jaxpr(objective, return_shape=True)(params)
     num_outputs = len(jtu.tree_leaves(shapes[0]))
-    interpreter, values = _interpreted(expressions, closed, num_outputs, params, labelled)
+    interpreter, values, program = _interpreted(
+        expressions, closed, num_outputs, params, labelled
+    )
+    reaches = reach_of_uses(program, term_axes)
+    uses = [
+        use._replace(reach=reach)
+        for use, (_, reach) in zip(interpreter.records, reaches, strict=True)
+    ]
+    assert [use.number for use in uses] == [number for number, _ in reaches]
     arrays, _ = jtu.tree_flatten_with_path(shapes[1])
     found = [value for _, value in zip(arrays, values[num_outputs:], strict=True)]
     found += [interpreter.value_of("number", repr(leaf)) for _, leaf in others]
@@ -283,7 +353,7 @@ def traced(
     called = _called_for(closed.jaxpr, len(values))
     return Trace(
         layers=labelled.layers,
-        uses=interpreter.records,
+        uses=uses,
         term_shapes=tuple(term_shapes),
         weights=weights[0],
         outputs=values[:num_outputs],
@@ -306,7 +376,7 @@ def bypassed(call: Callable, model: Model) -> list[TaggedLayer]:
 
     closed = jax.make_jaxpr(outputs)(params)
     num_outputs = len(closed.jaxpr.outvars)
-    interpreter, values = _interpreted(
+    interpreter, values, _ = _interpreted(
         Expressions(), closed, num_outputs, params, labelled
     )
     sources = all_sources(values)
@@ -331,9 +401,10 @@ def _interpreted(
     num_outputs: int,
     params: Model,
     labelled: LabelledModel,
-) -> tuple[Interpreter, list[Value]]:
-    """The values of all results of a program; and an interpreter whose records are those
-    of the operations that the first `num_outputs` results need."""
+) -> tuple[Interpreter, list[Value], Jaxpr]:
+    """An interpreter whose records are those of the operations that the first
+    `num_outputs` results of a program need; the values of all results; and the program
+    that has these operations."""
     covering = _covering(labelled.sources)
     visit = ft.partial(_visit, covering)
     cleared = lambda uses: ft.reduce(operator.or_, [covering[u.number] for u in uses], 0)
@@ -350,7 +421,7 @@ def _interpreted(
     consts = [interpreter.constant(c, DATA if is_data(c) else 0) for c in closed.consts]
     values = interpreter.interpret(closed.jaxpr, consts, inputs)
     if num_outputs == len(values):
-        return interpreter, values
+        return interpreter, values, closed.jaxpr
     # The other results are penalties, of which no curvature is collected: the program is
     # interpreted once more without what only they need.
     wanted = [i < num_outputs for i in range(len(values))]
@@ -358,7 +429,7 @@ def _interpreted(
     interpreter = new(expressions)
     consts, inputs = map(list, map(compress, (consts, inputs), used))
     outputs = interpreter.interpret(part, consts, inputs)
-    return interpreter, outputs + values[num_outputs:]
+    return interpreter, outputs + values[num_outputs:], part
 
 
 def _called_for(jaxpr: Any, number: int) -> set[int]:
@@ -407,6 +478,7 @@ def _visit(
         sources=x.sources,
         device_axes=varying(y_aval),
         derivative=eqn.params["layout"].derivative,
+        skipped=eqn.params["layout"].skipped,
     )
     # The tag sees how the output depends on the layer's parameters, so that this
     # dependence ends here. But a dependence of the layer's input on the same parameters

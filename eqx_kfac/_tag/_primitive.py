@@ -109,6 +109,8 @@ class Layout(NamedTuple):
     - `shared`: the treedef of the weights, the basis, and the label. These belong to the
         layer: like the slots, they are mapped over stacks only.
     - `derivative`: whether this is the tag of a derivative of the layer.
+    - `skipped`: the lengths of the axes of `vmap` along which the layer has the same
+        input and output everywhere. They are only noted while a program is analysed.
     """
 
     form: AbstractForm
@@ -117,6 +119,7 @@ class Layout(NamedTuple):
     slots: Any
     shared: Any
     derivative: bool = False
+    skipped: tuple[int, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -160,6 +163,8 @@ def _batch_tag(primitive, mapped, operands, dims, *, layout, **params):
     if all(d is None for d in dims):
         label = layout.label(operands)
         if label is None or mapped.size not in label.examples:
+            if label is not None:
+                layout = layout._replace(skipped=(*layout.skipped, mapped.size))
             return primitive.bind(*operands, layout=layout, **params), None
         y, *others = operands
         y = broadcast_along(y, mapped, 0)

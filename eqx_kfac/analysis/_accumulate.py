@@ -138,7 +138,7 @@ class Accumulator(eqx.Module):
     ) -> AccumulatedStatistics:
         fill = ft.partial(fill_tags, curvature=self.bases)
         program = analyse(self.loss_fn, model, args, kwargs)
-        program = program.collecting(self.fisher.serves_several_positions)
+        program = program.collecting(self.fisher)
         lin = linearise(self.loss_fn, model, args, kwargs, fill=fill, program=program)
         counts = lin.share.counts
         # Which inputs count, and by how much, may depend on all losses together.

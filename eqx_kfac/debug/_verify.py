@@ -178,8 +178,8 @@ def _checks(problem: Problem, model: Model) -> list[LayerCheck]:
         for group in groups(used, measured, problem.memory):
             begin(f"compiling and comparing the blocks of {len(group)}")
             found.update(_compared(problem, model, every, measured, group, places))
-    apart = problem.fisher is not None and problem.fisher.serves_several_positions
-    joint = every.program.collecting(apart).joint
+    apart = problem.fisher is not None and problem.fisher.joins_positions
+    joint = frozenset() if apart else every.program.joint
     checks = []
     for i, (own, share, rows, inverse) in enumerate(zip(layers, *each, strict=True)):
         use = "used"

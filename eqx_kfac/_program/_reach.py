@@ -1,0 +1,246 @@
+"""Which axes of a layer's output become axes of the losses' terms.
+
+That an axis counts the examples does not follow from its length: a grid of points may
+have as many. So the losses' outputs are followed backwards through the program. Every
+array has the axes of the terms (the first of which counts the examples) that its own axes
+*become*: entry $n$ along the one is used for the terms at $n$ along the other, whatever
+other entries are used there, too.
+
+Where an operation is not understood, what happens to an axis is *unknown*, and nothing is
+claimed of it. The same holds for a sum over an axis that is as long as one which becomes
+an axis of the terms: a node of a graph takes sums over all nodes, and the nodes are still
+the examples.
+"""
+
+import functools as ft
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+
+class Reach(NamedTuple):
+    """Which axes of the losses' terms the axes of an array become. Axes of terms are the
+    bits of an integer, the first one the lowest.
+
+    **Fields:**
+
+    - `axes`: for every axis of the array, the axes of terms that it becomes.
+    - `loops`: for every loop around the operation that makes the array, from the
+        outermost, the axes of terms that the rounds of the loop become.
+    - `unknown`: the axes of terms of which it is not known which axis becomes them.
+    """
+
+    axes: tuple[int, ...]
+    loops: tuple[int, ...] = ()
+    unknown: int = 0
+
+    def moved(self, axes: Sequence[int], lost: int = 0) -> "Reach":
+        """The reach of an operand with these `axes`, if `lost` are axes of terms that
+        became unknown."""
+        return self._replace(axes=tuple(axes), unknown=self.unknown | lost)
+
+    @property
+    def known(self) -> int:
+        """All axes of terms that an axis of the array becomes."""
+        return _union(self.axes)
+
+
+# `None`, if no output depends on the array.
+Reached = Reach | None
+
+
+def either(a: Reached, b: Reached) -> Reached:
+    """The reach of an array that is used twice."""
+    if a is None or b is None:
+        return a if b is None else b
+    axes = tuple(map(operator.or_, a.axes, b.axes))
+    loops = tuple(map(operator.or_, a.loops, b.loops))
+    return Reach(axes, loops, a.unknown | b.unknown)
+
+
+def _union(bits: Sequence[int]) -> int:
+    return ft.reduce(operator.or_, bits, 0)
+
+
+class Call(NamedTuple):
+    """An operation: its name, its parameters, the shapes of its operands, and that of the result
+    whose reach is known."""
+
+    name: str
+    params: dict[str, Any]
+    operands: list[tuple[int, ...]]
+    result: tuple[int, ...]
+
+
+#
+# Rules: the reach of an operation's operands, given one of its results
+#
+
+
+def aligned(call: Call, out: Reach) -> list[Reached]:
+    """For operations whose operands have the axes of the result: operations on every
+    entry, and others that change lengths, such as slices and windows. A number, which all
+    entries use, becomes no axis."""
+
+    def operand(shape):
+        if shape == ():
+            return out.moved(())
+        if len(shape) != len(call.result):
+            return _lost(shape, out)
+        axes, lost = [], 0
+        for length, result, bits in zip(shape, call.result, out.axes, strict=True):
+            axes.append(bits if length == result else 0)
+            repeated = length == 1 and call.name in _REPEATING
+            lost |= 0 if length == result or repeated else bits
+        return out.moved(axes, lost)
+
+    return list(map(operand, call.operands))
+
+
+def unknown(call: Call, out: Reach) -> list[Reached]:
+    return [_lost(shape, out) for shape in call.operands]
+
+
+def _lost(shape: Sequence[int], out: Reach) -> Reach:
+    """The reach of an operand of which nothing is known."""
+    return out.moved([0] * len(shape), out.known)
+
+
+def _transpose(call: Call, out: Reach) -> list[Reached]:
+    axes = [0] * len(out.axes)
+    for place, axis in enumerate(call.params["permutation"]):
+        axes[axis] = out.axes[place]
+    return [out.moved(axes)]
+
+
+def _broadcast(call: Call, out: Reach) -> list[Reached]:
+    x, *others = call.operands
+    places = call.params["broadcast_dimensions"]
+    pairs = zip(x, places, strict=True)
+    axes = [out.axes[p] if n == call.result[p] else 0 for n, p in pairs]
+    return [out.moved(axes), *[None] * len(others)]
+
+
+def _squeeze(call: Call, out: Reach) -> list[Reached]:
+    (x,) = call.operands
+    rest = iter(out.axes)
+    gone = call.params["dimensions"]
+    return [out.moved([0 if i in gone else next(rest) for i in range(len(x))])]
+
+
+def _reshape(call: Call, out: Reach) -> list[Reached]:
+    """An axis stays one if it is as long as before, and so is all that is behind it."""
+    x, *others = call.operands
+    axes, found = [0] * len(x), 0
+    behind = {
+        (n, math.prod(call.result[i + 1 :])): out.axes[i]
+        for i, n in enumerate(call.result)
+        if n != 1
+    }
+    for i, n in enumerate(x):
+        axes[i] = behind.get((n, math.prod(x[i + 1 :])), 0)
+        found |= axes[i]
+    return [out.moved(axes, out.known & ~found), *[None] * len(others)]
+
+
+def _reduce(call: Call, out: Reach) -> list[Reached]:
+    x, *others = call.operands
+    rest = iter(out.axes)
+    summed = call.params["axes"]
+    axes = [0 if i in summed else next(rest) for i in range(len(x))]
+    lost = _mixed([x[i] for i in summed], call, out)
+    return [out.moved(axes, lost), *[None] * len(others)]
+
+
+def _mixed(lengths: Sequence[int], call: Call, out: Reach) -> int:
+    """The axes of terms that are as long as an axis of one of these lengths, over which a
+    sum is taken."""
+    return _union([b for b, n in zip(out.axes, call.result, strict=True) if n in lengths])
+
+
+def _dot_general(call: Call, out: Reach) -> list[Reached]:
+    contracted, batch = call.params["dimension_numbers"]
+    place, operands = len(batch[0]), []
+    for shape, summed, shared in zip(call.operands, contracted, batch, strict=True):
+        axes = [0] * len(shape)
+        for i, axis in enumerate(shared):
+            axes[axis] = out.axes[i]
+        for axis in range(len(shape)):
+            if axis not in summed and axis not in shared:
+                axes[axis] = out.axes[place]
+                place += 1
+        lost = _mixed([shape[i] for i in summed], call, out)
+        operands.append(out.moved(axes, lost))
+    return operands
+
+
+def _convolution(call: Call, out: Reach) -> list[Reached]:
+    x, kernel = call.operands
+    numbers = call.params["dimension_numbers"]
+    if call.params["batch_group_count"] > 1:
+        return unknown(call, out)
+    axes, lost = [0] * len(x), 0
+    # The second axis of a specification is that of the features.
+    for i, (own, place) in enumerate(zip(numbers.lhs_spec, numbers.out_spec)):
+        if i != 1 and x[own] == call.result[place]:
+            axes[own] = out.axes[place]
+        else:
+            lost |= out.axes[place]
+    return [out.moved(axes, lost), _lost(kernel, out)]
+
+
+def _gather(call: Call, out: Reach) -> list[Reached]:
+    x, indices = call.operands
+    numbers, sizes = call.params["dimension_numbers"], call.params["slice_sizes"]
+    batch = [i for i in range(len(out.axes)) if i not in numbers.offset_dims]
+    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    whole = [i for i in range(len(x)) if i not in gone]
+    axes = [0] * len(x)
+    for axis, place in zip(whole, sorted(numbers.offset_dims), strict=True):
+        if sizes[axis] == x[axis]:
+            axes[axis] = out.axes[place]
+    pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims)
+    for axis, place in pairs:
+        axes[axis] = out.axes[batch[place]]
+    return [out.moved(axes, out.known & ~_union(axes)), _lost(indices, out)]
+
+
+def _scatter(call: Call, out: Reach) -> list[Reached]:
+    x, indices, updates = call.operands
+    numbers = call.params["dimension_numbers"]
+    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    whole = [i for i in range(len(out.axes)) if i not in gone]
+    axes = [0] * len(updates)
+    for axis, place in zip(sorted(numbers.update_window_dims), whole, strict=True):
+        if updates[axis] == call.result[place]:
+            axes[axis] = out.axes[place]
+    batch = [i for i in range(len(updates)) if i not in numbers.update_window_dims]
+    pairs = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims)
+    for axis, place in pairs:
+        axes[batch[place]] = out.axes[axis]
+    lost = out.known & ~_union(axes)
+    return [out, _lost(indices, out), out.moved(axes, lost)]
+
+
+# Operations that repeat an operand along an axis of length one.
+_REPEATING = frozenset(
+    "add add_any and atan2 div eq ge gt le lt max min mul ne or pow rem select_n sub "
+    "xor".split()
+)
+# The names are names of JAX's primitives; a test asks whether JAX still has them.
+RULES: dict[str, Callable] = {
+    "transpose": _transpose,
+    "broadcast_in_dim": _broadcast,
+    "squeeze": _squeeze,
+    "reshape": _reshape,
+    "dot_general": _dot_general,
+    "conv_general_dilated": _convolution,
+    "gather": _gather,
+    **dict.fromkeys(("scatter", "scatter-add", "scatter_add"), _scatter),
+    **dict.fromkeys(
+        "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax "
+        "argmin".split(),
+        _reduce,
+    ),
+}
