@@ -8,4 +8,4 @@ from ._jaxpr import (
 )
 from ._program import analyse as analyse, Program as Program, with_labels as with_labels
 from ._run import example_weights as example_weights, run as run
-from ._trace import bypassed as bypassed
+from ._tracing import bypassed as bypassed

@@ -5,7 +5,7 @@ from .._misc import names
 from .._tag import Tag, TaggedLayer
 from ..nn._convert import has_own_tag, is_followed
 from ._interpreter import all_sources
-from ._trace import all_at_zero, parameter_bit, Trace, unseen_bit
+from ._trace import parameter_bit, Trace, unseen_bit
 
 
 def check_uses(trace: Trace, trains: bool) -> None:
@@ -15,12 +15,13 @@ def check_uses(trace: Trace, trains: bool) -> None:
     unseen, outside, uncalled, penalised, unused, bypassed = [], [], [], [], [], []
     for number, tagged in enumerate(trace.layers):
         uses = trace.uses_of(number)
+        allowed = trace.may_bypass(number)
         bypassing = outputs & parameter_bit(number)
         # A derivative of the layer that its tag does not see.
         if outputs & unseen_bit(number):
             unseen.append(tagged)
         # Arrays of any module, which the program also uses where no tag follows them.
-        elif bypassing and is_followed(tagged.layer) and not all_at_zero(uses):
+        elif bypassing and is_followed(tagged.layer) and not allowed:
             outside.append(tagged)
         # Parameters that are used, but never by a call of their layer.
         elif not uses and bypassing:
@@ -33,7 +34,7 @@ def check_uses(trace: Trace, trains: bool) -> None:
         elif not uses and trains and not trace.opaque and number not in trace.dead:
             unused.append(tagged)
         # A layer that is called, and whose parameters are used in another way, too.
-        elif bypassing and not all_at_zero(uses):
+        elif bypassing and not allowed:
             bypassed.append(tagged)
     if unseen:
         raise ValueError(_through_derivatives(unseen))

@@ -32,7 +32,8 @@ from .._tag import check_tagged, Label, row_weights, Tag, with_tags
 from ..form import Parameters
 from ._bypass import check_uses
 from ._interpreter import Expressions
-from ._trace import LabelledModel, numbered, STATISTIC, TagUse, Trace, traced
+from ._trace import STATISTIC, TagUse, Trace
+from ._tracing import LabelledModel, numbered, traced
 
 
 class Program(NamedTuple):
@@ -106,10 +107,7 @@ def analyse(
     # A layer whose input is the same for all examples of a `vmap` has no axis of them. If
     # its tag knows the number of examples, it adds this axis, and sees the gradient of
     # every example by itself.
-    before, lacking = (
-        trace,
-        frozenset(u.number for u in trace.uses if trace.lacks_axis(u)),
-    )
+    before, lacking = trace, trace.lacking
     if lacking:
         trace = trace.with_uses_of(trace_with(trace.examples), lacking)
     _check_shared(trace, before)

@@ -64,8 +64,8 @@ def _union(bits: Sequence[int]) -> int:
 
 
 class Call(NamedTuple):
-    """An operation: its name, its parameters, the shapes of its operands, and that of the result
-    whose reach is known."""
+    """An operation: its name, its parameters, the shapes of its operands, and that of the
+    result whose reach is known."""
 
     name: str
     params: dict[str, Any]

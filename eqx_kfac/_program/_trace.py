@@ -1,8 +1,5 @@
-"""A trace of a loss function: which tags it uses, how it uses them, and on which
-parameters its results depend.
-
-The model is traced while its tags collect, so that the calls of tags are in the program.
-Every tag has a *label*, which says in the program what the number of the tag is.
+"""What a trace of a loss function shows: which tags it uses, how it uses them, and on
+which parameters its results depend.
 
 Dependences are sets of sources, as the bits of an integer. One bit is for data. One is
 for statistics: a loss function that takes a gradient with respect to the whole model
@@ -12,43 +9,30 @@ that the tag does not see. A tag takes the first bit away from the output of its
 If a result depends on this bit all the same, the parameters reach it by another way than
 through the tag: they *bypass* the tag."""
 
-import functools as ft
 import math
-import operator
-from collections.abc import Callable, Iterator
-from itertools import compress
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
-import jax.tree_util as jtu
 
-from .._custom_types import Args, Kwargs, Model
-from .._jax import Equation, Jaxpr, part_of, varying
-from .._loss import L2
 from .._tag import (
-    flatten_tags,
-    Label,
-    label_of,
-    statistic_p,
-    Tag,
-    tag_p,
     TaggedLayer,
-    trained_layers,
-    unseen_p,
-    update_layers,
-    with_tags,
 )
-from ._backwards import reach_of_uses
-from ._interpreter import all_sources, Context, Expressions, Interpreter, Value, ZERO
-from ._jaxpr import equations
+from ._interpreter import Context, Value
 from ._reach import Reach
-from ._run import example_weights, run
 
 
 DATA, STATISTIC = 1, 2
 FIRST_BIT_OF_TAGS = 2  # The place of the first bit that belongs to a tag.
+
+
+def parameter_bit(number: int) -> int:
+    """The bit of the parameters that a tag covers."""
+    return 1 << (FIRST_BIT_OF_TAGS + 2 * number)
+
+
+def unseen_bit(number: int) -> int:
+    """The bit of the derivatives of a layer that its tag does not see."""
+    return parameter_bit(number) << 1
 
 
 class TagUse(NamedTuple):
@@ -94,12 +78,6 @@ class TagUse(NamedTuple):
         return math.prod(self.example_shape)
 
 
-def numbered(model: Model) -> Model:
-    """A model-shaped tree of the numbers of all tags with something to train."""
-    found, treedef = flatten_tags(lambda *_: None, model)
-    return treedef.unflatten(range(len(found)))
-
-
 class Trace(NamedTuple):
     """What one trace of a loss function shows.
 
@@ -117,6 +95,8 @@ class Trace(NamedTuple):
     - `regularised`: whether there is an `L2` term.
     - `dead`: the numbers of the tags that are called, but only for results that nothing
         uses.
+    - `covered`: the bits of the parameters of which some uses are marked as covered by a
+        tag at a zero.
     - `penalised`: the numbers of the tags that are called, but only for penalties, on
         which no output of a loss depends.
     """
@@ -130,6 +110,7 @@ class Trace(NamedTuple):
     opaque: bool
     regularised: bool
     dead: frozenset[int]
+    covered: int
     penalised: frozenset[int]
 
     @property
@@ -146,6 +127,12 @@ class Trace(NamedTuple):
     def uses_of(self, number: int) -> list[TagUse]:
         """The uses of a tag."""
         return [use for use in self.uses if use.number == number]
+
+    def may_bypass(self, number: int) -> bool:
+        """Whether parameters may reach the losses without passing through their tag: it
+        is at a zero, and nothing says which of their uses it answers for."""
+        covered = self.covered & parameter_bit(number)
+        return all_at_zero(self.uses_of(number)) and not covered
 
     def splits_examples(self, use: TagUse) -> bool:
         """Whether a tag does not see all examples together, because the layer is called
@@ -221,7 +208,12 @@ class Trace(NamedTuple):
             return False
         return use.context.loops == self.examples and self.may_be_examples(use, 0)
 
-    def lacks_axis(self, use: TagUse) -> bool:
+    @property
+    def lacking(self) -> frozenset[int]:
+        """The numbers of the tags of which a use lacks the axis of the examples."""
+        return frozenset(use.number for use in self.uses if self._lacks_axis(use))
+
+    def _lacks_axis(self, use: TagUse) -> bool:
         """Whether a use is for several examples without an axis of these: it has skipped
         an axis of `vmap` that is as long, and none of its own is known to be theirs."""
         if self.splits_examples(use) or self.examples == (1,):
@@ -266,274 +258,7 @@ class Trace(NamedTuple):
         return not any(data) and any(u.sources & DATA for u in self.uses)
 
 
-class LabelledModel(NamedTuple):
-    """A model whose tags collect, for several traces of it.
-
-    **Fields:**
-
-    - `filled`: the model, with slots in its tags.
-    - `numbers`: the numbers of its tags, as a model-shaped tree.
-    - `sources`: for every inexact array of the model, the bits of the tags that cover it.
-    - `layers`: the layers with something to train, by number.
-    """
-
-    filled: Model
-    numbers: Model
-    sources: list[int]
-    layers: list[TaggedLayer]
-
-    @classmethod
-    def of(cls, model: Model) -> "LabelledModel":
-        numbers = numbered(model)
-        fill = lambda tag, layer, n: tag if n is None else tag.fill(layer, None)
-        filled = with_tags(fill, model, numbers)
-        return cls(filled, numbers, _sources(model, numbers), trained_layers(model))
-
-    def with_labels(self, examples: tuple[int, ...], decoys: bool) -> Model:
-        """The filled model, with a label in every tag and, if asked for, decoys."""
-
-        def with_label(tag, layer, number):
-            if number is None:
-                return tag
-            label = Label(stack=0, number=number, examples=examples)
-            return tag.labelled(layer, label, decoys)
-
-        return with_tags(with_label, self.filled, self.numbers)
-
-
-def traced(
-    loss_fn: Callable,
-    labelled: LabelledModel,
-    args: Args,
-    kwargs: Kwargs,
-    expressions: Expressions,
-    examples: tuple[int, ...] = (),
-    decoys: bool = False,
-) -> Trace:
-    """Traces a loss function and interprets the program. With `examples`, the labels say
-    how many examples the losses have; with `decoys`, the tags hold more zeros than
-    without."""
-    filled = labelled.with_labels(examples, decoys)
-    params, static = eqx.partition(filled, eqx.is_inexact_array)
-    # A traced function returns arrays only: what else there is, it writes into these.
-    term_shapes, weights, others, regularised, term_axes = [], [], [], [], []
-
-    def objective(params):
-        objective, _ = run(loss_fn, eqx.combine(params, static), args, kwargs)
-        term_shapes[:] = [loss.leading for loss in objective.losses]
-        regularised[:] = [isinstance(term, L2) for _, term in objective.terms]
-        weights_of = ft.partial(example_weights, layers=labelled.layers)
-        weights[:] = [jax.eval_shape(weights_of, objective.losses)]
-        outputs = [loss.outputs for loss in objective.losses]
-        term_axes[:] = [
-            len(loss.leading)
-            for loss in objective.losses
-            for _ in jtu.tree_leaves(loss.outputs)
-        ]
-        arrays, no_arrays = eqx.partition(objective, eqx.is_array)
-        others[:] = jtu.tree_flatten_with_path(no_arrays)[0]
-        return outputs, arrays
-
-    closed, shapes = jax.make_jaxpr(objective, return_shape=True)(params)
-    num_outputs = len(jtu.tree_leaves(shapes[0]))
-    interpreter, values, program = _interpreted(
-        expressions, closed, num_outputs, params, labelled
-    )
-    reaches = reach_of_uses(program, term_axes)
-    uses = [
-        use._replace(reach=reach)
-        for use, (_, reach) in zip(interpreter.records, reaches, strict=True)
-    ]
-    assert [use.number for use in uses] == [number for number, _ in reaches]
-    arrays, _ = jtu.tree_flatten_with_path(shapes[1])
-    found = [value for _, value in zip(arrays, values[num_outputs:], strict=True)]
-    found += [interpreter.value_of("number", repr(leaf)) for _, leaf in others]
-    paths = [jtu.keystr(path) for path, _ in [*arrays, *others]]
-    everything = dict(zip(paths, found, strict=True))
-    called = _called_for(closed.jaxpr, len(values))
-    return Trace(
-        layers=labelled.layers,
-        uses=uses,
-        term_shapes=tuple(term_shapes),
-        weights=weights[0],
-        outputs=values[:num_outputs],
-        everything=everything,
-        opaque=interpreter.opaque,
-        regularised=any(regularised),
-        dead=frozenset(_called(closed.jaxpr) - called),
-        penalised=frozenset(called - _called_for(closed.jaxpr, num_outputs)),
-    )
-
-
-def bypassed(call: Callable, model: Model) -> list[TaggedLayer]:
-    """The tagged layers whose parameters reach what `call(model)` returns by another way
-    than through their tag."""
-    labelled = LabelledModel.of(model)
-    params, static = eqx.partition(labelled.with_labels((), False), eqx.is_inexact_array)
-
-    def outputs(params):
-        return eqx.filter(call(eqx.combine(params, static)), eqx.is_array)
-
-    closed = jax.make_jaxpr(outputs)(params)
-    num_outputs = len(closed.jaxpr.outvars)
-    interpreter, values, _ = _interpreted(
-        Expressions(), closed, num_outputs, params, labelled
-    )
-    sources = all_sources(values)
-    uses = interpreter.records
-    return [
-        layer
-        for number, layer in enumerate(labelled.layers)
-        if sources & parameter_bit(number)
-        and not all_at_zero([use for use in uses if use.number == number])
-    ]
-
-
 def all_at_zero(uses: list[TagUse]) -> bool:
     """Whether a layer is used, and always tagged at a zero that is added to its result.
     Then the result itself bypasses the tag, which is no mistake."""
     return bool(uses) and all(use.at_zero for use in uses)
-
-
-def _interpreted(
-    expressions: Expressions,
-    closed: Any,
-    num_outputs: int,
-    params: Model,
-    labelled: LabelledModel,
-) -> tuple[Interpreter, list[Value], Jaxpr]:
-    """An interpreter whose records are those of the operations that the first
-    `num_outputs` results of a program need; the values of all results; and the program
-    that has these operations."""
-    covering = _covering(labelled.sources)
-    visit = ft.partial(_visit, covering)
-    cleared = lambda uses: ft.reduce(operator.or_, [covering[u.number] for u in uses], 0)
-    # A derivative that no tag sees must not be lost where a layer is tagged at a zero.
-    unseen = ft.reduce(operator.or_, map(unseen_bit, range(len(labelled.layers))), 0)
-    rules = dict(visit=visit, cleared=cleared, tracked=DATA | STATISTIC, sticky=unseen)
-    new = ft.partial(Interpreter, **rules)
-    interpreter = new(expressions)
-    inputs = list(_inputs(interpreter, params, labelled.sources))
-    # The arguments of the loss function are constants of the program, and so are arrays
-    # that it knows otherwise: all are data, except for scalars, which no example has for
-    # itself. (But a key is no scalar: numbers for all examples are made of it.)
-    is_data = lambda c: c.ndim > 0 or jnp.issubdtype(c.dtype, jax.dtypes.prng_key)
-    consts = [interpreter.constant(c, DATA if is_data(c) else 0) for c in closed.consts]
-    values = interpreter.interpret(closed.jaxpr, consts, inputs)
-    if num_outputs == len(values):
-        return interpreter, values, closed.jaxpr
-    # The other results are penalties, of which no curvature is collected: the program is
-    # interpreted once more without what only they need.
-    wanted = [i < num_outputs for i in range(len(values))]
-    part, *used = part_of(closed.jaxpr, wanted)
-    interpreter = new(expressions)
-    consts, inputs = map(list, map(compress, (consts, inputs), used))
-    outputs = interpreter.interpret(part, consts, inputs)
-    return interpreter, outputs + values[num_outputs:], part
-
-
-def _called_for(jaxpr: Any, number: int) -> set[int]:
-    """The numbers of the tags that are called for the first results of a program."""
-    part, *_ = part_of(jaxpr, [i < number for i in range(len(jaxpr.outvars))])
-    return _called(part)
-
-
-def _called(jaxpr: Any) -> set[int]:
-    """The numbers of the tags that a program calls."""
-    labels = [label_of(eqn) for eqn in equations(jaxpr) if eqn.primitive is tag_p]
-    return {label.number for label in labels if label is not None}
-
-
-def _visit(
-    covering: dict[int, int], eqn: Equation, values: list[Value], context: Context
-) -> Any:
-    """The interpreter's rule for tags, statistics, and derivatives that no tag sees.
-    `covering` has, for each tag, the bits of all tags that cover any of its
-    parameters."""
-    if eqn.primitive is statistic_p:
-        (value,) = values
-        return [value._replace(sources=value.sources | STATISTIC)], []
-    if eqn.primitive is unseen_p:
-        (value,) = values
-        unseen = unseen_bit(eqn.params["number"])
-        return [value._replace(sources=value.sources | unseen)], []
-    if eqn.primitive is not tag_p:
-        return None
-    label = label_of(eqn)
-    if label is None:
-        # The loss function itself has filled this tag, to collect curvature in it.
-        return values[:1], []
-    y, x = values[:2]
-    avals: list[Any] = [atom.aval for atom in eqn.invars]
-    y_aval, x_aval, *_ = avals
-    stack, num_example_axes = eqn.params["stack"], eqn.params["examples"]
-    use = TagUse(
-        number=label.number,
-        x=jax.ShapeDtypeStruct(x_aval.shape, x_aval.dtype),
-        stack=stack,
-        example_shape=x_aval.shape[stack : stack + num_example_axes],
-        context=context,
-        label_stack=label.stack,
-        at_zero=y == ZERO,
-        sources=x.sources,
-        device_axes=varying(y_aval),
-        derivative=eqn.params["layout"].derivative,
-        skipped=eqn.params["layout"].skipped,
-    )
-    # The tag sees how the output depends on the layer's parameters, so that this
-    # dependence ends here. But a dependence of the layer's input on the same parameters
-    # goes on. (An array of which several tags cover parts has the bits of all of them.)
-    covered = covering[label.number]
-    return [y._replace(sources=y.sources & ~covered | x.sources & covered)], [use]
-
-
-def parameter_bit(number: int) -> int:
-    """The bit of the parameters that a tag covers."""
-    return 1 << (FIRST_BIT_OF_TAGS + 2 * number)
-
-
-def unseen_bit(number: int) -> int:
-    """The bit of the derivatives of a layer that its tag does not see."""
-    return parameter_bit(number) << 1
-
-
-def _sources(model: Model, numbers: Model) -> list[int]:
-    """For every inexact array of a model, the bits of the tags that cover it."""
-
-    def mark(tag, layer, bits_so_far, number):
-        if number is None:
-            return bits_so_far
-        parameters = tag.form.parameters(layer), tag.form.parameters(bits_so_far)
-        bits = [
-            None if p is None else b | parameter_bit(number)
-            for p, b in zip(*parameters, strict=True)
-        ]
-        return tag.form.replace(bits_so_far, tuple(bits))
-
-    zeros = jtu.tree_map(lambda _: 0, eqx.filter(model, eqx.is_inexact_array))
-    return jtu.tree_leaves(update_layers(mark, zeros, numbers))
-
-
-def _covering(sources: list[int]) -> dict[int, int]:
-    """For every tag, the bits of all tags that cover any of the same arrays."""
-    covering: dict[int, int] = {}
-    for bits in sources:
-        number = 0
-        while parameter_bit(number) <= bits:  # A higher tag would have a higher bit.
-            if bits & parameter_bit(number):
-                covering[number] = covering.get(number, 0) | bits
-            number += 1
-    return covering
-
-
-def _inputs(
-    interpreter: Interpreter, params: Model, sources: list[int]
-) -> Iterator[Value]:
-    """The values of a filled model's arrays. The arrays in its tags are zero."""
-    is_tag = lambda node: isinstance(node, Tag)
-    remaining = iter(sources)
-    for i, node in enumerate(jtu.tree_leaves(params, is_leaf=is_tag)):
-        if is_tag(node):
-            yield from [ZERO] * len(jtu.tree_leaves(node))
-        else:
-            yield interpreter.value_of("parameter", i, sources=next(remaining))

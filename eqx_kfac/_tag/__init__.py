@@ -7,6 +7,7 @@ from ._partition import (
     partition_tagged as partition_tagged,
 )
 from ._primitive import (
+    covered_p as covered_p,
     Label as Label,
     label_of as label_of,
     statistic_p as statistic_p,

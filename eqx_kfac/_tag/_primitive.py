@@ -8,11 +8,12 @@ statistics. One `jax.vjp` of any function of a model then returns the gradient i
 weights and the statistics in its tags; whatever JAX can differentiate, it can collect
 curvature from.
 
-There are four primitives. `kfac_tag` is what a layer binds, and what programs are
+There are five primitives. `kfac_tag` is what a layer binds, and what programs are
 searched for; `kfac_tag_linear` is its derivative in the slots. `kfac_statistic` marks
 what a transposition has made of rows, so that its dependence can be followed and it is
-not differentiated. `kfac_unseen` marks a derivative of a layer that its tag does not see.
-All four are the identity on their first operand.
+not differentiated. `kfac_unseen` marks a derivative of a layer that its tag does not see,
+and `kfac_covered` a use of a parameter for which a tag at a zero answers. All five are
+the identity on their first operand.
 
 *Axes.* A tag is written for one layer and one example; `vmap` adds axes in front, first
 those along which whole layers are *stacked*, then those of *examples*. They are told
@@ -24,8 +25,8 @@ add `s * tag(zeros, x)` to a result that they compute without the tag. One reaso
 the output of the linear map cannot be tagged, because Equinox computes it inside of a
 recurrent cell; another that the tag is to see the gradient times a scale $s$, as if the
 norm that divides a weight were fixed. The zeros do not change the result, but there is a
-gradient at them. The parameters then reach the result without passing through the tag,
-and this is no mistake.
+gradient at them. The parameters then reach the result without passing through the tag.
+So that this is not taken for a mistake, they are marked as *covered* where they do so.
 """
 
 import functools as ft
@@ -147,6 +148,7 @@ tag_p = Primitive("kfac_tag")
 tag_linear_p = Primitive("kfac_tag_linear")
 statistic_p = Primitive("kfac_statistic")
 unseen_p = Primitive("kfac_unseen")
+covered_p = Primitive("kfac_covered")
 
 
 #
@@ -371,7 +373,7 @@ def _first(y, *_, **__):
     return y
 
 
-for _p in (tag_p, tag_linear_p, statistic_p, unseen_p):
+for _p in (tag_p, tag_linear_p, statistic_p, unseen_p, covered_p):
     set_values(_p, _first, _first)
 
 for _p in (tag_p, tag_linear_p):
@@ -383,6 +385,8 @@ set_transpose(tag_linear_p, _transpose)
 set_taylor(tag_p, _taylor)
 set_jvp(statistic_p, _no_derivative)
 set_linear(unseen_p)
+set_linear(covered_p)
 set_transpose(unseen_p, _transpose_unseen)
 set_elementwise(statistic_p)
 set_elementwise(unseen_p)
+set_elementwise(covered_p)

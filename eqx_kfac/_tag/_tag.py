@@ -40,7 +40,7 @@ from .._misc import accumulator, is_none
 from .._module import PlainModule, replaced
 from ..form import AbstractForm, Parameters
 from ._collector import GradientCollector, RowCollector
-from ._primitive import Label, Layout, tag_p
+from ._primitive import covered_p, Label, Layout, tag_p
 
 
 class Contents(NamedTuple):
@@ -198,6 +198,18 @@ class Tag(PlainModule):
         y, x, leaves = cast_varying((y, x, leaves), varying_axes((y, x, leaves)))
         layout = Layout(self.form, collector, self.swapped, treedef, shared_treedef)
         return tag_p.bind(y, x, *shared, *leaves, layout=layout, stack=0, examples=0)
+
+    def cover(self, array: Array | None) -> Array | None:
+        """For a layer that is tagged at a zero beside its result: to be called with each
+        of its parameters, where the result is computed from it.
+
+        **Returns:** `array`. While a program is analysed, it is marked as used rightly;
+        any other use of the parameter is an error then.
+        """
+        label = self.contents.label
+        if label is None or array is None:
+            return array
+        return covered_p.bind(array, number=Label.read(label.shape).number)
 
     def memory(self, layer: Layer) -> Any:
         """What [`remember`][eqx_kfac.Tag.remember] passes on from one time step to the

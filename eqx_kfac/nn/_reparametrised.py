@@ -40,7 +40,7 @@ class WeightNorm(AbstractTagged, eqx.nn.WeightNorm):
 
     def __call__(self, x: Any, *, key: Any = None) -> Array:
         check_input(self, x, self.layer)
-        layer = self.tag["others"].parameters(self, x)
+        layer = _covered(self, self.tag["others"].parameters(self, x))
         y = super(WeightNorm, layer).__call__(x, key=key)  # pyright: ignore
         if not self.tag["weight"].collecting:
             return y
@@ -72,7 +72,10 @@ class SpectralNorm(AbstractTagged, eqx.nn.SpectralNorm):
     def __call__(self, x: Any, state: Any, **kwargs: Any) -> tuple[Array, Any]:
         check_input(self, x, self.layer)
         layer = self.tag["others"].parameters(self, x) if "others" in self.tag else self
-        y, state = super(SpectralNorm, layer).__call__(x, state, **kwargs)
+        layer = _covered(self, layer)
+        y, state = super(SpectralNorm, layer).__call__(  # pyright: ignore
+            x, state, **kwargs
+        )
         if not self.tag["weight"].collecting:
             return y, state
         u, v = state.get(self.uv_index)
@@ -103,6 +106,13 @@ def _rank(inner: Any) -> int:
 def _supports(layer: Layer) -> bool:
     kinds = (eqx.nn.Linear, eqx.nn.Conv, eqx.nn.ConvTranspose)
     return layer.weight_name == "weight" and isinstance(layer.layer, kinds)
+
+
+def _covered(layer: Any, used: Any) -> Any:
+    """`used`, which computes the result of `layer`, with a weight for which the tag at a
+    zero answers."""
+    weight = layer.tag["weight"].cover(used.layer.weight)
+    return replaced(used, "layer", replaced(used.layer, "weight", weight))
 
 
 def _with_fixed(layer: Layer, scale: Array, x: Any) -> Array:

@@ -43,9 +43,11 @@ class LSTMCell(AbstractTagged, eqx.nn.LSTMCell):
         zero = jnp.zeros(4 * self.hidden_size, hidden[0].dtype)
         both = jnp.concatenate([input, hidden[0]])
         bias, memory = self.tag.remember(zero, both, memory)
+        own = _covered(self, self.tag)
         if self.bias is not None:
-            bias = bias + self.bias
-        cell = with_fields_of(eqx.nn.LSTMCell, self, bias=bias, use_bias=True)
+            bias = bias + own["bias"]
+        extra = {**own, "bias": bias, "use_bias": True}
+        cell = with_fields_of(eqx.nn.LSTMCell, self, **extra)
         return cell(input, hidden), memory
 
 
@@ -90,11 +92,19 @@ class GRUCell(AbstractTagged, eqx.nn.GRUCell):
             tagged[name], new[name] = self.tag[name].remember(y, x, memory[name])
         bias = jnp.concatenate([tagged["gates"], tagged["input"]])
         bias_n = tagged["hidden"]
+        own = _covered(self, self.tag["gates"])
         if self.bias is not None and self.bias_n is not None:
-            bias, bias_n = bias + self.bias, bias_n + self.bias_n
-        extra = dict(bias=bias, bias_n=bias_n, use_bias=True)
+            bias, bias_n = bias + own["bias"], bias_n + own["bias_n"]
+        extra = {**own, "bias": bias, "bias_n": bias_n, "use_bias": True}
         cell = with_fields_of(eqx.nn.GRUCell, self, **extra)
         return cell(input, hidden), new
+
+
+def _covered(cell: Any, tag: Tag) -> dict[str, Any]:
+    """The parameters of a cell, by name, for which its tags answer. (A mark for one tag
+    is one for all that cover parts of the same arrays.)"""
+    names = "weight_ih", "weight_hh", "bias", "bias_n"
+    return {n: tag.cover(getattr(cell, n)) for n in names if hasattr(cell, n)}
 
 
 def _check_cell(cell: Any, input: Any, hidden: Any) -> None:
