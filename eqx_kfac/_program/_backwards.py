@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from .._jax import Equation, Literal
 from .._tag import label_of, tag_p
-from ._jaxpr import called, jaxprs, opened, scan_counts
+from ._jaxpr import called, is_program, jaxprs, opened, scan_counts
 from ._reach import aligned, Call, either, Reach, Reached, RULES, unknown
 
 
@@ -88,7 +88,9 @@ class _Backwards:
             self.through(jaxpr, [_nothing_known(_shape(v)) for v in jaxpr.outvars])
         if all(out is None for out in outs):
             return [None] * len(eqn.invars)
-        rule = unknown if others else RULES.get(name, aligned)
+        rule = RULES.get(name, aligned)
+        if others or any(map(is_program, params.values())):
+            rule = unknown
         shapes = [_shape(atom) for atom in eqn.invars]
         total: list[Reached] = [None] * len(shapes)
         for var, out in zip(eqn.outvars, outs, strict=True):

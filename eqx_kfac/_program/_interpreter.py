@@ -34,11 +34,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 
 from .._jax import Equation, Literal, Tracer
-from ._jaxpr import called, jaxprs, opened, scan_counts, SCATTERS
+from ._jaxpr import called, is_program, jaxprs, opened, scan_counts, SCATTERS
 
 
 class Value(NamedTuple):
@@ -214,7 +213,7 @@ class Interpreter:
             results = self._call(inner[0], values, inside)
             self.tracked = tracked
             return results
-        if inner or any(map(_is_program, params.values())):
+        if inner or any(map(is_program, params.values())):
             return self._unknown(eqn, values, inner)
         return self._operation(eqn, values)
 
@@ -297,7 +296,7 @@ class Interpreter:
             self._call(jaxpr, [self.value_of("unknown", i) for i in range(number)], worst)
         operands = tuple(v.expression for v in values if v.expression != ZERO.expression)
         sources = all_sources(values)
-        if any(map(_is_program, eqn.params.values())):
+        if any(map(is_program, eqn.params.values())):
             # Whatever tags there are in a function of Python, nobody can see here.
             sources &= self.tracked
         sources &= ~self.cleared(self.records[start:])
@@ -439,14 +438,6 @@ def _keeps_zeros(eqn: Equation) -> bool:
     return name in _ENTRYWISE or (name == "integer_pow" and eqn.params["y"] > 0)
 
 
-def _is_program(value: Any) -> bool:
-    """Whether a parameter of an operation is a function, or may contain one. (Equinox's
-    primitives have their functions in a tree, whose structure is a parameter.)"""
-    return isinstance(value, jtu.PyTreeDef) or (
-        callable(value) and not isinstance(value, (type, np.dtype, jnp.dtype))
-    )
-
-
 def _comparable(value: Any) -> Any:
     """A parameter of an operation, as something that two traces can be compared by. A
     function is made anew in each trace, so that only its type can be compared."""
@@ -458,4 +449,4 @@ def _comparable(value: Any) -> Any:
         return value
     if isinstance(value, np.ndarray):
         return value.shape, value.tobytes()
-    return type(value).__name__ if _is_program(value) else str(value)
+    return type(value).__name__ if is_program(value) else str(value)

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 
 from .._jax import Equation, eval_jaxpr, Jaxpr, part_of, Tracer
@@ -148,3 +150,11 @@ def _jaxprs(value: Any) -> Iterator[Any]:
 def opened(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
     """A jaxpr, with constants or without, and its constants."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+def is_program(value: Any) -> bool:
+    """Whether a parameter of an operation is a function, or may contain one. (Equinox's
+    primitives have their functions in a tree, whose structure is a parameter.)"""
+    return isinstance(value, jtu.PyTreeDef) or (
+        callable(value) and not isinstance(value, (type, np.dtype, jnp.dtype))
+    )

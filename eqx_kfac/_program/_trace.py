@@ -226,9 +226,7 @@ class Trace(NamedTuple):
         # skips: one that is as long by chance must not be taken for that of the examples.
         known = self.counts_examples(use)
         directions = any(other.derivative for other in self.uses_of(use.number))
-        return (
-            known is False or not self.has_example_axis(use) or not (known or directions)
-        )
+        return not (self.has_example_axis(use) and (known or directions))
 
     def may_serve_several(self, use: TagUse) -> bool:
         """Whether one row of a use may belong to several examples."""

@@ -102,7 +102,7 @@ def traced(
     filled = labelled.with_labels(examples, decoys)
     params, static = eqx.partition(filled, eqx.is_inexact_array)
     # A traced function returns arrays only: what else there is, it writes into these.
-    term_shapes, weights, others, regularised, term_axes = [], [], [], [], []
+    term_shapes, weights, others, regularised = [], [], [], []
 
     def objective(params):
         objective, _ = run(loss_fn, eqx.combine(params, static), args, kwargs)
@@ -111,11 +111,6 @@ def traced(
         weights_of = ft.partial(example_weights, layers=labelled.layers)
         weights[:] = [jax.eval_shape(weights_of, objective.losses)]
         outputs = [loss.outputs for loss in objective.losses]
-        term_axes[:] = [
-            len(loss.leading)
-            for loss in objective.losses
-            for _ in jtu.tree_leaves(loss.outputs)
-        ]
         arrays, no_arrays = eqx.partition(objective, eqx.is_array)
         others[:] = jtu.tree_flatten_with_path(no_arrays)[0]
         return outputs, arrays
@@ -125,12 +120,7 @@ def traced(
     interpreter, values, program = _interpreted(
         expressions, closed, num_outputs, params, labelled
     )
-    reaches = reach_of_uses(program, term_axes)
-    uses = [
-        use._replace(reach=reach)
-        for use, (_, reach) in zip(interpreter.records, reaches, strict=True)
-    ]
-    assert [use.number for use in uses] == [number for number, _ in reaches]
+    uses = _followed(interpreter.records, program, term_shapes, shapes[0])
     arrays, _ = jtu.tree_flatten_with_path(shapes[1])
     found = [value for _, value in zip(arrays, values[num_outputs:], strict=True)]
     found += [interpreter.value_of("number", repr(leaf)) for _, leaf in others]
@@ -150,6 +140,20 @@ def traced(
         covered=_covered(closed.jaxpr, labelled),
         penalised=frozenset(called - _called_for(closed.jaxpr, num_outputs)),
     )
+
+
+def _followed(
+    uses: list[TagUse], program: Jaxpr, term_shapes: list[tuple], outputs: list
+) -> list[TagUse]:
+    """The uses of tags in a program, with what their axes become in the `outputs` of the
+    losses, each of which begins with the axes of its terms."""
+    each = zip(term_shapes, outputs, strict=True)
+    axes = [len(shape) for shape, tree in each for _ in jtu.tree_leaves(tree)]
+    reaches = reach_of_uses(program, axes)
+    # Both ways through the program meet its tags in the same order.
+    assert [use.number for use in uses] == [reach.number for reach in reaches]
+    pairs = zip(uses, reaches, strict=True)
+    return [use._replace(reach=found.reach) for use, found in pairs]
 
 
 def bypassed(call: Callable, model: Model) -> list[TaggedLayer]:

@@ -1,0 +1,406 @@
+"""Which axes of a layer become the examples of the losses: operation by operation, and in
+programs where other axes are as long as the batch."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import eqx_kfac as kfac
+from eqx_kfac._program._backwards import _Backwards
+from eqx_kfac._program._reach import Reach
+
+from .helpers import leaves, normal
+
+
+N, D, K = 4, 3, 2
+KEYS = jax.random.split(jax.random.key(0), 8)
+X = normal(N, D, seed=0)
+EXACT = kfac.Exact()
+
+
+#
+# Operation by operation
+#
+
+
+Y = normal(5, 4, seed=1)
+MATRIX = normal(5, 4, seed=2)
+ROWS = np.array([3, 0, 0, 2, 1])
+
+
+def scanned(y):
+    """The first axis is sliced, and results are stacked."""
+    return lax.scan(lambda c, row: (c + row, row * 2), jnp.zeros(4), y)[1]
+
+
+def carried(y):
+    """The first axis is sliced, and added up; another one is carried."""
+    return lax.scan(lambda c, row: (c * row[None], None), jnp.ones((3, 4)), y)[0]
+
+
+def written(y):
+    """Every round of a loop writes an entry of the result."""
+    out = jnp.zeros((5, 4))
+    return lax.fori_loop(0, 5, lambda i, out: out.at[i].set(2 * y[i]), out)
+
+
+def repeated(y):
+    """All rounds of a loop use the same."""
+    return lax.scan(lambda _, s: (None, s * y), None, jnp.arange(1.0, 6))[1]
+
+
+def on_condition(y):
+    return lax.cond(y[0, 0] > 0, lambda y: 2 * y, lambda y: -y, y)
+
+
+@jax.custom_jvp
+def with_own_derivative(y):
+    return jnp.sin(y)
+
+
+with_own_derivative.defjvp(lambda p, t: (jnp.sin(p[0]), t[0]))
+convolve = lambda x, k: lax.conv_general_dilated(x, k, (1,), "SAME")
+pooled = lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 2), "VALID")
+# How the first axis of the result depends on `y`: the axis of `y` that becomes it; `()`,
+# if it is certain that none does, and `None`, if nothing is known.
+OPERATIONS = {
+    "square": (lambda y: y**2, 0),
+    "transpose": (lambda y: y.T, 1),
+    "new axis": (lambda y: y[:, None] * jnp.ones((5, 3, 4)), 0),
+    "new axis in front": (lambda y: jnp.ones((5, 1, 1)) * y[None], ()),
+    "another one, as long": (lambda y: MATRIX[:, :1] * y[:1], ()),
+    "squeeze": (lambda y: lax.squeeze(y[:, :1], (1,)), 0),
+    "reshape behind": (lambda y: y.reshape(5, 2, 2), 0),
+    "reshape across": (lambda y: y.reshape(4, 5), None),
+    "joined": (lambda y: y.reshape(20), None),
+    "sum over the other": (lambda y: jnp.sum(y, 1), 0),
+    "sum over it": (lambda y: jnp.sum(y, 0), 1),
+    "sum over both": (lambda y: jnp.sum(y) * jnp.ones(5), ()),
+    "mean subtracted": (lambda y: y - jnp.mean(y, 0)[None], 0),
+    "largest": (lambda y: jnp.max(y, 1), 0),
+    "product with a matrix": (lambda y: y @ MATRIX.T, 0),
+    "matrix times it": (lambda y: MATRIX[:3].T @ y[:3], ()),
+    "products with another": (lambda y: MATRIX[:3] @ y.T, ()),
+    "nodes of a graph": (lambda y: (MATRIX @ MATRIX.T) @ y, None),
+    "product of each": (lambda y: jax.vmap(jnp.dot)(y, MATRIX), 0),
+    "kernel": (lambda y: y @ y.T, 0),
+    "looked up": (lambda y: y[ROWS], None),
+    "looked up behind": (lambda y: y[:, ROWS[:2]], 0),
+    "looked up in each": (lambda y: jax.vmap(lambda r, i: r[i])(y, ROWS), 0),
+    "added to entries": (lambda y: jnp.zeros((5, 6)).at[:, ROWS[:4]].add(y), 0),
+    "added to rows": (lambda y: jnp.zeros((5, 4)).at[ROWS].add(y), None),
+    "written in each": (
+        lambda y: jax.vmap(lambda r, i: jnp.zeros(4).at[i].set(r[0]))(y, ROWS),
+        0,
+    ),
+    "convolution": (lambda y: convolve(y[:, None], MATRIX[:3, None, :3]), 0),
+    "a kernel": (lambda y: convolve(MATRIX[:, None], y[:, None, :3]), None),
+    "pooling": (pooled, 0),
+    "concatenated behind": (lambda y: jnp.concatenate([y, MATRIX], 1), 0),
+    "concatenated": (lambda y: jnp.concatenate([y, MATRIX]), None),
+    "slice behind": (lambda y: y[:, 1:3], 0),
+    "slice": (lambda y: y[1:], None),
+    "reversed behind": (lambda y: y[:, ::-1], 0),
+    "cumulative sum": (lambda y: jnp.cumsum(y, 0), 0),
+    "sorted": (lambda y: jnp.sort(y, 1), 0),
+    "decomposed": (lambda y: jnp.linalg.qr(y[:, :2])[1] @ jnp.ones(2), None),
+    "jit": (jax.jit(jnp.sin), 0),
+    "checkpoint": (jax.checkpoint(jnp.sin), 0),
+    "custom derivative": (with_own_derivative, 0),
+    "condition": (on_condition, 0),
+    "scan": (scanned, 0),
+    "scan that adds up": (carried, ()),
+    "scan that repeats": (repeated, ()),
+    "loop that writes": (written, None),
+    "vmap": (jax.vmap(lambda row: jnp.tanh(row) @ MATRIX.T), 0),
+    "callback": (
+        lambda y: jax.pure_callback(np.sin, jax.ShapeDtypeStruct((5, 4), y.dtype), y),
+        None,
+    ),
+}
+
+
+def first_axis(fn):
+    """Which axis of `y` becomes the first one of `fn(y)`."""
+    jaxpr = jax.make_jaxpr(fn)(Y).jaxpr
+    (out,) = jaxpr.outvars
+    (reach,) = _Backwards().through(jaxpr, [Reach((1, *[0] * (out.aval.ndim - 1)))])
+    found = [i for i, terms in enumerate(reach.axes) if terms & 1]
+    if found:
+        return found[0]
+    return None if reach.unknown & 1 else ()
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations(name):
+    fn, axis = OPERATIONS[name]
+    assert first_axis(fn) == axis
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, (_, axis) in OPERATIONS.items() if axis in (0, 1)]
+)
+def test_what_is_claimed_is_so(name):
+    """The entries of the result depend on those of `y` at the same place."""
+    fn, axis = OPERATIONS[name]
+    jacobian = jnp.abs(jax.jacfwd(fn)(Y))
+    jacobian = jnp.sum(jacobian, tuple(range(1, jacobian.ndim - 2)))
+    entries = jnp.sum(jacobian, 2 - axis)  # [result, y]
+    assert jnp.all(jnp.diagonal(entries) > 0)
+
+
+@pytest.mark.parametrize("name", [n for n, (_, axis) in OPERATIONS.items() if axis == ()])
+def test_what_is_denied_is_so(name):
+    """Entries of the result depend on all entries along both axes, or none of them on
+    the axis at all."""
+    fn, _ = OPERATIONS[name]
+    jacobian = jnp.abs(jax.jacfwd(fn)(Y))
+    jacobian = jnp.sum(jacobian, tuple(range(1, jacobian.ndim - 2)))
+    for axis in range(2):
+        entries = jnp.sum(jacobian, 2 - axis) > 0
+        assert jnp.all(entries == entries[:1])  # The same for all of the result.
+
+
+#
+# Programs
+#
+
+
+class Operator(eqx.Module):
+    """A function of a branch, whose input is another one for each example, and a trunk,
+    whose inputs are points."""
+
+    branch: kfac.Linear
+    trunk: kfac.Linear
+
+    def inside(self, x, points):
+        one = lambda v: jax.vmap(self.trunk)(points) @ self.branch(v)
+        return jax.vmap(one)(x)
+
+    def outside(self, x, points):
+        return jax.vmap(self.branch)(x) @ jax.vmap(self.trunk)(points).T
+
+    def summed(self, x, points):
+        one = lambda v: jnp.sum(
+            jnp.tanh(jax.vmap(self.trunk)(points) * self.branch(v)[None]), 0
+        )
+        return jax.vmap(one)(x)
+
+
+def operator(block):
+    layer = lambda width, key: kfac.Linear(width, K, key=key, block=block)
+    return Operator(layer(D, KEYS[0]), layer(1, KEYS[1]))
+
+
+def squared(outputs):
+    return kfac.SquaredError(outputs, jnp.zeros_like(outputs))
+
+
+def collect(fn, model, *args, fisher=EXACT, **kwargs):
+    loss_fn = lambda m, *args: squared(fn(m, *args))
+    return eqx.filter_jit(kfac.curvature(loss_fn, fisher=fisher))(model, *args, **kwargs)
+
+
+def dense(fn, model, where, *args):
+    """The Gauss-Newton matrix of the layer `where(model)`, bias last."""
+    layer = where(model)
+    matrix = jnp.concatenate([layer.weight, layer.bias[:, None]], 1)
+
+    def outputs(matrix):
+        new = eqx.tree_at(
+            lambda m: (where(m).weight, where(m).bias),
+            model,
+            (matrix[:, :-1], matrix[:, -1]),
+        )
+        return fn(new, *args)
+
+    jacobian = jax.jacrev(outputs)(matrix)
+    jacobian = jacobian.reshape(-1, matrix.size)
+    return jacobian.T @ jacobian / len(X)
+
+
+@pytest.mark.parametrize("points", [N, N + 1])
+@pytest.mark.parametrize("how", [Operator.inside, Operator.summed])
+def test_points_inside(how, points):
+    """Right, also if there are as many points as examples."""
+    model, grid = operator(kfac.Full()), normal(points, 1, seed=7)
+    found = collect(how, model, X, grid)
+    for where in (lambda m: m.branch, lambda m: m.trunk):
+        expected = dense(how, model, where, X, grid)
+        assert jnp.allclose(where(found).matrix, expected, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("points", [N, N + 1])
+def test_points_outside(points):
+    """Each point serves all examples: their gradients cannot be told apart, and are
+    independent of each other only if every example has a cotangent of its own."""
+    grid = normal(points, 1, seed=7)
+    for block in (kfac.Full(), kfac.Diagonal(), kfac.Kronecker(kfac.Reduce())):
+        with pytest.raises(ValueError, match="which axis of the layer `.trunk` counts"):
+            collect(Operator.outside, operator(block), X, grid)
+    model = operator(kfac.Kronecker())
+    for fisher in (EXACT, kfac.Empirical(), kfac.ExactGGN()):
+        with pytest.raises(ValueError, match="layers `.trunk` return serves several"):
+            collect(Operator.outside, model, X, grid, fisher=fisher)
+    each = kfac.Exact(example_axes=0)
+    found = collect(Operator.outside, model, X, grid, fisher=each)
+    expected = collect(Operator.inside, model, X, grid)
+    assert np.allclose(found.trunk.output_factor, expected.trunk.output_factor)
+    drawn = kfac.MonteCarlo(3000, batch_size=500)
+    found = collect(Operator.outside, model, X, grid, fisher=drawn, key=KEYS[2])
+    assert np.allclose(found.trunk.output_factor, expected.trunk.output_factor, rtol=0.15)
+
+
+def test_steps_with_points_outside():
+    """What the message and the default recommend trains."""
+    model, grid = operator(kfac.Kronecker()), normal(N, 1, seed=7)
+    targets = normal(N, N, seed=8)
+    loss_fn = lambda m, x, y, g: kfac.SquaredError(m.outside(x, g), y)
+    optimizer = kfac.KFAC()
+    step = eqx.filter_jit(optimizer.step)
+    state, values = optimizer.init(model), []
+    for key in jax.random.split(KEYS[3], 20):
+        model, state, info = step(loss_fn, model, state, X, targets, grid, key=key)
+        values.append(float(info.loss))
+    assert values[-1] < 0.9 * values[0]
+
+
+def rounds_outside(m, x, noise):
+    """A second `vmap`, around that over the examples, of which the layer sees nothing."""
+    one = lambda z: jax.vmap(lambda v: jnp.tanh(m(v) * z))(x)
+    return jnp.mean(jax.vmap(one)(noise), 0)
+
+
+def recurrent(m, xs):
+    def one(sequence):
+        body = lambda h, v: (jnp.tanh(m(v) + h), None)
+        return lax.scan(body, jnp.zeros(K), sequence)[0]
+
+    return jax.vmap(one)(xs)
+
+
+def numbered_in_the_loss(m, x):
+    """A layer of the example's number, which is no argument."""
+    number = jnp.arange(len(x), dtype=x.dtype)[:, None]
+    return jax.vmap(m)(jnp.concatenate([x, number], 1)[:, 1:])
+
+
+@pytest.mark.parametrize("length", [N, N + 1])
+def test_axes_as_long_as_the_batch(length):
+    model = kfac.Linear(D, K, key=KEYS[0], block=kfac.Full())
+    cases = (
+        (rounds_outside, X, normal(length, K, seed=5)),
+        (recurrent, normal(N, length, D, seed=6)),
+        (numbered_in_the_loss, X),
+    )
+    for fn, *args in cases:
+        found = collect(fn, model, *args)
+        expected = dense(fn, model, lambda m: m, *args)
+        assert jnp.allclose(found.matrix, expected, rtol=1e-10, atol=1e-13)
+
+
+def test_numbers_made_in_the_loss():
+    """A table of the examples' numbers, which are no argument: its axis is theirs."""
+
+    class Coded(eqx.Module):
+        codes: kfac.Embedding
+        layer: kfac.Linear
+
+        def __call__(self, i, v):
+            return self.layer(v) * self.codes(i)
+
+    block = kfac.Kronecker()
+    codes = kfac.Embedding(N, K, key=KEYS[1], block=block)
+    model = Coded(codes, kfac.Linear(D, K, key=KEYS[0], block=block))
+    made = collect(lambda m, x: jax.vmap(m)(jnp.arange(N), x), model, X)
+    given = collect(lambda m, x, i: jax.vmap(m)(i, x), model, X, jnp.arange(N))
+    for a, b in zip(leaves(made), leaves(given), strict=True):
+        assert np.allclose(a, b)
+
+
+@pytest.mark.parametrize("length", [N - 1, N, N + 1])
+def test_layers_outside_of_the_batch(length):
+    model = kfac.Linear(D, K, key=KEYS[0], block=kfac.Full())
+
+    def time_first(m, xs):
+        return jnp.moveaxis(jax.vmap(jax.vmap(m))(xs), 0, 1)
+
+    with pytest.raises(ValueError, match="which axis of .* counts the examples"):
+        collect(time_first, model, normal(length, N, D, seed=5))
+
+    class Two(eqx.Module):
+        rows: kfac.Linear
+        other: kfac.Linear
+
+    two = Two(model, kfac.Linear(K, K, key=KEYS[1], block=kfac.Full()))
+
+    def in_a_loop(m, x, e):
+        """A loop with as many rounds as examples, around all of them."""
+        body = lambda c, e: (c * m.other(e)[None], None)
+        return lax.scan(body, jax.vmap(m.rows)(x), e)[0]
+
+    with pytest.raises(ValueError, match="layer `.other`"):
+        collect(in_a_loop, two, X, normal(length, K, seed=6))
+
+    def constant(m, x, e):
+        """A constant, in a `vmap` that is not that over the examples."""
+        shared = jax.vmap(lambda v: jnp.tanh(m.other(jnp.ones(K))) * v)(e)
+        return jax.vmap(m.rows)(x) * jnp.sum(shared, 0)[None]
+
+    with pytest.raises(ValueError, match="`.other` is called outside of the `vmap`"):
+        collect(constant, two, X, normal(length, K, seed=6))
+
+
+#
+# Layers that are tagged at a zero
+#
+
+
+CELLS = {
+    "LSTM": (eqx.nn.LSTMCell, lambda cell, v, h: cell(v, (h, h))[0]),
+    "GRU": (eqx.nn.GRUCell, lambda cell, v, h: cell(v, h)),
+}
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+@pytest.mark.parametrize("name", CELLS)
+def test_other_uses_of_the_arrays_of_a_cell(name, use_bias):
+    make, call = CELLS[name]
+    cell = make(D, K, use_bias=use_bias, key=KEYS[0])
+    model = kfac.convert(cell, kfac.Full())
+    run = lambda m, x: jax.vmap(lambda v: call(m, v, jnp.ones(K)))(x)
+    collect(run, model, X)
+
+    def beside(m, x):
+        return run(m, x) + x @ m.weight_ih[:K].T
+
+    with pytest.raises(ValueError, match="reach the losses by another way"):
+        collect(beside, model, X)
+    if use_bias:
+        with pytest.raises(ValueError, match="reach the losses by another way"):
+            collect(lambda m, x: run(m, x) + m.bias[None, :K], model, X)
+
+
+def test_other_uses_of_a_normalised_weight():
+    inner = eqx.nn.Linear(D, K, key=KEYS[0])
+    model = kfac.convert(eqx.nn.WeightNorm(inner), kfac.Full())
+    run = lambda m, x: jax.vmap(m)(x)
+    collect(run, model, X)
+    with pytest.raises(ValueError, match="reach the losses by another way"):
+        collect(lambda m, x: run(m, x) + x @ m.layer.weight.T, model, X)
+
+
+def test_other_uses_of_a_spectrally_normalised_weight():
+    inner = eqx.nn.Linear(D, K, key=KEYS[0])
+    layer, state = eqx.nn.make_with_state(eqx.nn.SpectralNorm)(
+        inner, "weight", key=KEYS[1]
+    )
+    model = kfac.convert(layer, kfac.Full())
+    copy = lambda: jax.tree.map(lambda a: a, state)
+    run = lambda m, x: jax.vmap(lambda v: m(v, copy())[0])(x)
+    collect(run, model, X)
+    with pytest.raises(ValueError, match="reach the losses by another way"):
+        collect(lambda m, x: run(m, x) + x @ m.layer.weight.T, model, X)
