@@ -41,6 +41,11 @@ def carried(y):
     return lax.scan(lambda c, row: (c * row[None], None), jnp.ones((3, 4)), y)[0]
 
 
+def delayed(y):
+    """What is stacked was carried from the round before."""
+    return lax.scan(lambda before, row: (row, before * 2), jnp.zeros(4), y)[1]
+
+
 def written(y):
     """Every round of a loop writes an entry of the result."""
     out = jnp.zeros((5, 4))
@@ -112,6 +117,7 @@ OPERATIONS = {
     "custom derivative": (with_own_derivative, 0),
     "condition": (on_condition, 0),
     "scan": (scanned, 0),
+    "scan that delays": (delayed, None),
     "scan that adds up": (carried, ()),
     "scan that repeats": (repeated, ()),
     "loop that writes": (written, None),

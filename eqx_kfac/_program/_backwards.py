@@ -170,8 +170,11 @@ def _after_loop(reach: Reached) -> Reached:
 
 
 def _other_rounds(reach: Reached) -> Reached:
-    """The reach of what a loop carries from one round to others."""
-    return None if reach is None else reach._replace(loops=(*reach.loops[:-1], 0))
+    """The reach of what a loop carries from one round to others: one of them, or all."""
+    if reach is None:
+        return None
+    *outer, rounds = reach.loops
+    return reach._replace(loops=(*outer, 0), unknown=reach.unknown | rounds)
 
 
 def _nothing_known(shape: tuple[int, ...]) -> Reach:
