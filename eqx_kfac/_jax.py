@@ -43,8 +43,21 @@ def set_values(primitive: Primitive, value: Callable, abstract: Callable) -> Non
     """What a primitive does, in JAX's own operations: `value(*arrays, **params)`; and the
     abstract value of that."""
     primitive.def_impl(value)
+    set_abstract(primitive, abstract)
+    set_lowering(primitive, value)
+
+
+def set_abstract(primitive: Primitive, abstract: Callable) -> None:
+    """`abstract(*avals, **params)` is the abstract value of the result."""
     primitive.def_abstract_eval(abstract)
-    mlir.register_lowering(primitive, mlir.lower_fun(value, multiple_results=False))
+
+
+def set_lowering(
+    primitive: Primitive, value: Callable, platform: str | None = None
+) -> None:
+    """What a primitive is in a compiled program, on one platform or on all others."""
+    lowered = mlir.lower_fun(value, multiple_results=False)
+    mlir.register_lowering(primitive, lowered, platform=platform)
 
 
 def set_jvp(primitive: Primitive, rule: Callable) -> None:

@@ -1,9 +1,11 @@
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._custom_types import Like
+from .._devices import explicit_sharding
 from .._misc import moment
 from .._operator import KroneckerOperator
 from ._collector import Statistics
@@ -35,10 +37,14 @@ class TNT(AbstractGradientBlock):
 
     def moments(self, gradients: Array, stack: int, like: Like) -> Any:
         a = gradients
-        return dict(
-            left=moment(a.mT, a.mT, stack, like["left"]),
-            right=moment(a, a, stack, like["right"]),
-        )
+        right = moment(a, a, stack, like["right"])
+        if a.shape[-2] > a.shape[-1] or explicit_sharding(jax.typeof(a)) is not None:
+            return dict(left=moment(a.mT, a.mT, stack, like["left"]), right=right)
+        # One product for each example needs no transposed copy of the gradients, and its
+        # results are no larger than these.
+        squares = jnp.einsum("...ij,...kj->...ik", a, a)
+        left = jnp.sum(squares, axis=stack, dtype=like["left"].dtype)
+        return dict(left=left, right=right)
 
     def moments_of_rows(self, g: Array, x: Array, stack: int, like: Like) -> Any:
         # (g x^T) (g x^T)^T = |x|^2 g g^T

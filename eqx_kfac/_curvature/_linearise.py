@@ -17,8 +17,17 @@ from .._fisher import AbstractFisher
 from .._loss import AbstractLoss, is_negative, L2, linear_combination, Sum
 from .._misc import accumulator, symmetric, tree_dot
 from .._module import PlainModule
-from .._program import analyse, depends, example_weights, Program, run, with_labels
+from .._program import (
+    analyse,
+    contains,
+    depends,
+    example_weights,
+    Program,
+    run,
+    with_labels,
+)
 from .._tag import fill_tags, is_trainable, map_tags, only_rows, Tag, trained_layers
+from ._channels import channels_last
 
 
 class BatchPart(PlainModule):
@@ -292,7 +301,7 @@ def linearise(
     program = analyse(loss_fn, model, args, kwargs) if program is None else program
     filled = with_labels(fill(model), program)
     objective, pushforward, pullback, aux = filter_linearize(
-        lambda model: run(loss_fn, model, args, kwargs), filled
+        lambda model: run(loss_fn, model, args, kwargs), filled, program.convolves
     )
     axes = example_axes(objective, model)
     if share is not None and not share.is_whole:
@@ -311,15 +320,19 @@ def linearise(
         curved, _, collect, _ = filter_linearize(
             lambda model: (Sum(run(loss_fn, model, args, kwargs)[0].curved), None),
             with_labels(fill(model, weights), program),
+            program.convolves,
         )
     return Linearisation(
         objective, aux, filled, pushforward, pullback, curved, collect, share, axes
     )
 
 
-def filter_linearize(fn: Callable, model: Model) -> tuple[Sum, Callable, Callable, Any]:
+def filter_linearize(
+    fn: Callable, model: Model, convolves: bool | None = None
+) -> tuple[Sum, Callable, Callable, Any]:
     """`fn(model) -> (out, aux)` as `(out, pushforward, pullback, aux)`. One jaxpr serves
-    both directions."""
+    both directions. `convolves` says whether there are convolutions in it; with `None`,
+    this is found out, and if there are any, the function is traced once more."""
     params, static = eqx.partition(model, eqx.is_inexact_array)
     rest = []
 
@@ -330,8 +343,14 @@ def filter_linearize(fn: Callable, model: Model) -> tuple[Sum, Callable, Callabl
         rest[:] = [others]  # A traced function can only return arrays.
         return out, arrays
 
-    out, pushforward, arrays = jax.linearize(dynamic, params, has_aux=True)
+    run_once = channels_last(dynamic) if convolves else dynamic
+    out, pushforward, arrays = jax.linearize(run_once, params, has_aux=True)
     out_rest, aux = eqx.combine(arrays, rest[0])
+    if convolves is None:
+        linear = jax.make_jaxpr(pushforward)(params).jaxpr
+        if contains(linear, "conv_general_dilated"):
+            return filter_linearize(fn, model, convolves=True)
+    evaluated = channels_last if convolves else lambda fn: fn
 
     def pullback(cotangent, part=lambda out: out, wanted=params):
         """Pulls a cotangent of `part` of the output back to the `wanted` part of the
@@ -340,10 +359,10 @@ def filter_linearize(fn: Callable, model: Model) -> tuple[Sum, Callable, Callabl
         # Tangents of the other parameters are constants here, which a transpose does not
         # go through: any will do, and their own values are arrays that are there.
         pushed = lambda wanted: part(pushforward(eqx.combine(wanted, params)))
-        (transposed,) = jax.linear_transpose(pushed, wanted)(cotangent)
+        (transposed,) = evaluated(jax.linear_transpose(pushed, wanted))(cotangent)
         return transposed
 
-    return eqx.combine(out, out_rest), pushforward, pullback, aux
+    return eqx.combine(out, out_rest), evaluated(pushforward), pullback, aux
 
 
 def _value(objective: Sum, share: BatchPart, axes: frozenset) -> Float[Array, ""]:

@@ -3,6 +3,7 @@ from ._jaxpr import (
     count_uses as count_uses,
     depends as depends,
     opened as opened,
+    replaced as replaced,
     scan_counts as scan_counts,
     SlotUses as SlotUses,
 )

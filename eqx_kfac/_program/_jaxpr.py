@@ -76,21 +76,26 @@ def _needed(
     return jaxpr, consts, not (any(used_inputs) or traced)
 
 
-def _silent(value):
+def _silent(jaxpr: Any) -> Any:
     """A jaxpr without its side effects: what is only printed is not needed."""
+    return replaced(jaxpr, lambda eqn: eqn.replace(effects=set()), effects=set())
+
+
+def replaced(value: Any, of: Callable[[Equation], Equation], **changes: Any) -> Any:
+    """A jaxpr, and all jaxprs inside, with other equations, `of(eqn)`, and other
+    changes."""
+    again = lambda inner: replaced(inner, of, **changes)
     if type(value) in (tuple, list):
-        return type(value)(map(_silent, value))
+        return type(value)(map(again, value))
     if getattr(value, "jaxpr", value) is not value:  # One with constants.
-        return value.replace(jaxpr=_silent(value.jaxpr))
+        return value.replace(jaxpr=again(value.jaxpr))
     if not hasattr(value, "eqns"):
         return value
     eqns = [
-        eqn.replace(
-            params={name: _silent(p) for name, p in eqn.params.items()}, effects=set()
-        )
+        of(eqn.replace(params={name: again(p) for name, p in eqn.params.items()}))
         for eqn in value.eqns
     ]
-    return value.replace(eqns=eqns, effects=set())
+    return value.replace(eqns=eqns, **changes)
 
 
 def contains(jaxpr: Jaxpr, name: str) -> bool:

@@ -53,6 +53,7 @@ class Program(NamedTuple):
     - `rows`: for each tag, by its number, the number of rows of each use.
     - `joint`: the numbers of the tags that add up gradients over the positions of an
         example.
+    - `convolves`: whether there is any convolution in the loss function.
     - `shared`: the paths of the layers whose rows serve several examples at once.
     """
 
@@ -63,6 +64,7 @@ class Program(NamedTuple):
     regularised: bool = False
     rows: tuple[tuple[int, ...], ...] = ()
     joint: frozenset[int] = frozenset()
+    convolves: bool = False
     shared: tuple[str, ...] = ()
 
     def collecting(self, fisher: AbstractFisher) -> "Program":
@@ -129,6 +131,7 @@ def analyse(
         regularised=trace.regularised,
         rows=rows,
         joint=joint,
+        convolves=trace.convolves,
         shared=tuple(dict.fromkeys(shared)),
     )
 

@@ -93,6 +93,7 @@ class Trace(NamedTuple):
     - `everything`: the values of all that the objective consists of, by path.
     - `opaque`: whether there was any operation whose inside could not be interpreted.
     - `regularised`: whether there is an `L2` term.
+    - `convolves`: whether there is any convolution.
     - `dead`: the numbers of the tags that are called, but only for results that nothing
         uses.
     - `covered`: the bits of the parameters of which some uses are marked as covered by a
@@ -109,6 +110,7 @@ class Trace(NamedTuple):
     everything: dict[str, Value]
     opaque: bool
     regularised: bool
+    convolves: bool
     dead: frozenset[int]
     covered: int
     penalised: frozenset[int]

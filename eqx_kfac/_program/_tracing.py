@@ -33,7 +33,7 @@ from .._tag import (
 )
 from ._backwards import reach_of_uses
 from ._interpreter import all_sources, Context, Expressions, Interpreter, Value, ZERO
-from ._jaxpr import equations
+from ._jaxpr import contains, equations
 from ._run import example_weights, run
 from ._trace import (
     all_at_zero,
@@ -136,6 +136,7 @@ def traced(
         everything=everything,
         opaque=interpreter.opaque,
         regularised=any(regularised),
+        convolves=contains(closed.jaxpr, "conv_general_dilated"),
         dead=frozenset(_called(closed.jaxpr) - called),
         covered=_covered(closed.jaxpr, labelled),
         penalised=frozenset(called - _called_for(closed.jaxpr, num_outputs)),

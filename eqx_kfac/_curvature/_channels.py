@@ -1,0 +1,121 @@
+"""Convolutions whose channels are last, where XLA needs this to be fast.
+
+XLA for CPU has a fast kernel for convolutions with the channels last, and brings others
+into this form, but only in the outermost program: inside of a loop or a branch, a
+convolution with the channels first takes ten times as long. Curvature is collected in a
+branch, and operators are applied in loops. So convolutions are replaced there by a
+primitive of our own, which is the same convolution, and which is lowered for CPUs with
+its channels last."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array
+
+from .._jax import (
+    eval_jaxpr,
+    instantiated,
+    Primitive,
+    set_abstract,
+    set_jvp,
+    set_lowering,
+    set_simple_batching,
+)
+from .._program import replaced
+
+
+convolution_p = Primitive("kfac_convolution")
+
+
+def channels_last(fn: Callable) -> Callable:
+    """A function of arrays, each convolution of which has its channels last on CPUs."""
+
+    def wrapped(*args):
+        structure = []
+
+        def leaves(*args):
+            found, treedef = jtu.tree_flatten(fn(*args))
+            structure[:] = [treedef]  # A traced function can only return arrays.
+            return found
+
+        closed = jax.make_jaxpr(leaves)(*args)
+        jaxpr = replaced(closed.jaxpr, _ours)
+        results = eval_jaxpr(jaxpr, closed.consts, *jtu.tree_leaves(args))
+        # A result that does not depend on anything is written into the jaxpr as a number.
+        arrays = [r if isinstance(r, jax.Array) else jnp.asarray(r) for r in results]
+        return jtu.tree_unflatten(structure[0], arrays)
+
+    return wrapped
+
+
+_theirs = jax.lax.conv_general_dilated_p
+
+
+def _ours(eqn: Any) -> Any:
+    """An operation, or our primitive in its place."""
+    params = eqn.params
+    if eqn.primitive is not _theirs or params["batch_group_count"] != 1:
+        return eqn
+    if params["out_sharding"] is not None:
+        return eqn
+    return eqn.replace(primitive=convolution_p)
+
+
+def _convolution(x: Array, kernel: Array, **params: Any) -> Array:
+    return _theirs.bind(x, kernel, **params)
+
+
+def _with_channels_last(x: Array, kernel: Array, **params: Any) -> Array:
+    """The same convolution; the axes of a specification are those of examples and
+    features (of a kernel: of features that go out and that come in), and space."""
+    inputs, weights, outputs = params["dimension_numbers"]
+    spatial = range(1, x.ndim - 1)
+    last = (0, x.ndim - 1, *spatial)
+    numbers = type(params["dimension_numbers"])(
+        lhs_spec=last,
+        rhs_spec=(x.ndim - 1, x.ndim - 2, *range(x.ndim - 2)),
+        out_spec=last,
+    )
+    out = _theirs.bind(
+        _transposed(x, inputs, last),
+        _transposed(kernel, weights, numbers.rhs_spec),
+        **{**params, "dimension_numbers": numbers},
+    )
+    return _transposed(out, last, outputs)
+
+
+def _transposed(x: Array, old: tuple[int, ...], new: tuple[int, ...]) -> Array:
+    """An array whose axes have the places `new`, given that they have the places
+    `old`."""
+    axes = [0] * x.ndim
+    for here, there in zip(old, new, strict=True):
+        axes[there] = here
+    return jnp.transpose(x, axes)
+
+
+def _abstract(x: Any, kernel: Any, **params: Any) -> Any:
+    aval, _ = _theirs.abstract_eval(x, kernel, **params)
+    return aval
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    theirs = lambda x, kernel: _convolution(x, kernel, **params)
+    tangents = tuple(map(instantiated, tangents))
+    _, tangent = jax.jvp(theirs, tuple(primals), tangents)
+    return convolution_p.bind(*primals, **params), tangent
+
+
+def _batched(operands: Any, dims: Any, **params: Any) -> Any:
+    theirs = lambda x, kernel: _convolution(x, kernel, **params)
+    return jax.vmap(theirs, tuple(dims))(*operands), 0
+
+
+convolution_p.def_impl(_convolution)
+set_abstract(convolution_p, _abstract)
+set_lowering(convolution_p, _convolution)
+set_lowering(convolution_p, _with_channels_last, "cpu")
+set_jvp(convolution_p, _jvp)
+set_simple_batching(convolution_p, _batched)
