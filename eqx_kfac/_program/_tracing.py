@@ -122,10 +122,9 @@ def traced(
     )
     uses = _followed(interpreter.records, program, term_shapes, shapes[0])
     arrays, _ = jtu.tree_flatten_with_path(shapes[1])
-    found = [value for _, value in zip(arrays, values[num_outputs:], strict=True)]
-    found += [interpreter.value_of("number", repr(leaf)) for _, leaf in others]
+    numbers = [interpreter.value_of("number", repr(leaf)) for _, leaf in others]
     paths = [jtu.keystr(path) for path, _ in [*arrays, *others]]
-    everything = dict(zip(paths, found, strict=True))
+    found = [*values[num_outputs:], *numbers]
     called = _called_for(closed.jaxpr, len(values))
     return Trace(
         layers=labelled.layers,
@@ -133,7 +132,7 @@ def traced(
         term_shapes=tuple(term_shapes),
         weights=weights[0],
         outputs=values[:num_outputs],
-        everything=everything,
+        everything=dict(zip(paths, found, strict=True)),
         opaque=interpreter.opaque,
         regularised=any(regularised),
         convolves=contains(closed.jaxpr, "conv_general_dilated"),
