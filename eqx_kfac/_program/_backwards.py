@@ -5,6 +5,8 @@ import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from .._jax import Equation, Literal
 from .._tag import label_of, tag_p
 from ._jaxpr import called, is_program, jaxprs, opened, scan_counts
@@ -17,7 +19,8 @@ class UseReach(NamedTuple):
     **Fields:**
 
     - `number`: the number of the tag.
-    - `reach`: of the layer's output, its example axes alone.
+    - `reach`: of the layer's output, without the axes of the layer itself: first the
+        axes of stacked layers, then those of examples.
     """
 
     number: int
@@ -94,17 +97,17 @@ class _Backwards:
         shapes = [_shape(atom) for atom in eqn.invars]
         total: list[Reached] = [None] * len(shapes)
         for var, out in zip(eqn.outvars, outs, strict=True):
-            if out is not None:
+            if out is not None and _has_gradient(var):
                 new = rule(Call(name, params, shapes, _shape(var)), out)
                 total = list(map(either, total, new))
         return total
 
     def _tag(self, eqn: Equation, outs: list[Reached]) -> list[Reached]:
         (out,) = outs
-        label, start = label_of(eqn), eqn.params["stack"]
+        label = label_of(eqn)
         if label is not None:
-            stop = start + eqn.params["examples"]
-            reach = None if out is None else out.moved(out.axes[start:stop])
+            number = eqn.params["stack"] + eqn.params["examples"]
+            reach = None if out is None else out.moved(out.axes[:number])
             self.uses.append(UseReach(label.number, reach))
         # The result is the first operand. Statistics are no values of the loss.
         return [out, *[None] * (len(eqn.invars) - 1)]
@@ -128,7 +131,8 @@ class _Backwards:
                 None if x is None else _outside(x)._replace(axes=(x.loops[-1], *x.axes))
             )
 
-        return [*map(_after_loop, consts), *map(_after_loop, carry), *map(unstacked, xs)]
+        first = [_after_loop(_other_rounds(reach)) for reach in carry]
+        return [*map(_after_loop, consts), *first, *map(unstacked, xs)]
 
     def _while(self, eqn: Equation, outs: list[Reached]) -> list[Reached]:
         params = eqn.params
@@ -174,12 +178,17 @@ def _other_rounds(reach: Reached) -> Reached:
     if reach is None:
         return None
     *outer, rounds = reach.loops
-    return reach._replace(loops=(*outer, 0), unknown=reach.unknown | rounds)
+    return reach._replace(loops=(*outer, 0)).doubting(rounds)
 
 
 def _nothing_known(shape: tuple[int, ...]) -> Reach:
     """The reach of an array of which nothing is known, in loops of which nothing is."""
     return Reach((0,) * len(shape), unknown=_ALL)
+
+
+def _has_gradient(var: Any) -> bool:
+    """Whether a gradient flows through a result: not through integers."""
+    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
 def _shape(atom: Any) -> tuple[int, ...]:

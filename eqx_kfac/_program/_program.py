@@ -109,9 +109,9 @@ def analyse(
     # A layer whose input is the same for all examples of a `vmap` has no axis of them. If
     # its tag knows the number of examples, it adds this axis, and sees the gradient of
     # every example by itself.
-    before, lacking = trace, trace.lacking
+    before, lacking = trace, trace.lacking | _found_lacking(trace, trace_with)
     if lacking:
-        trace = trace.with_uses_of(trace_with(trace.examples), lacking)
+        trace = trace.with_uses_of(trace_with(trace.examples, lacking), lacking)
     _check_shared(trace, before)
     if uses:
         check_uses(trace, trains)
@@ -155,6 +155,25 @@ def with_labels(filled: Model, program: Program) -> Model:
         return tag.labelled(layer, label) if number in program.lacking else tag
 
     return with_tags(prepare, filled, numbers)
+
+
+def _found_lacking(trace: Trace, trace_with: Callable) -> frozenset[int]:
+    """The numbers of the tags that doubtful uses show to lack the axis of the examples:
+    if the tags know the number of examples, the axis that they add becomes that axis."""
+    if not trace.doubtful:
+        return frozenset()
+    try:
+        knowing = trace_with(trace.examples, trace.doubtful)
+    except ValueError:
+        # Derivatives are taken along an axis of `vmap`, too, which is as long by chance:
+        # JAX does not expect the layer to have it.
+        return frozenset()
+    pairs = zip(trace.uses, knowing.uses, strict=True)
+    return frozenset(
+        new.number
+        for old, new in pairs
+        if old.example_shape != new.example_shape and knowing.counts_examples(new)
+    )
 
 
 def _check_unnoticed(trace: Trace, with_decoys: Trace) -> None:

@@ -7,9 +7,9 @@ array has the axes of the terms (the first of which counts the examples) that it
 other entries are used there, too.
 
 Where an operation is not understood, what happens to an axis is *unknown*, and nothing is
-claimed of it. The same holds for a sum over an axis that is as long as one which becomes
-an axis of the terms: a node of a graph takes sums over all nodes, and the nodes are still
-the examples.
+claimed of it. Nor is anything claimed of an axis over which a sum is taken: each entry
+may still be used for a single one of the terms, if the other factors of a product, such
+as the edges of a graph, are zero elsewhere.
 """
 
 import functools as ft
@@ -21,14 +21,16 @@ from typing import Any, NamedTuple
 
 class Reach(NamedTuple):
     """Which axes of the losses' terms the axes of an array become. Axes of terms are the
-    bits of an integer, the first one the lowest.
+    bits of an integer, the first one the lowest. Above these, at `SUMMED`, are the axes
+    of terms that an axis may become although sums are taken over it.
 
     **Fields:**
 
     - `axes`: for every axis of the array, the axes of terms that it becomes.
     - `loops`: for every loop around the operation that makes the array, from the
         outermost, the axes of terms that the rounds of the loop become.
-    - `unknown`: the axes of terms of which it is not known which axis becomes them.
+    - `unknown`: the axes of terms of which it is not known which axis or loop becomes
+        them.
     """
 
     axes: tuple[int, ...]
@@ -38,15 +40,27 @@ class Reach(NamedTuple):
     def moved(self, axes: Sequence[int], lost: int = 0) -> "Reach":
         """The reach of an operand with these `axes`, if `lost` are axes of terms that
         became unknown."""
-        return self._replace(axes=tuple(axes), unknown=self.unknown | lost)
+        return self._replace(axes=tuple(axes)).doubting(lost)
+
+    def doubting(self, lost: int) -> "Reach":
+        """The same, but axes of terms that are `lost` are unknown."""
+        return self._replace(unknown=self.unknown | terms_of(lost))
 
     @property
     def known(self) -> int:
-        """All axes of terms that an axis of the array becomes."""
-        return _union(self.axes)
+        """All axes of terms that an axis of the array becomes, or may become."""
+        return terms_of(_union(self.axes))
 
 
-# `None`, if no output depends on the array.
+SUMMED = 16  # No loss has terms with as many axes.
+
+
+def terms_of(bits: int) -> int:
+    """The axes of terms that an axis becomes, or may become."""
+    return (bits | bits >> SUMMED) & ((1 << SUMMED) - 1)
+
+
+# `None`, if no output depends on the array, or none with a gradient.
 Reached = Reach | None
 
 
@@ -107,6 +121,11 @@ def _lost(shape: Sequence[int], out: Reach) -> Reach:
     return out.moved([0] * len(shape), out.known)
 
 
+def _stopped(call: Call, out: Reach) -> list[Reached]:
+    """No gradient flows."""
+    return [None] * len(call.operands)
+
+
 def _transpose(call: Call, out: Reach) -> list[Reached]:
     axes = [0] * len(out.axes)
     for place, axis in enumerate(call.params["permutation"]):
@@ -141,22 +160,16 @@ def _reshape(call: Call, out: Reach) -> list[Reached]:
     for i, n in enumerate(x):
         axes[i] = behind.get((n, math.prod(x[i + 1 :])), 0)
         found |= axes[i]
-    return [out.moved(axes, out.known & ~found), *[None] * len(others)]
+    return [out.moved(axes, _union(out.axes) & ~found), *[None] * len(others)]
 
 
 def _reduce(call: Call, out: Reach) -> list[Reached]:
     x, *others = call.operands
     rest = iter(out.axes)
     summed = call.params["axes"]
-    axes = [0 if i in summed else next(rest) for i in range(len(x))]
-    lost = _mixed([x[i] for i in summed], call, out)
-    return [out.moved(axes, lost), *[None] * len(others)]
-
-
-def _mixed(lengths: Sequence[int], call: Call, out: Reach) -> int:
-    """The axes of terms that are as long as an axis of one of these lengths, over which a
-    sum is taken."""
-    return _union([b for b, n in zip(out.axes, call.result, strict=True) if n in lengths])
+    mark = out.known << SUMMED
+    axes = [mark if i in summed else next(rest) for i in range(len(x))]
+    return [out.moved(axes), *[None] * len(others)]
 
 
 def _dot_general(call: Call, out: Reach) -> list[Reached]:
@@ -170,8 +183,9 @@ def _dot_general(call: Call, out: Reach) -> list[Reached]:
             if axis not in summed and axis not in shared:
                 axes[axis] = out.axes[place]
                 place += 1
-        lost = _mixed([shape[i] for i in summed], call, out)
-        operands.append(out.moved(axes, lost))
+        for axis in summed:
+            axes[axis] = out.known << SUMMED
+        operands.append(out.moved(axes))
     return operands
 
 
@@ -203,7 +217,7 @@ def _gather(call: Call, out: Reach) -> list[Reached]:
     pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims)
     for axis, place in pairs:
         axes[axis] = out.axes[batch[place]]
-    return [out.moved(axes, out.known & ~_union(axes)), _lost(indices, out)]
+    return [out.moved(axes, _union(out.axes) & ~_union(axes)), _lost(indices, out)]
 
 
 def _scatter(call: Call, out: Reach) -> list[Reached]:
@@ -219,7 +233,7 @@ def _scatter(call: Call, out: Reach) -> list[Reached]:
     pairs = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims)
     for axis, place in pairs:
         axes[batch[place]] = out.axes[axis]
-    lost = out.known & ~_union(axes)
+    lost = _union(out.axes) & ~_union(axes)
     return [out, _lost(indices, out), out.moved(axes, lost)]
 
 
@@ -230,6 +244,7 @@ _REPEATING = frozenset(
 )
 # The names are names of JAX's primitives; a test asks whether JAX still has them.
 RULES: dict[str, Callable] = {
+    "stop_gradient": _stopped,
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast,
     "squeeze": _squeeze,

@@ -18,7 +18,7 @@ from .._tag import (
     TaggedLayer,
 )
 from ._interpreter import Context, Value
-from ._reach import Reach
+from ._reach import Reach, SUMMED
 
 
 DATA, STATISTIC = 1, 2
@@ -157,16 +157,25 @@ class Trace(NamedTuple):
     def counts_examples(self, use: TagUse) -> bool | None:
         """Whether the outermost example axis of a use becomes the axis of the examples in
         the losses; `None` if that is not known."""
-        if use.reach is None or use.example_shape == ():
+        if use.reach is None or use.example_shape == () or self.examples == (1,):
             return None
-        return self._becomes_examples(use, use.reach.axes[0])
+        own, *inner = use.reach.axes[use.stack :]
+        becomes = self._becomes_examples(use, own)
+        others = [self._becomes_examples(use, x) for x in (*inner, *use.reach.loops)]
+        return False if becomes is None and any(others) else becomes
 
     def _becomes_examples(self, use: TagUse, bits: int) -> bool | None:
-        """Whether an axis of examples is among some axes of terms. In an ensemble, the
-        terms may have axes of its members before the examples."""
-        first = 1 | 1 << use.stack
-        unknown = use.reach is None or use.reach.unknown & first
-        return bool(bits & first) or (None if unknown else False)
+        """Whether an axis, or a loop, of a use becomes that of the examples."""
+        reach = use.reach
+        if reach is None:
+            return None
+        # In an ensemble, the terms may have axes of its members before the examples.
+        members = reach.axes[: use.stack]
+        in_front = all(axes & 1 << i for i, axes in enumerate(members))
+        first = 1 << use.stack if in_front else 1
+        if bits & first:
+            return True
+        return None if (reach.unknown | bits >> SUMMED) & first else False
 
     def may_be_examples(self, use: TagUse, loop: int) -> bool:
         """Whether the rounds of a loop around a use may be the examples. (Of the loops of
@@ -182,7 +191,7 @@ class Trace(NamedTuple):
         and no loop around it, becomes an axis of examples."""
         if use.reach is None or self.splits_examples(use) or self.examples == (1,):
             return False
-        axes = (*use.reach.axes, *use.reach.loops)
+        axes = (*use.reach.axes[use.stack :], *use.reach.loops)
         return all(self._becomes_examples(use, bits) is False for bits in axes or (0,))
 
     def has_example_axis(self, use: TagUse) -> bool:
@@ -212,23 +221,29 @@ class Trace(NamedTuple):
 
     @property
     def lacking(self) -> frozenset[int]:
-        """The numbers of the tags of which a use lacks the axis of the examples."""
-        return frozenset(use.number for use in self.uses if self._lacks_axis(use))
+        """The numbers of the tags of which a use, for certain, has skipped the axis of
+        the examples, an axis of `vmap` that is as long as there are examples."""
+        return frozenset(
+            use.number
+            for use in self._skipping
+            if use.example_shape == ()
+            or self.is_constant(use)
+            or not self.has_example_axis(use)
+        )
 
-    def _lacks_axis(self, use: TagUse) -> bool:
-        """Whether a use is for several examples without an axis of these: it has skipped
-        an axis of `vmap` that is as long, and none of its own is known to be theirs."""
-        if self.splits_examples(use) or self.examples == (1,):
-            return False
-        if not {*self.examples} & {*use.skipped}:
-            return False
-        if use.example_shape == () or self.is_constant(use):
-            return True
-        # Derivatives are taken along an axis of `vmap`, too, which the layer itself
-        # skips: one that is as long by chance must not be taken for that of the examples.
-        known = self.counts_examples(use)
-        directions = any(other.derivative for other in self.uses_of(use.number))
-        return not (self.has_example_axis(use) and (known or directions))
+    @property
+    def doubtful(self) -> frozenset[int]:
+        """The numbers of the tags of which a use may have skipped that axis: it has
+        another one, which is as long, of which nothing is known."""
+        doubtful = [u.number for u in self._skipping if self.counts_examples(u) is None]
+        return frozenset(doubtful) - self.lacking
+
+    @property
+    def _skipping(self) -> list[TagUse]:
+        if self.examples == (1,):
+            return []
+        skipping = [u for u in self.uses if {*self.examples} & {*u.skipped}]
+        return [use for use in skipping if not self.splits_examples(use)]
 
     def may_serve_several(self, use: TagUse) -> bool:
         """Whether one row of a use may belong to several examples."""

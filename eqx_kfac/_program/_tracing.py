@@ -75,13 +75,17 @@ class LabelledModel(NamedTuple):
         filled = with_tags(fill, model, numbers)
         return cls(filled, numbers, _sources(model, numbers), trained_layers(model))
 
-    def with_labels(self, examples: tuple[int, ...], decoys: bool) -> Model:
-        """The filled model, with a label in every tag and, if asked for, decoys."""
+    def with_labels(
+        self, examples: tuple[int, ...], lacking: frozenset[int], decoys: bool
+    ) -> Model:
+        """The filled model, with a label in every tag and, if asked for, decoys. The tags
+        with the numbers `lacking` know how many `examples` there are."""
 
         def with_label(tag, layer, number):
             if number is None:
                 return tag
-            label = Label(stack=0, number=number, examples=examples)
+            known = examples if number in lacking else ()
+            label = Label(stack=0, number=number, examples=known)
             return tag.labelled(layer, label, decoys)
 
         return with_tags(with_label, self.filled, self.numbers)
@@ -94,12 +98,13 @@ def traced(
     kwargs: Kwargs,
     expressions: Expressions,
     examples: tuple[int, ...] = (),
+    lacking: frozenset[int] = frozenset(),
     decoys: bool = False,
 ) -> Trace:
-    """Traces a loss function and interprets the program. With `examples`, the labels say
-    how many examples the losses have; with `decoys`, the tags hold more zeros than
-    without."""
-    filled = labelled.with_labels(examples, decoys)
+    """Traces a loss function and interprets the program. The labels of some tags,
+    `lacking`, say how many `examples` the losses have; with `decoys`, the tags hold more
+    zeros than without."""
+    filled = labelled.with_labels(examples, lacking, decoys)
     params, static = eqx.partition(filled, eqx.is_inexact_array)
     # A traced function returns arrays only: what else there is, it writes into these.
     term_shapes, weights, others, regularised = [], [], [], []
@@ -160,7 +165,9 @@ def bypassed(call: Callable, model: Model) -> list[TaggedLayer]:
     """The tagged layers whose parameters reach what `call(model)` returns by another way
     than through their tag."""
     labelled = LabelledModel.of(model)
-    params, static = eqx.partition(labelled.with_labels((), False), eqx.is_inexact_array)
+    params, static = eqx.partition(
+        labelled.with_labels((), frozenset(), False), eqx.is_inexact_array
+    )
 
     def outputs(params):
         return eqx.filter(call(eqx.combine(params, static)), eqx.is_array)
