@@ -46,6 +46,11 @@ def delayed(y):
     return lax.scan(lambda before, row: (row, before * 2), jnp.zeros(4), y)[1]
 
 
+def emitted(y):
+    """What is stacked is what the round before has carried, in the first one `y`."""
+    return lax.scan(lambda before, s: (before * s, before), y, jnp.arange(1.0, 6))[1]
+
+
 def written(y):
     """Every round of a loop writes an entry of the result."""
     out = jnp.zeros((5, 4))
@@ -87,8 +92,8 @@ OPERATIONS = {
     "mean subtracted": (lambda y: y - jnp.mean(y, 0)[None], 0),
     "largest": (lambda y: jnp.max(y, 1), 0),
     "product with a matrix": (lambda y: y @ MATRIX.T, 0),
-    "matrix times it": (lambda y: MATRIX[:3].T @ y[:3], ()),
-    "products with another": (lambda y: MATRIX[:3] @ y.T, ()),
+    "matrix times it": (lambda y: MATRIX[:3].T @ y[:3], None),
+    "products with another": (lambda y: MATRIX[:3] @ y.T, None),
     "nodes of a graph": (lambda y: (MATRIX @ MATRIX.T) @ y, None),
     "product of each": (lambda y: jax.vmap(jnp.dot)(y, MATRIX), 0),
     "kernel": (lambda y: y @ y.T, 0),
@@ -118,6 +123,9 @@ OPERATIONS = {
     "condition": (on_condition, 0),
     "scan": (scanned, 0),
     "scan that delays": (delayed, None),
+    "start of a scan": (emitted, None),
+    "stopped": (lambda y: lax.stop_gradient(2 * y) + MATRIX, "stopped"),
+    "integers": (lambda y: jax.nn.one_hot(jnp.argmax(y, 1), 3), "stopped"),
     "scan that adds up": (carried, ()),
     "scan that repeats": (repeated, ()),
     "loop that writes": (written, None),
@@ -130,7 +138,8 @@ OPERATIONS = {
 
 
 def first_axis(fn):
-    """Which axis of `y` becomes the first one of `fn(y)`."""
+    """Which axis of `y` becomes the first one of `fn(y)`. (`None` also if that is only
+    unknown of one of both axes.)"""
     jaxpr = jax.make_jaxpr(fn)(Y).jaxpr
     (out,) = jaxpr.outvars
     (reach,) = _Backwards().through(jaxpr, [Reach((1, *[0] * (out.aval.ndim - 1)))])
@@ -361,6 +370,104 @@ def test_layers_outside_of_the_batch(length):
 
     with pytest.raises(ValueError, match="`.other` is called outside of the `vmap`"):
         collect(constant, two, X, normal(length, K, seed=6))
+
+
+def lost(m, x, noise, order):
+    """Another `vmap`, of which the layer sees nothing, and an operation through which the
+    examples cannot be followed."""
+    one = lambda z: jnp.tanh(jax.vmap(m)(x)[order] * z[None])
+    return jnp.mean(jax.vmap(one)(noise), 0)
+
+
+def beside_derivatives(m, x, y, order):
+    """As many directions as examples, of a function to which the layer is constant."""
+
+    def one(v, y):
+        return jnp.sum(jax.jacfwd(lambda y: m(v) * jnp.sum(jnp.tanh(y)))(y), 1)
+
+    return jax.vmap(one)(x, y)[order]
+
+
+def dispatched(m, x, places):
+    """Rows that are chosen by a product with a matrix of ones and zeros."""
+    return places.T @ jax.vmap(m)(places @ x)
+
+
+@pytest.mark.parametrize("length", [N, N + 1])
+def test_examples_that_cannot_be_followed(length):
+    """They are where they were taken to be before: the outermost axis as long as they."""
+    model = kfac.Linear(D, K, key=KEYS[0], block=kfac.Full())
+    order = jnp.array([2, 0, 3, 1])
+    cases = (
+        (lost, X, normal(length, K, seed=5), order),
+        (beside_derivatives, X, normal(N, length, seed=6), order),
+        (dispatched, X, jnp.eye(N)[order]),
+    )
+    for fn, *args in cases:
+        found = collect(fn, model, *args)
+        expected = dense(fn, model, lambda m: m, *args)
+        assert jnp.allclose(found.matrix, expected, rtol=1e-10, atol=1e-13)
+    # Of more rows than examples, some of which are none.
+    places = jnp.eye(N + 2)[:, :N]
+    model = kfac.Linear(D, K, key=KEYS[0])
+    both = [collect(dispatched, model, X, places, fisher=kfac.Exact(n)) for n in (0, 1)]
+    assert np.allclose(both[0].output_factor, both[1].output_factor)
+
+
+def test_keys_behind_a_stopped_gradient():
+    """Only the queries are trained, and each of them is of one example."""
+    keys = normal(N, D, seed=5)
+    weights = jnp.array([1.0, 2, 0, 1])
+
+    def loss_fn(m, x, keys, frozen):
+        keys = lax.stop_gradient(jax.vmap(m if frozen is None else frozen)(keys))
+        scores = jax.vmap(m)(x) @ keys.T
+        return kfac.SoftmaxCrossEntropy(scores, jnp.arange(N), weights=weights)
+
+    for block in (kfac.Kronecker(), kfac.Full(), kfac.TNT()):
+        model = kfac.Linear(D, K, key=KEYS[0], block=block)
+        take = eqx.filter_jit(kfac.curvature(loss_fn, fisher=EXACT))
+        same, apart = take(model, X, keys, None), take(model, X, keys, kfac.revert(model))
+        if isinstance(block, kfac.Kronecker):  # The keys are inputs, too.
+            same, apart = same.output_factor, apart.output_factor
+        for a, b in zip(leaves(same), leaves(apart), strict=True):
+            assert np.allclose(a, b)
+
+
+def test_members_of_a_stack():
+    """Only if the members are the first axis of the terms, the second one counts the
+    examples."""
+    make = lambda key: kfac.Linear(D, K, key=key)
+    stack = eqx.filter_vmap(make)(KEYS[:2])
+    each = eqx.filter_vmap(lambda m, x: jax.vmap(m)(x), in_axes=(eqx.if_array(0), None))
+
+    def summed_outside(m, x, grid):
+        """The two members of a trunk, at points that all examples share."""
+        return x @ jnp.sum(each(m, grid), 0).T
+
+    x, grid = normal(N, K, seed=3), normal(3, D, seed=4)
+    with pytest.raises(ValueError, match="return serves several"):
+        collect(summed_outside, stack, x, grid)
+    collect(lambda m, x: each(m, x), stack, X)  # Members first.
+
+
+def test_one_example():
+    model = kfac.Linear(D, K, key=KEYS[0], block=kfac.Full())
+    fn = lambda m, x: lax.scan(lambda c, v: (c, jax.vmap(m)(v)), None, x)[1]
+    jacobian = jax.jacrev(
+        lambda w: fn(eqx.tree_at(lambda m: m.weight, model, w), X[None, :1])
+    )
+    expected = jacobian(model.weight).reshape(K, -1)
+    found = collect(fn, model, X[None, :1])
+    weights = found.matrix.reshape(K, D + 1, K, D + 1)[:, :D, :, :D].reshape(K * D, K * D)
+    assert np.allclose(weights, expected.T @ expected)
+
+
+def test_verify_of_points_outside():
+    model, grid = operator(kfac.Kronecker()), normal(N + 1, 1, seed=7)
+    loss_fn = lambda m, x, g: squared(m.outside(x, g))
+    found = kfac.verify(loss_fn, model, X, grid)
+    assert all(np.isfinite(check.error) for check in found.layers)
 
 
 #

@@ -102,8 +102,10 @@ def vectors(
     pullback = 2 * costs.work.operations + 4 * numbers
     affordable = lambda number: number * pullback <= ALL
     if fisher is None:
-        fisher = Exact()
-        if not affordable(costs.outputs):
+        fisher, needed = Exact(), costs.outputs
+        if costs.program.shared:  # A row that serves several examples squares their sum.
+            fisher, needed = Exact(example_axes=0), costs.columns
+        if not affordable(needed):
             most = 32
             if costs.terms == 1:
                 most = np.clip(0.2 * memory // (costs.itemsize * numbers), 2, most)
