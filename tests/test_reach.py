@@ -380,7 +380,7 @@ def lost(m, x, noise, order):
 
 
 def beside_derivatives(m, x, y, order):
-    """As many directions as examples, of a function to which the layer is constant."""
+    """A derivative of something else, along as many directions as there are examples."""
 
     def one(v, y):
         return jnp.sum(jax.jacfwd(lambda y: m(v) * jnp.sum(jnp.tanh(y)))(y), 1)
@@ -395,7 +395,7 @@ def dispatched(m, x, places):
 
 @pytest.mark.parametrize("length", [N, N + 1])
 def test_examples_that_cannot_be_followed(length):
-    """They are where they were taken to be before: the outermost axis as long as they."""
+    """The outermost axis, if it is as long as the batch, counts the examples."""
     model = kfac.Linear(D, K, key=KEYS[0], block=kfac.Full())
     order = jnp.array([2, 0, 3, 1])
     cases = (

@@ -15,7 +15,6 @@ So the loss function is traced, and its program interpreted. For the third condi
 is traced once more with more zeros in the tags, the *decoys*: the losses have to be the
 same expressions in both traces."""
 
-import functools as ft
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -103,7 +102,12 @@ def analyse(
     check_tracked()
     check_tagged(model)
     labelled = LabelledModel.of(model)
-    trace_with = ft.partial(traced, loss_fn, labelled, args, kwargs, Expressions())
+    expressions = Expressions()
+
+    def trace_with(*known, decoys=False):
+        filled = labelled.with_labels(*known, decoys=decoys)
+        return traced(loss_fn, labelled, filled, args, kwargs, expressions)
+
     trace = trace_with()
     _check_unnoticed(trace, trace_with(decoys=True))
     # A layer whose input is the same for all examples of a `vmap` has no axis of them. If

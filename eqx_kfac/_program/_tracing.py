@@ -76,10 +76,14 @@ class LabelledModel(NamedTuple):
         return cls(filled, numbers, _sources(model, numbers), trained_layers(model))
 
     def with_labels(
-        self, examples: tuple[int, ...], lacking: frozenset[int], decoys: bool
+        self,
+        examples: tuple[int, ...] = (),
+        lacking: frozenset[int] = frozenset(),
+        decoys: bool = False,
     ) -> Model:
-        """The filled model, with a label in every tag and, if asked for, decoys. The tags
-        with the numbers `lacking` know how many `examples` there are."""
+        """The filled model, with a label in every tag. The labels of some of them, of the
+        numbers `lacking`, say how many `examples` the losses have; with `decoys`, the
+        tags hold more zeros than without."""
 
         def with_label(tag, layer, number):
             if number is None:
@@ -94,17 +98,13 @@ class LabelledModel(NamedTuple):
 def traced(
     loss_fn: Callable,
     labelled: LabelledModel,
+    filled: Model,
     args: Args,
     kwargs: Kwargs,
     expressions: Expressions,
-    examples: tuple[int, ...] = (),
-    lacking: frozenset[int] = frozenset(),
-    decoys: bool = False,
 ) -> Trace:
-    """Traces a loss function and interprets the program. The labels of some tags,
-    `lacking`, say how many `examples` the losses have; with `decoys`, the tags hold more
-    zeros than without."""
-    filled = labelled.with_labels(examples, lacking, decoys)
+    """Traces a loss function of a model that is `filled`, `with_labels` of `labelled`,
+    and interprets the program."""
     params, static = eqx.partition(filled, eqx.is_inexact_array)
     # A traced function returns arrays only: what else there is, it writes into these.
     term_shapes, weights, others, regularised = [], [], [], []
@@ -165,9 +165,7 @@ def bypassed(call: Callable, model: Model) -> list[TaggedLayer]:
     """The tagged layers whose parameters reach what `call(model)` returns by another way
     than through their tag."""
     labelled = LabelledModel.of(model)
-    params, static = eqx.partition(
-        labelled.with_labels((), frozenset(), False), eqx.is_inexact_array
-    )
+    params, static = eqx.partition(labelled.with_labels(), eqx.is_inexact_array)
 
     def outputs(params):
         return eqx.filter(call(eqx.combine(params, static)), eqx.is_array)
