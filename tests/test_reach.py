@@ -47,8 +47,8 @@ def delayed(y):
 
 
 def emitted(y):
-    """What is stacked is what the round before has carried, in the first one `y`."""
-    return lax.scan(lambda before, s: (before * s, before), y, jnp.arange(1.0, 6))[1]
+    """What is stacked is what the round before has carried, `y` in the first one."""
+    return lax.scan(lambda before, s: (MATRIX * s, before), y, jnp.arange(1.0, 6))[1]
 
 
 def written(y):
@@ -349,6 +349,14 @@ def test_layers_outside_of_the_batch(length):
     with pytest.raises(ValueError, match="which axis of .* counts the examples"):
         collect(time_first, model, normal(length, N, D, seed=5))
 
+    def rounds_first(m, x, noise):
+        """Rounds of noise, of which a mean is taken: they are not the examples."""
+        one = lambda z: jax.vmap(m)(x * z[None])
+        return jnp.mean(jax.vmap(one)(noise), 0)
+
+    with pytest.raises(ValueError, match="which axis of .* counts the examples"):
+        collect(rounds_first, model, X, normal(length, D, seed=5))
+
     class Two(eqx.Module):
         rows: kfac.Linear
         other: kfac.Linear
@@ -443,7 +451,7 @@ def test_members_of_a_stack():
 
     def summed_outside(m, x, grid):
         """The two members of a trunk, at points that all examples share."""
-        return x @ jnp.sum(each(m, grid), 0).T
+        return (x @ jnp.sum(each(m, grid), 0).T)[..., None]  # A term for each point.
 
     x, grid = normal(N, K, seed=3), normal(3, D, seed=4)
     with pytest.raises(ValueError, match="return serves several"):
