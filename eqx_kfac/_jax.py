@@ -11,6 +11,7 @@ import equinox as eqx
 import jax
 from jax.core import eval_jaxpr as eval_jaxpr, Tracer as Tracer
 from jax.extend.core import (
+    ClosedJaxpr,
     Jaxpr as Jaxpr,
     JaxprEqn,
     Literal as Literal,
@@ -22,6 +23,8 @@ from jaxtyping import Array, PyTree
 
 
 Equation = JaxprEqn
+# A program, with its constants or without.
+AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 # A variable of a program, or a number that is written into it.
 Atom: TypeAlias = Var | Literal
 # An array, or a symbolic zero.
@@ -43,13 +46,8 @@ def set_values(primitive: Primitive, value: Callable, abstract: Callable) -> Non
     """What a primitive does, in JAX's own operations: `value(*arrays, **params)`; and the
     abstract value of that."""
     primitive.def_impl(value)
-    set_abstract(primitive, abstract)
-    set_lowering(primitive, value)
-
-
-def set_abstract(primitive: Primitive, abstract: Callable) -> None:
-    """`abstract(*avals, **params)` is the abstract value of the result."""
     primitive.def_abstract_eval(abstract)
+    set_lowering(primitive, value)
 
 
 def set_lowering(

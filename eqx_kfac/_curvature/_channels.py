@@ -7,7 +7,8 @@ branch, and operators are applied in loops. So convolutions are replaced there b
 primitive of our own, which is the same convolution, and which is lowered for CPUs with
 its channels last."""
 
-from collections.abc import Callable
+import functools as ft
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,13 +17,16 @@ import jax.tree_util as jtu
 from jaxtyping import Array
 
 from .._jax import (
+    Aval,
+    Equation,
     eval_jaxpr,
     instantiated,
     Primitive,
-    set_abstract,
     set_jvp,
     set_lowering,
     set_simple_batching,
+    set_values,
+    Tangent,
 )
 from .._program import replaced
 
@@ -54,7 +58,7 @@ def channels_last(fn: Callable) -> Callable:
 _theirs = jax.lax.conv_general_dilated_p
 
 
-def _ours(eqn: Any) -> Any:
+def _ours(eqn: Equation) -> Equation:
     """An operation, or our primitive in its place."""
     params = eqn.params
     if eqn.primitive is not _theirs or params["batch_group_count"] != 1:
@@ -96,26 +100,28 @@ def _transposed(x: Array, old: tuple[int, ...], new: tuple[int, ...]) -> Array:
     return jnp.transpose(x, axes)
 
 
-def _abstract(x: Any, kernel: Any, **params: Any) -> Any:
+def _abstract(x: Aval, kernel: Aval, **params: Any) -> Aval:
     aval, _ = _theirs.abstract_eval(x, kernel, **params)
     return aval
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    theirs = lambda x, kernel: _convolution(x, kernel, **params)
+def _jvp(
+    primals: Sequence[Array], tangents: Sequence[Tangent], **params: Any
+) -> tuple[Array, Array]:
+    theirs = ft.partial(_convolution, **params)
     tangents = tuple(map(instantiated, tangents))
     _, tangent = jax.jvp(theirs, tuple(primals), tangents)
     return convolution_p.bind(*primals, **params), tangent
 
 
-def _batched(operands: Any, dims: Any, **params: Any) -> Any:
-    theirs = lambda x, kernel: _convolution(x, kernel, **params)
+def _batched(
+    operands: Sequence[Array], dims: Sequence[int | None], **params: Any
+) -> tuple[Array, int]:
+    theirs = ft.partial(_convolution, **params)
     return jax.vmap(theirs, tuple(dims))(*operands), 0
 
 
-convolution_p.def_impl(_convolution)
-set_abstract(convolution_p, _abstract)
-set_lowering(convolution_p, _convolution)
+set_values(convolution_p, _convolution, _abstract)
 set_lowering(convolution_p, _with_channels_last, "cpu")
 set_jvp(convolution_p, _jvp)
 set_simple_batching(convolution_p, _batched)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .._jax import Equation, Literal
 from .._tag import label_of, tag_p
-from ._jaxpr import called, is_program, jaxprs, opened, scan_counts
+from ._jaxpr import is_call, is_program, jaxprs, opened, scan_counts
 from ._reach import aligned, Call, either, Reach, Reached, RULES, unknown
 
 
@@ -81,10 +81,9 @@ class _Backwards:
                 self.through(opened(b)[0], outs) for b in reversed(params["branches"])
             ]
             return [None, *[ft.reduce(either, b) for b in zip(*branches, strict=True)]]
-        inner = called(eqn)
-        if inner is not None:
-            return self.through(inner, outs)
         others = jaxprs(eqn)
+        if is_call(eqn, others):
+            return self.through(opened(others[0])[0], outs)
         # Whatever is in an operation of which nothing is known has tags all the same.
         for other in reversed(others):
             jaxpr, _ = opened(other)

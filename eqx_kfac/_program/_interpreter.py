@@ -37,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax import Equation, Literal, Tracer
-from ._jaxpr import called, is_program, jaxprs, opened, scan_counts, SCATTERS
+from ._jaxpr import is_call, is_program, jaxprs, opened, scan_counts, SCATTERS
 
 
 class Value(NamedTuple):
@@ -200,7 +200,7 @@ class Interpreter:
         if name == "cond":
             return self._cond(params, values, context)
         inner = jaxprs(eqn)
-        if called(eqn) is not None:
+        if is_call(eqn, inner):
             inside = context._replace(
                 custom_derivative=context.custom_derivative or name == "custom_vjp_call",
                 in_custom_jvp=context.in_custom_jvp or name == "custom_jvp_call",

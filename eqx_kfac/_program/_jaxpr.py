@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._jax import Equation, eval_jaxpr, Jaxpr, part_of, Tracer
+from .._jax import AnyJaxpr, Equation, eval_jaxpr, Jaxpr, part_of, Tracer
 from .._tag import row_shapes_p
 
 
@@ -76,7 +76,7 @@ def _needed(
     return jaxpr, consts, not (any(used_inputs) or traced)
 
 
-def _silent(jaxpr: Any) -> Any:
+def _silent(jaxpr: Jaxpr) -> Jaxpr:
     """A jaxpr without its side effects: what is only printed is not needed."""
     return replaced(jaxpr, lambda eqn: eqn.replace(effects=set()), effects=set())
 
@@ -125,18 +125,14 @@ def scan_counts(eqn: Equation) -> tuple[int, int]:
     return unsliced(eqn.invars, body.invars) - carried, carried
 
 
-def called(eqn: Equation) -> Jaxpr | None:
-    """The jaxpr that an operation calls, if it is a call: a `jit`, a `checkpoint`, a
+def is_call(eqn: Equation, inner: list[AnyJaxpr]) -> bool:
+    """Whether an operation calls the only one of its `jaxprs`: a `jit`, a `checkpoint`, a
     function with a derivative of its own. An operation with a single jaxpr that has as
-    many inputs as the operation has operands is taken for one."""
-    inner = jaxprs(eqn)
-    if len(inner) != 1:
-        return None
-    jaxpr, _ = opened(inner[0])
-    return jaxpr if len(jaxpr.invars) == len(eqn.invars) else None
+    many inputs as the operation has operands is taken for a call."""
+    return len(inner) == 1 and len(opened(inner[0])[0].invars) == len(eqn.invars)
 
 
-def jaxprs(eqn: Equation) -> list[Any]:
+def jaxprs(eqn: Equation) -> list[AnyJaxpr]:
     """The jaxprs among the parameters of an operation, with their constants if they have
     any."""
     if eqn.primitive.name in SCATTERS:
@@ -144,7 +140,7 @@ def jaxprs(eqn: Equation) -> list[Any]:
     return list(_jaxprs(list(eqn.params.values())))
 
 
-def _jaxprs(value: Any) -> Iterator[Any]:
+def _jaxprs(value: Any) -> Iterator[AnyJaxpr]:
     if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
         yield value
     elif isinstance(value, (tuple, list)):

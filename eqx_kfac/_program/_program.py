@@ -164,10 +164,11 @@ def with_labels(filled: Model, program: Program) -> Model:
 def _found_lacking(trace: Trace, trace_with: Callable) -> frozenset[int]:
     """The numbers of the tags that doubtful uses show to lack the axis of the examples:
     if the tags know the number of examples, the axis that they add becomes that axis."""
-    if not trace.doubtful:
+    doubtful = trace.doubtful
+    if not doubtful:
         return frozenset()
     try:
-        knowing = trace_with(trace.examples, trace.doubtful)
+        knowing = trace_with(trace.examples, doubtful)
     except ValueError:
         # Derivatives are taken along an axis of `vmap`, too, which is as long by chance:
         # JAX does not expect the layer to have it.
@@ -209,10 +210,9 @@ def _check_shared(trace: Trace, before: Trace) -> None:
         path, tag, _ = trace.layers[use.number]
         if not trace.may_serve_several(use):
             continue
-        without = use.example_shape == old.example_shape or not trace.has_example_axis(
-            use
-        )
-        if (without and trace.is_constant(use)) or trace.has_few_rows(use):
+        unchanged = use.example_shape == old.example_shape
+        outside = unchanged or not trace.has_example_axis(use)
+        if (outside and trace.is_constant(use)) or trace.has_few_rows(use):
             raise ValueError(
                 f"The layer `{path}` is called outside of the `vmap` over the "
                 f"{trace.examples[0]} examples ({_as_text(use)}), so that what it "

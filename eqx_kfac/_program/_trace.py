@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._tag import (
-    TaggedLayer,
-)
+from .._tag import TaggedLayer
 from ._interpreter import Context, Value
 from ._reach import Reach, SUMMED
 
@@ -131,10 +129,8 @@ class Trace(NamedTuple):
         return [use for use in self.uses if use.number == number]
 
     def may_bypass(self, number: int) -> bool:
-        """Whether parameters may reach the losses without passing through their tag: it
-        is at a zero, and nothing says which of their uses it answers for."""
-        covered = self.covered & parameter_bit(number)
-        return all_at_zero(self.uses_of(number)) and not covered
+        """Whether parameters may reach the losses without passing through their tag."""
+        return may_bypass(self.uses, number, self.covered)
 
     def splits_examples(self, use: TagUse) -> bool:
         """Whether a tag does not see all examples together, because the layer is called
@@ -273,7 +269,10 @@ class Trace(NamedTuple):
         return not any(data) and any(u.sources & DATA for u in self.uses)
 
 
-def all_at_zero(uses: list[TagUse]) -> bool:
-    """Whether a layer is used, and always tagged at a zero that is added to its result.
-    Then the result itself bypasses the tag, which is no mistake."""
-    return bool(uses) and all(use.at_zero for use in uses)
+def may_bypass(uses: list[TagUse], number: int, covered: int) -> bool:
+    """Whether parameters may reach a result without passing through their tag: this is
+    used, always at a zero that is added to the layer's result, and none of the uses of
+    the parameters is marked as `covered`, which would say that others are not."""
+    own = [use for use in uses if use.number == number]
+    at_zero = bool(own) and all(use.at_zero for use in own)
+    return at_zero and not covered & parameter_bit(number)

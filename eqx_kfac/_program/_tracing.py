@@ -36,8 +36,8 @@ from ._interpreter import all_sources, Context, Expressions, Interpreter, Value,
 from ._jaxpr import contains, equations
 from ._run import example_weights, run
 from ._trace import (
-    all_at_zero,
     DATA,
+    may_bypass,
     parameter_bit,
     STATISTIC,
     TagUse,
@@ -60,12 +60,15 @@ class LabelledModel(NamedTuple):
     - `filled`: the model, with slots in its tags.
     - `numbers`: the numbers of its tags, as a model-shaped tree.
     - `sources`: for every inexact array of the model, the bits of the tags that cover it.
+    - `covering`: for every tag, by number, the bits of all tags that cover any of the
+        same arrays.
     - `layers`: the layers with something to train, by number.
     """
 
     filled: Model
     numbers: Model
     sources: list[int]
+    covering: dict[int, int]
     layers: list[TaggedLayer]
 
     @classmethod
@@ -73,7 +76,8 @@ class LabelledModel(NamedTuple):
         numbers = numbered(model)
         fill = lambda tag, layer, n: tag if n is None else tag.fill(layer, None)
         filled = with_tags(fill, model, numbers)
-        return cls(filled, numbers, _sources(model, numbers), trained_layers(model))
+        sources = _sources(model, numbers)
+        return cls(filled, numbers, sources, _covering(sources), trained_layers(model))
 
     def with_labels(
         self,
@@ -178,13 +182,11 @@ def bypassed(call: Callable, model: Model) -> list[TaggedLayer]:
     sources = all_sources(values)
     uses = interpreter.records
     covered = _covered(closed.jaxpr, labelled)
-
-    def is_bypassed(number):
-        own = [use for use in uses if use.number == number]
-        at_zero = all_at_zero(own) and not covered & parameter_bit(number)
-        return bool(sources & parameter_bit(number)) and not at_zero
-
-    return [layer for number, layer in enumerate(labelled.layers) if is_bypassed(number)]
+    return [
+        layer
+        for number, layer in enumerate(labelled.layers)
+        if sources & parameter_bit(number) and not may_bypass(uses, number, covered)
+    ]
 
 
 def _interpreted(
@@ -197,7 +199,7 @@ def _interpreted(
     """An interpreter whose records are those of the operations that the first
     `num_outputs` results of a program need; the values of all results; and the program
     that has these operations."""
-    covering = _covering(labelled.sources)
+    covering = labelled.covering
     visit = ft.partial(_visit, covering)
     cleared = lambda uses: ft.reduce(operator.or_, [covering[u.number] for u in uses], 0)
     # A derivative that no tag sees must not be lost where a layer is tagged at a zero.
@@ -232,9 +234,10 @@ def _called_for(jaxpr: Any, number: int) -> set[int]:
 
 def _covered(jaxpr: Any, labelled: LabelledModel) -> int:
     """The bits of the parameters of which a program has uses that are marked."""
-    covering = _covering(labelled.sources)
     marks = [eqn for eqn in equations(jaxpr) if eqn.primitive is covered_p]
-    return ft.reduce(operator.or_, [covering[m.params["number"]] for m in marks], 0)
+    return ft.reduce(
+        operator.or_, [labelled.covering[m.params["number"]] for m in marks], 0
+    )
 
 
 def _called(jaxpr: Any) -> set[int]:
