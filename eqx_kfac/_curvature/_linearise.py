@@ -28,6 +28,7 @@ from .._program import (
 )
 from .._tag import fill_tags, is_trainable, map_tags, only_rows, Tag, trained_layers
 from ._channels import channels_last
+from ._once import with_sums_once
 
 
 class BatchPart(PlainModule):
@@ -351,6 +352,7 @@ def filter_linearize(
         if contains(linear, "conv_general_dilated"):
             return filter_linearize(fn, model, convolves=True)
     evaluated = channels_last if convolves else lambda fn: fn
+    transposable = with_sums_once(pushforward, params)
 
     def pullback(cotangent, part=lambda out: out, wanted=params):
         """Pulls a cotangent of `part` of the output back to the `wanted` part of the
@@ -358,7 +360,7 @@ def filter_linearize(
         wanted = eqx.filter(wanted, eqx.is_inexact_array)
         # Tangents of the other parameters are constants here, which a transpose does not
         # go through: any will do, and their own values are arrays that are there.
-        pushed = lambda wanted: part(pushforward(eqx.combine(wanted, params)))
+        pushed = lambda wanted: part(transposable(eqx.combine(wanted, params)))
         (transposed,) = evaluated(jax.linear_transpose(pushed, wanted))(cotangent)
         return transposed
 
