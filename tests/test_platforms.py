@@ -105,6 +105,34 @@ def test_parts_of_a_row(elsewhere):
     jax.tree.map(np.testing.assert_array_equal, got, tree)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("sizes", [[3, 50], [2**14], [2**14 + 1], [2**18], [300, 999]])
+def test_inner_products(sizes, dtype, elsewhere):
+    """In every way in which they are computed: of small arrays, as products of matrices,
+    by all cores."""
+    shapes = [sizes, *[[n, 7] for n in sizes], [5, 2**14]]
+    a = [normal(*shape, seed=i).astype(dtype) for i, shape in enumerate(shapes)]
+    b = [normal(*shape, seed=9 + i).astype(dtype) for i, shape in enumerate(shapes)]
+    each = [np.sum(np.asarray(x, float) * y) for x, y in zip(a, b, strict=True)]
+    length = np.sqrt(sum(np.sum(np.square(x, dtype=float)) for x in a))
+    close = 1e-6 if dtype == jnp.float32 else 1e-13
+    dot, norm = jax.jit(_misc.tree_dot), jax.jit(_misc.tree_norm)
+    scales = jnp.array([2.0, -1.0], dtype)
+    both = jax.jit(_misc.squared_norm_of_sum)
+    added = [2 * np.asarray(x, float) - y for x, y in zip(a, b, strict=True)]
+    squares = sum(np.sum(x**2) for x in added)
+    for way in (lambda: None, elsewhere):
+        way()
+        jax.clear_caches()
+        assert abs(dot(a, b) - sum(each)) < close * length**2
+        np.testing.assert_allclose(norm(a), length, rtol=close)
+        got = both(scales[0], a, scales[1], b)
+        np.testing.assert_allclose(got, squares, rtol=close)
+    for i in range(len(a)):  # Whatever is not finite is noticed.
+        bad = [x.at[(-1,) * x.ndim].set(np.nan) if i == j else x for j, x in enumerate(a)]
+        assert np.isnan(norm(bad))
+
+
 def test_jobs_of_one_kind(elsewhere):
     """Equal products are done together, others by themselves; order does not matter."""
     sizes = [3, 2, 3, 3, 2]

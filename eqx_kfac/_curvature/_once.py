@@ -4,9 +4,9 @@ Behind every block of a network with residual connections, there is a sum, and g
 backward, there is a sum of cotangents in the same place. XLA for CPU makes such a sum a
 part of every loop that reads it, instead of storing it: that of the first block consists
 of those of all others, each of which is computed again for each of its readers, so that
-time grows with the square of the depth. But XLA stores what contains a division. So these
-cotangents are divided by a number that is one, of which the compiler does not know
-that."""
+time grows with the square of the depth. What XLA does store is what goes through a
+`while` loop. So these cotangents go through one that is never entered, for a reason that
+the compiler does not see."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from .._devices import explicit_sharding
 from .._jax import (
@@ -34,8 +34,8 @@ from .._jax import (
 )
 
 
-# A sum of tangents, `kfac_sum(a, b, one)`, whose transpose is `kfac_once(ct, one)` for
-# both: the cotangent itself, and on a CPU `ct / one`.
+# A sum of tangents, `kfac_sum(a, b, never)`, whose transpose is `kfac_once(ct, never)`
+# for both: the cotangent itself, which goes through a loop on CPUs.
 sum_p = Primitive("kfac_sum")
 once_p = Primitive("kfac_once")
 
@@ -49,27 +49,27 @@ def with_sums_once(pushforward: Callable, tangents: PyTree[Array]) -> Callable:
     leaves, treedef = jtu.tree_flatten(tangents)
     structure = []
 
-    def flat(one, *leaves):
+    def flat(never, *leaves):
         found, out = jtu.tree_flatten(pushforward(treedef.unflatten(leaves)))
         structure[:] = [out]  # A traced function can only return arrays.
         return found
 
     if any(explicit_sharding(jax.typeof(leaf)) is not None for leaf in leaves):
         return pushforward
-    closed = jax.make_jaxpr(flat)(jnp.ones(()), *leaves)
+    closed = jax.make_jaxpr(flat)(jnp.zeros((), bool), *leaves)
     jaxpr = closed.jaxpr
     sums = _shared_sums(jaxpr)
     if not sums:
         return pushforward
-    one = jaxpr.invars[0]
+    never = jaxpr.invars[0]
     eqns = [
-        eqn.replace(primitive=sum_p, invars=[*eqn.invars, one]) if eqn in sums else eqn
+        eqn.replace(primitive=sum_p, invars=[*eqn.invars, never]) if eqn in sums else eqn
         for eqn in jaxpr.eqns
     ]
-    jaxpr, one = jaxpr.replace(eqns=eqns), _unknown_one(leaves)
+    jaxpr, never = jaxpr.replace(eqns=eqns), _never(leaves)
 
     def wrapped(tangents):
-        found = eval_jaxpr(jaxpr, closed.consts, one, *jtu.tree_leaves(tangents))
+        found = eval_jaxpr(jaxpr, closed.consts, never, *jtu.tree_leaves(tangents))
         return jtu.tree_unflatten(structure[0], found)
 
     return wrapped
@@ -91,53 +91,53 @@ def _is_sum(eqn: Equation) -> bool:
     aval: Aval = eqn.outvars[0].aval
     avals: list[Aval] = [atom.aval for atom in eqn.invars]
     alike = all(a.shape == aval.shape for a in avals)
-    is_real = jnp.issubdtype(aval.dtype, jnp.floating)
-    return alike and is_real and aval.size >= _MANY and explicit_sharding(aval) is None
+    return alike and aval.size >= _MANY and explicit_sharding(aval) is None
 
 
-def _unknown_one(leaves: Sequence[Array]) -> Float[Array, ""]:
-    """A one, of which a compiler does not know: for all it knows, the product of a number
-    and zero may be one."""
+def _never(leaves: Sequence[Array]) -> Bool[Array, ""]:
+    """What is false, though a compiler does not know: for all it knows, the product of a
+    number and zero may be one."""
     number = jnp.ravel(min(filter(jnp.size, leaves), key=jnp.size))[0]
-    return 1 + (number * 0 == 1).astype(float)
+    return number * 0 == 1
 
 
-def _add(a: Array, b: Array, one: Array) -> Array:
+def _add(a: Array, b: Array, never: Array) -> Array:
     return a + b
 
 
-def _sum_of(ct: Tangent, a: Any, b: Any, one: Array) -> list[Tangent]:
-    """The transpose of a sum."""
-    ct = ct if is_zero(ct) else once_p.bind(ct, one)
+def _sum_transposed(ct: Tangent, a: Any, b: Any, never: Array) -> list[Tangent]:
+    ct = ct if is_zero(ct) else once_p.bind(ct, never)
     return [ct, ct, None]
 
 
-def _divided(x: Array, one: Array) -> Array:
-    return x / one.astype(x.dtype)
+def _through_loop(x: Array, never: Array) -> Array:
+    enters = lambda carry: carry[1]
+    leave = lambda carry: (2 * carry[0], jnp.zeros_like(never))
+    return jax.lax.while_loop(enters, leave, (x, never))[0]
 
 
-def _first(x: Any, one: Any) -> Any:
+def _first(x: Any, never: Any) -> Any:
     return x
 
 
 def _derivative(
     primals: Sequence[Array], tangents: Sequence[Tangent]
 ) -> tuple[Array, Tangent]:
-    (x, one), (tangent, _) = primals, tangents
-    tangent = tangent if is_zero(tangent) else once_p.bind(tangent, one)
-    return once_p.bind(x, one), tangent
+    (x, never), (tangent, _) = primals, tangents
+    tangent = tangent if is_zero(tangent) else once_p.bind(tangent, never)
+    return once_p.bind(x, never), tangent
 
 
 def _batched(operands: Sequence[Array], dims: Sequence[int | None]) -> tuple[Array, Any]:
-    """Over an axis along which the one is different, nothing is divided."""
-    (x, one), (axis, of_one) = operands, dims
-    return (once_p.bind(x, one) if of_one is None else x), axis
+    """Over an axis along which models are different, nothing goes through a loop."""
+    (x, never), (axis, of_never) = operands, dims
+    return (once_p.bind(x, never) if of_never is None else x), axis
 
 
-set_values(sum_p, _add, lambda a, b, one: a)
-set_transpose(sum_p, _sum_of)
+set_values(sum_p, _add, lambda a, b, never: a)
+set_transpose(sum_p, _sum_transposed)
 set_values(once_p, _first, _first)
-set_lowering(once_p, _divided, "cpu")
+set_lowering(once_p, _through_loop, "cpu")
 set_jvp(once_p, _derivative)
-set_transpose(once_p, lambda ct, x, one: [once_p.bind(ct, one), None])
+set_transpose(once_p, lambda ct, x, never: [once_p.bind(ct, never), None])
 set_simple_batching(once_p, _batched)
