@@ -113,18 +113,18 @@ def test_inner_products(sizes, dtype, elsewhere):
     shapes = [sizes, *[[n, 7] for n in sizes], [5, 2**14]]
     a = [normal(*shape, seed=i).astype(dtype) for i, shape in enumerate(shapes)]
     b = [normal(*shape, seed=9 + i).astype(dtype) for i, shape in enumerate(shapes)]
-    each = [np.sum(np.asarray(x, float) * y) for x, y in zip(a, b, strict=True)]
-    length = np.sqrt(sum(np.sum(np.square(x, dtype=float)) for x in a))
+    pairs = [(np.asarray(x, float), np.asarray(y, float)) for x, y in zip(a, b)]
+    product = sum(np.sum(x * y) for x, y in pairs)
+    length = np.sqrt(sum(np.sum(x**2) for x, _ in pairs))
     close = 1e-6 if dtype == jnp.float32 else 1e-13
     dot, norm = jax.jit(_misc.tree_dot), jax.jit(_misc.tree_norm)
     scales = jnp.array([2.0, -1.0], dtype)
     both = jax.jit(_misc.squared_norm_of_sum)
-    added = [2 * np.asarray(x, float) - y for x, y in zip(a, b, strict=True)]
-    squares = sum(np.sum(x**2) for x in added)
+    squares = sum(np.sum((2 * x - y) ** 2) for x, y in pairs)
     for way in (lambda: None, elsewhere):
         way()
         jax.clear_caches()
-        assert abs(dot(a, b) - sum(each)) < close * length**2
+        assert abs(dot(a, b) - product) < close * length**2
         np.testing.assert_allclose(norm(a), length, rtol=close)
         got = both(scales[0], a, scales[1], b)
         np.testing.assert_allclose(got, squares, rtol=close)
