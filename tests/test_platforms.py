@@ -124,7 +124,7 @@ def test_inner_products(sizes, dtype, elsewhere):
     for way in (lambda: None, elsewhere):
         way()
         jax.clear_caches()
-        assert abs(dot(a, b) - product) < close * length**2
+        assert abs(float(dot(a, b)) - product) < close * length**2
         np.testing.assert_allclose(norm(a), length, rtol=close)
         got = both(scales[0], a, scales[1], b)
         np.testing.assert_allclose(got, squares, rtol=close)
