@@ -61,27 +61,27 @@ def with_sums_once(pushforward: Callable, tangents: PyTree[Array]) -> Callable:
     sums = _shared_sums(jaxpr)
     if not sums:
         return pushforward
-    never = jaxpr.invars[0]
-    eqns = [
-        eqn.replace(primitive=sum_p, invars=[*eqn.invars, never]) if eqn in sums else eqn
-        for eqn in jaxpr.eqns
-    ]
-    jaxpr, never = jaxpr.replace(eqns=eqns), _never(leaves)
+
+    def ours(eqn):
+        if id(eqn) not in sums:
+            return eqn
+        return eqn.replace(primitive=sum_p, invars=[*eqn.invars, jaxpr.invars[0]])
+
+    changed, never = jaxpr.replace(eqns=list(map(ours, jaxpr.eqns))), _never(leaves)
 
     def wrapped(tangents):
-        found = eval_jaxpr(jaxpr, closed.consts, never, *jtu.tree_leaves(tangents))
+        found = eval_jaxpr(changed, closed.consts, never, *jtu.tree_leaves(tangents))
         return jtu.tree_unflatten(structure[0], found)
 
     return wrapped
 
 
-def _shared_sums(jaxpr: Jaxpr) -> list[Equation]:
-    """The sums of tangents that more than one equation reads."""
-    sums = [eqn for eqn in jaxpr.eqns if _is_sum(eqn)]
-    if not sums:
-        return []
+def _shared_sums(jaxpr: Jaxpr) -> set[int]:
+    """Which equations are sums of tangents that are read more than once, by their
+    `id`."""
+    sums = list(filter(_is_sum, jaxpr.eqns))
     readers = Counter(id(atom) for eqn in jaxpr.eqns for atom in eqn.invars)
-    return [eqn for eqn in sums if readers[id(eqn.outvars[0])] > 1]
+    return {id(eqn) for eqn in sums if readers[id(eqn.outvars[0])] > 1}
 
 
 def _is_sum(eqn: Equation) -> bool:
