@@ -185,9 +185,17 @@ def _in_a_row(arrays: Sequence[Array]) -> Array:
 def later(tree: PyTree, known: Array) -> PyTree:
     """`tree`, of which a compiler computes nothing before it has what is `known`: all
     numbers are multiplied by a one that it believes to depend on that. (If the numbers
-    themselves did, a GPU would copy them.)"""
-    one, _ = jax.lax.optimization_barrier((jnp.ones(()), known))
-    return jtu.tree_map(lambda x: x * one.astype(x.dtype), tree)
+    themselves did, a GPU would copy them. A CPU stores the product, and is left alone.)
+    """
+
+    def multiplied(leaves):
+        one, _ = jax.lax.optimization_barrier((jnp.ones(()), known))
+        return [x * one.astype(x.dtype) for x in leaves]
+
+    leaves, treedef = jtu.tree_flatten(tree)
+    same = lambda leaves: leaves
+    leaves = jax.lax.platform_dependent(leaves, cpu=same, default=multiplied)
+    return treedef.unflatten(leaves)
 
 
 def tree_where(pred: Bool[Array, ""], true: PyTree, false: PyTree) -> PyTree:
