@@ -14,6 +14,7 @@ from .helpers import normal
 
 
 WIDTH = 64
+KEY = jax.random.key(0)
 
 
 class Residual(eqx.Module):
@@ -141,7 +142,7 @@ def loss_fn(model, x, y):
     return kfac.SquaredError(jax.vmap(model)(x), y)
 
 
-def trained(number_of_steps=5, around=lambda step: step, **choices):
+def trained(number_of_steps=5, **choices):
     model = kfac.convert(Residual(4))
     optimizer = kfac.KFAC()
     state = optimizer.init(model)
@@ -168,9 +169,6 @@ def test_steps(choices, monkeypatch):
     assert number(lambda key: eqx.filter(step(*args, key), eqx.is_array), KEY) == 0
     assert near(got, want, 1e-9)
     assert not near(got, trained(4, **choices)[0], 1e-9)
-
-
-KEY = jax.random.key(0)
 
 
 def test_ensembles():

@@ -38,19 +38,12 @@ def channels_last(fn: Callable) -> Callable:
     """A function of arrays, each convolution of which has its channels last on CPUs."""
 
     def wrapped(*args):
-        structure = []
-
-        def leaves(*args):
-            found, treedef = jtu.tree_flatten(fn(*args))
-            structure[:] = [treedef]  # A traced function can only return arrays.
-            return found
-
-        closed = jax.make_jaxpr(leaves)(*args)
+        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         jaxpr = replaced(closed.jaxpr, _ours)
         results = eval_jaxpr(jaxpr, closed.consts, *jtu.tree_leaves(args))
         # A result that does not depend on anything is written into the jaxpr as a number.
         arrays = [r if isinstance(r, jax.Array) else jnp.asarray(r) for r in results]
-        return jtu.tree_unflatten(structure[0], arrays)
+        return jtu.tree_structure(shapes).unflatten(arrays)
 
     return wrapped
 

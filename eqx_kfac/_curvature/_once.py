@@ -46,17 +46,11 @@ def with_sums_once(pushforward: Callable, tangents: PyTree[Array]) -> Callable:
     """A linear function of trees like `tangents`, to be transposed: the same function,
     but cotangents of sums in it that are used several times are computed once. Sums
     inside of loops and branches are left as they are."""
-    leaves, treedef = jtu.tree_flatten(tangents)
-    structure = []
-
-    def flat(never, *leaves):
-        found, out = jtu.tree_flatten(pushforward(treedef.unflatten(leaves)))
-        structure[:] = [out]  # A traced function can only return arrays.
-        return found
-
+    leaves = jtu.tree_leaves(tangents)
     if any(explicit_sharding(jax.typeof(leaf)) is not None for leaf in leaves):
         return pushforward
-    closed = jax.make_jaxpr(flat)(jnp.zeros((), bool), *leaves)
+    traced = jax.make_jaxpr(lambda _, tangents: pushforward(tangents), return_shape=True)
+    closed, shapes = traced(jnp.zeros((), bool), tangents)
     jaxpr = closed.jaxpr
     sums = _shared_sums(jaxpr)
     if not sums:
@@ -71,7 +65,7 @@ def with_sums_once(pushforward: Callable, tangents: PyTree[Array]) -> Callable:
 
     def wrapped(tangents):
         found = eval_jaxpr(changed, closed.consts, never, *jtu.tree_leaves(tangents))
-        return jtu.tree_unflatten(structure[0], found)
+        return jtu.tree_structure(shapes).unflatten(found)
 
     return wrapped
 
