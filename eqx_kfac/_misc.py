@@ -57,30 +57,45 @@ def moment(
     return out.astype(like.dtype)
 
 
-def number_of_parts(examples: int, size: int, most: int) -> int:
-    """Into how many equal parts examples of `size` numbers in all are divided, so that a
-    part has no more than `most` numbers, or nearly so."""
-    numbers = [n for n in range(1, examples + 1) if examples % n == 0]
-    return next((n for n in numbers if size <= n * most), examples)
-
-
 def summed_in_parts(
+    fn: Callable,
+    rows: PyTree[Array],
+    stack: int,
+    size: int,
+    most: tuple[int, int],
+    like: PyTree[Like],
+) -> PyTree[Array]:
+    """`fn(*rows)`, which is a sum over examples, and writes out `size` numbers for all of
+    these: from equal parts of the examples, one after the other, so that there are no
+    more than `most` numbers at a time (on a CPU, elsewhere), or nearly so."""
+    examples = jtu.tree_leaves(rows)[0].shape[stack]
+    divisors = [n for n in range(1, examples + 1) if examples % n == 0]
+    cpu, elsewhere = (
+        next((n for n in divisors if size <= n * limit), examples) for limit in most
+    )
+    of = lambda number: lambda rows: _summed(fn, rows, stack, number, like)
+    if cpu == elsewhere:
+        return of(cpu)(rows)
+    return jax.lax.platform_dependent(rows, cpu=of(cpu), default=of(elsewhere))
+
+
+def _summed(
     fn: Callable, rows: PyTree[Array], stack: int, number: int, like: PyTree[Like]
 ) -> PyTree[Array]:
-    """`fn(*rows)`, which is a sum over examples, from so many parts of these, one after
-    the other. Every n-th example is in a part, so that an axis that is split over devices
-    stays split."""
+    """`fn(*rows)` from so many parts. Every n-th example is in a part, so that an axis
+    that is split over devices stays split."""
     if number == 1:
         return fn(*rows)
+    axis = stack + 1
+    split = lambda a: a.reshape(*a.shape[:stack], -1, number, *a.shape[axis:])
+    rows = jtu.tree_map(split, rows)
 
-    def split(a):
-        a = a.reshape(*a.shape[:stack], -1, number, *a.shape[stack + 1 :])
-        return jnp.moveaxis(a, stack + 1, 0)
+    def add(total, i):
+        # Taken where they are: a loop over a first axis would move that axis first.
+        one = lambda a: jax.lax.dynamic_index_in_dim(a, i, axis, keepdims=False)
+        return jtu.tree_map(jnp.add, total, fn(*jtu.tree_map(one, rows))), None
 
-    def add(total, part):
-        return jtu.tree_map(jnp.add, total, fn(*part)), None
-
-    return jax.lax.scan(add, zeros_of(like), jtu.tree_map(split, rows))[0]
+    return jax.lax.scan(add, zeros_of(like), jnp.arange(number))[0]
 
 
 def draw(

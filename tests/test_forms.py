@@ -417,8 +417,8 @@ def test_patches_in_several_parts(platform, most, monkeypatch):
     weights = np.arange(len(x), dtype=float)
     rows = patches(case.layer, x)
     head = random_head(case.layer.out_channels * rows.shape[1])
-    name = "_PATCHES_ON_CPU" if platform == "cpu" else "_PATCHES"
-    monkeypatch.setattr(kfac.form._inputs, name, most)
+    most = (most, 2**24) if platform == "cpu" else (2**18, most)
+    monkeypatch.setattr(kfac.form._inputs, "MOST_PATCHES", most)
     take = lambda *args, **ways: ways[platform](*args)
     monkeypatch.setattr(jax.lax, "platform_dependent", take)
     layers = {"expand": kfac.convert(case.layer, BLOCKS["expand"])}

@@ -432,9 +432,26 @@ def test_examples_one_after_the_other(name, monkeypatch):
     x = tokens(6, 7)
     want = [factors_of(pooled, model, x) for model in models]
     for most in (1, 150):
-        monkeypatch.setattr("eqx_kfac._block._joint.MOST", most)
+        monkeypatch.setattr("eqx_kfac._block._joint.MOST", (most, most))
         jax.clear_caches()
         for model, (other,) in zip(models, want, strict=True):
             (found,) = factors_of(pooled, model, x)
             close(found.input_factor, other.input_factor)
             close(found.output_factor, other.output_factor)
+
+
+def test_less_at_once_on_a_cpu():
+    """What stays in its cache; on an accelerator, every part is several kernels."""
+    model = kfac.convert(eqx.nn.Conv2d(8, 16, 3, padding=1, key=KEY))
+
+    def loss_fn(model, x):
+        outputs = jnp.mean(jax.vmap(model)(x), axis=(2, 3))
+        return kfac.SquaredError(outputs, jnp.zeros_like(outputs))
+
+    @eqx.filter_jit
+    def factors(model, x, key):
+        return kfac.curvature(loss_fn)(model, x, key=key)
+
+    traced = jax.jit(factors).trace(model, jnp.ones((64, 8, 32, 32)), KEY)
+    loops = lambda name: "while" in traced.lower(lowering_platforms=(name,)).as_text()
+    assert loops("cpu") and not loops("cuda") and not loops("tpu")

@@ -1,19 +1,18 @@
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._custom_types import Like
 from .._devices import explicit_sharding, gathered, zeros_of
-from .._misc import moment, number_of_parts, summed_in_parts, trailing
+from .._misc import accumulator, moment, summed_in_parts, trailing
 from .._operator import matmul
 from ..form import Rows
 from ._collector import Statistics
-from ._gradients import by_example, Squares
+from ._gradients import by_example, Columns, Squares
 from ._kronecker_factors import KroneckerFactors
-from ._sums import inverse_or_zero
+from ._sums import bordered, inverse_or_zero
 from ._tnt import TNT
 
 
@@ -31,29 +30,16 @@ class JointRows(TNT):
         return dict(super().shapes(d_out, d_in), g_norms=(), norms=())
 
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
+        columns, like = slots.inputs, slots.outputs.squares
+
         def of(x, g):
-            return self._sums(rows._replace(x=x, g=g), slots)
+            return Examples.of(rows._replace(x=x, g=g), columns).sums(like)
 
         # Patches and gradients, written out, may take many times the memory of the rows.
-        number, like = _parts(rows), slots.outputs.squares
-        sums = summed_in_parts(of, (rows.x, rows.g), rows.stack, number, like)
-        return Statistics(zeros_of(slots.inputs), Squares(None, sums))
-
-    def _sums(self, rows: Rows, slots: Statistics) -> dict[str, Any]:
-        like, stack = slots.outputs.squares, rows.stack
-        x = slots.inputs.inputs(rows)
-        # All of an example's positions are where the example is.
-        g, x = (gathered(a, stack + 1) for a in (rows.g.astype(x.dtype), x))
-        g, x = by_example(g, stack, 1), by_example(x, stack, 1)
-        if _is_less_by_pairs(g.shape[-2], g.shape[-1], x.shape[-1]):
-            moments = _by_pairs(g, x, stack, like)
-        else:
-            moments = self.moments(matmul(g.mT, x), stack, like)
-        g_norms, x_norms = jnp.sum(g**2, axis=-1), jnp.sum(x**2, axis=-1)
-        norms = dict(g_norms=g_norms, norms=g_norms * x_norms)
-        over = lambda name: jnp.sum(norms[name], axis=(-2, -1), dtype=like[name].dtype)
-        sums = {name: over(name) for name in norms}
-        return {**moments, **sums}
+        parts = (rows.x, rows.g), rows.stack, _size(rows), MOST, like
+        return Statistics(
+            zeros_of(slots.inputs), Squares(None, summed_in_parts(of, *parts))
+        )
 
     def factors(
         self, statistics: Statistics, count: Array, l2: Array
@@ -69,15 +55,17 @@ class JointRows(TNT):
         )
 
 
-MOST = 2**24  # Numbers that are written out at the same time.
+# How many numbers are written out at the same time, on a CPU (whose allocator, moreover,
+# keeps no more than 32 megabytes for the next step), and elsewhere.
+MOST = 2**20, 2**24
 
 
-def _parts(rows: Rows) -> int:
-    """Into how many parts the examples are divided so that what is written out of one
-    part has no more than `MOST` numbers, or nearly so."""
+def _size(rows: Rows) -> int:
+    """How many numbers are written out of all examples, at least; none if these are not
+    to be divided."""
     stack = rows.stack
     if explicit_sharding(jax.typeof(rows.g)) is not None:
-        return 1
+        return 0
     x = jax.eval_shape(lambda x: x.vectors(), rows.x)
     positions = math.prod(rows.g.shape[stack + 1 : -1])
     d_out, d_in = rows.g.shape[-1], x.shape[-1] + 1
@@ -85,8 +73,7 @@ def _parts(rows: Rows) -> int:
         most = positions * max(d_in, d_out, positions)
     else:
         most = d_in * max(d_out, positions)
-    size = math.prod(rows.g.shape[: stack + 1]) * most
-    return number_of_parts(rows.g.shape[stack], size, MOST)
+    return math.prod(rows.g.shape[: stack + 1]) * most
 
 
 def _is_less_by_pairs(positions: int, d_out: int, d_in: int) -> bool:
@@ -96,18 +83,83 @@ def _is_less_by_pairs(positions: int, d_out: int, d_in: int) -> bool:
     return pairs < d_out * d_in * (positions + d_out + d_in)
 
 
-def _by_pairs(
-    g: Float[Array, "*stack examples positions d_out"],
-    x: Float[Array, "*stack examples positions d_in"],
-    stack: int,
-    like: Like,
-) -> dict[str, Any]:
-    r"""$\sum_n \nabla_n \nabla_n^\top = \sum_n g_n^\top (x_n x_n^\top) g_n$ with the rows
-    of an example as matrices $g_n$ and $x_n$, and the same with both exchanged. (Where
-    positions cancel, rounding is relative to what cancels.)"""
+class Examples(NamedTuple):
+    r"""The rows of examples, as matrices $g_n$ and $\bar x_n$. (None of them is a
+    derivative: these are never taken jointly.)
 
-    def of(a, b, like):
-        found = moment(matmul(matmul(b, b.mT), a), a, stack, like)
-        return (found + found.mT) / 2
+    **Fields:**
 
-    return dict(left=of(g, x, like["left"]), right=of(x, g, like["right"]))
+    - `ones`: whether $\bar x_n$ has a column of ones beside `x`, which is never written
+        down.
+    - `squares`: $\lVert \bar x \rVert^2$ of every row.
+    """
+
+    g: Float[Array, "*stack examples positions d_out"]
+    x: Float[Array, "*stack examples positions d_in"]
+    ones: bool
+    squares: Float[Array, "*stack examples positions"]
+
+    @classmethod
+    def of(cls, rows: Rows, columns: Columns) -> "Examples":
+        def matrices(a):
+            # All of an example's positions are where the example is.
+            whole = gathered(a.astype(accumulator(rows.g.dtype)), rows.stack + 1)
+            return by_example(whole, rows.stack, 1)
+
+        g = matrices(rows.g)
+        if columns.weight is None:
+            return cls(g, jnp.ones_like(g[..., :1]), False, jnp.ones_like(g[..., 0]))
+        x, squares = matrices(rows.x.vectors()), matrices(rows.x.sizes()[..., None])
+        ones = columns.bias is not None
+        return cls(g, x, ones, squares[..., 0] + (1 if ones else 0))
+
+    @property
+    def stack(self) -> int:
+        """How many axes there are before the examples."""
+        return self.g.ndim - 3
+
+    def sums(self, like: dict[str, Any]) -> dict[str, Any]:
+        """What is collected of them, of the shapes `like`."""
+        positions, d_out = self.g.shape[-2:]
+        d_in = self.x.shape[-1] + self.ones
+        if _is_less_by_pairs(positions, d_out, d_in):
+            sums = self._by_pairs(like)
+        else:
+            sums = self._by_gradients(like)
+        return {name: a.astype(like[name].dtype) for name, a in sums.items()}
+
+    def _by_gradients(self, like: dict[str, Any]) -> dict[str, Any]:
+        g, x, ones, squares = self
+        gradients = matmul(g.mT, x)
+        if ones:
+            bias = jnp.sum(g, axis=-2)[..., None]
+            gradients = jnp.concatenate([gradients, bias], axis=-1)
+        moments = TNT().moments(gradients, self.stack, like)
+        squares_g = jnp.sum(g**2, axis=-1)
+        of_rows = dict(g_norms=squares_g, norms=squares_g * squares)
+        norms = {name: jnp.sum(a, axis=(-2, -1)) for name, a in of_rows.items()}
+        return {**moments, **norms}
+
+    def _by_pairs(self, like: dict[str, Any]) -> dict[str, Any]:
+        r"""$\sum_n \nabla_n \nabla_n^\top = \sum_n g_n^\top (\bar x_n \bar
+        x_n^\top) g_n$, and the same with both exchanged. (Where positions cancel,
+        rounding is relative to what cancels.)"""
+        g, x, ones, _ = self
+        gg, xx = matmul(g, g.mT), matmul(x, x.mT) + (1 if ones else 0)
+
+        def of(weighted, a, like):
+            found = moment(weighted, a, self.stack, like)
+            return (found + found.mT) / 2
+
+        left = of(matmul(xx, g), g, like["left"])
+        weighted = matmul(gg, x)
+        right = of(weighted, x, like["right"])
+        if ones:
+            first, last = jnp.sum(weighted, axis=(-3, -2)), jnp.sum(gg, axis=(-3, -2, -1))
+            right = bordered(right, first, last)
+        squares = dict(g_norms=gg, norms=gg * xx)
+        norms = {
+            name: jnp.sum(jnp.trace(a, axis1=-2, axis2=-1), axis=-1)
+            for name, a in squares.items()
+        }
+        return dict(left=left, right=right, **norms)

@@ -15,7 +15,7 @@ from ._collector import filled_with_zeros, Statistics
 from ._joint import JointRows
 from ._kronecker_factors import KroneckerFactors
 from ._sharing import AbstractSharing, Joint
-from ._sums import inverse_or_zero, total_weight
+from ._sums import bordered, inverse_or_zero, total_weight
 
 
 class InputMoments(NamedTuple):
@@ -338,11 +338,4 @@ def _homogeneous(moments: InputMoments) -> Float[Array, "..."]:
         return moments.second
     if moments.first is None:  # Only the diagonal is kept.
         return jnp.concatenate([moments.second, moments.ones[..., None]], axis=-1)
-    # The matrix [[second, first], [first', ones]]. XLA fuses a padding and two selections
-    # with what comes next, while blocks written side by side are copied.
-    last = jnp.concatenate([moments.first, moments.ones[..., None]], axis=-1)
-    stack, size = last.ndim - 1, last.shape[-1]
-    second = jnp.pad(moments.second, [(0, 0)] * stack + [(0, 1), (0, 1)])
-    is_last = (jnp.arange(size) == size - 1).reshape(*[1] * stack, size)
-    rows = jnp.where(is_last[..., None, :], last[..., :, None], second)
-    return jnp.where(is_last[..., :, None], last[..., None, :], rows)
+    return bordered(moments.second, moments.first, moments.ones)

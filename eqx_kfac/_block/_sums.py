@@ -28,3 +28,20 @@ def total_weight(
     w = jnp.broadcast_to(trailing(weights, g)[..., 0], g.shape[:-1])
     axes = tuple(range(stack, w.ndim))
     return jnp.sum(w, axis=axes, dtype=like.dtype)
+
+
+def bordered(
+    second: Float[Array, "*stack d d"],
+    first: Float[Array, "*stack d"],
+    ones: Float[Array, "*stack"],
+) -> Float[Array, "*stack d+1 d+1"]:
+    r"""The moments of $[x; 1]$, given those of $x$: the matrix with the blocks `second`
+    and `ones` on its diagonal, and `first` beside these."""
+    # XLA fuses a padding and two selections with what comes next, while blocks written
+    # side by side are copied.
+    last = jnp.concatenate([first, ones[..., None]], axis=-1)
+    stack, size = last.ndim - 1, last.shape[-1]
+    second = jnp.pad(second, [(0, 0)] * stack + [(0, 1), (0, 1)])
+    is_last = (jnp.arange(size) == size - 1).reshape(*[1] * stack, size)
+    rows = jnp.where(is_last[..., None, :], last[..., :, None], second)
+    return jnp.where(is_last[..., :, None], last[..., None, :], rows)

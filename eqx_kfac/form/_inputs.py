@@ -13,13 +13,13 @@ from jaxtyping import Array, Inexact, Int
 
 from .._custom_types import Like, Weights
 from .._devices import explicit_sharding, over_stack
-from .._misc import accumulator, moment, number_of_parts, summed_in_parts, trailing
+from .._misc import accumulator, moment, summed_in_parts, trailing
 from .._module import PlainModule
 
 
 # How many numbers of patches are written out at once: what fits into a CPU's cache, and
 # what keeps a GPU busy for longer than it takes to start it.
-_PATCHES_ON_CPU, _PATCHES = 2**18, 2**24
+MOST_PATCHES = 2**18, 2**24
 
 
 class AbstractInputs(PlainModule):
@@ -228,33 +228,22 @@ class Patches(AbstractInputs):
         return jnp.sum(weighted(sums, weights), axis=axes, dtype=like.dtype)
 
     def second(self, weights: Weights, stack: int, like: Like) -> Inexact[Array, "..."]:
-        cpu, elsewhere = (
-            self._pieces(stack, most) for most in (_PATCHES_ON_CPU, _PATCHES)
-        )
-        of = lambda number: lambda: self._second(weights, stack, like, number)
-        if cpu == elsewhere:
-            return of(cpu)()
-        return jax.lax.platform_dependent(cpu=of(cpu), default=of(elsewhere))
-
-    def _second(self, weights: Weights, stack: int, like: Like, number: int) -> Array:
-        """From so many parts of the examples."""
-
         # Patches take as many times the memory of the input as the kernel has entries,
         # and are used once.
         def of(x, w):
             return Vectors(Patches(x, self.window).vectors()).second(w, stack, like)
 
-        return summed_in_parts(of, (self.x, weights), stack, number, like)
+        rows, size = (self.x, weights), self._size(stack)
+        return summed_in_parts(of, rows, stack, size, MOST_PATCHES, like)
 
-    def _pieces(self, stack: int, most: int) -> int:
-        """Into how many parts the examples are divided so that the patches of one part
-        have `most` numbers, or nearly so."""
+    def _size(self, stack: int) -> int:
+        """How many numbers are written out of all examples; none if these are not to be
+        divided."""
         if self.lead == stack or explicit_sharding(jax.typeof(self.x)) is not None:
-            return 1
+            return 0
         places = self.window.positions(self.x.shape[self.lead + 1 :])
         entries = self.x.shape[self.lead] * math.prod(self.window.kernel)
-        size = math.prod(self.x.shape[: self.lead] + places) * entries
-        return number_of_parts(self.x.shape[stack], size, most)
+        return math.prod(self.x.shape[: self.lead] + places) * entries
 
     def vectors(self) -> Inexact[Array, "*rows d_in"]:
         return jnp.moveaxis(self._flat(self.window.unfold(self.x)), self.lead, -1)
