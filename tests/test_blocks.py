@@ -592,9 +592,14 @@ def test_newton_schulz(condition, dtype):
     M = spd(condition).astype(dtype)
     inverse, warm, cold, *again = newton_schulz(jnp.asarray(M))
     want = np.linalg.inv(np.asarray(M, np.float64))
-    rounding = 20 * condition * jnp.finfo(dtype).eps
+    eps = jnp.finfo(dtype).eps
+    rounding = 20 * condition * eps
+    # An iterate is chosen by its residual, which symmetrising has left with an error that
+    # grows as the square of the condition number: on some machines, the third iterate
+    # looks no better than the second, whose error is 0.01^4.
+    third = max(1e-9, rounding, 1e-3 * condition**2 * eps)
     is_refused = lambda a: bool(np.isnan(a).all())
-    expected = [(inverse, want, rounding), (warm, want / 1.01, max(1e-9, rounding))]
+    expected = [(inverse, want, rounding), (warm, want / 1.01, third)]
     for got, near, most in (*expected, *((a, want, rounding) for a in again)):
         assert error(got, near) < most or (rounding > 1 and is_refused(got))
     # Three iterations from nothing are not enough.
