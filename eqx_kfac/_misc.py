@@ -73,6 +73,10 @@ def summed_in_parts(
     cpu, elsewhere = (
         next((n for n in divisors if size <= n * limit), examples) for limit in most
     )
+    if 4 * size < cpu * most[0]:
+        # There is no number near the one that is wanted: 127 examples would be taken one
+        # by one, which takes longer than if they leave the cache.
+        cpu = elsewhere
     of = lambda number: lambda rows: _summed(fn, rows, stack, number, like)
     if cpu == elsewhere:
         return of(cpu)(rows)

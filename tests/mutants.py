@@ -130,6 +130,7 @@ MUTANTS = [
     M("_misc.py", "return jtu.tree_map(jnp.add, total, fn(*jtu.tree_map(one, rows))), None", "return fn(*jtu.tree_map(one, rows)), None", "forms"),
     M("form/_inputs.py", "= 2**18, 2**24", "= 2**18, 2**18", "forms"),
     M("_misc.py", "cpu=of(cpu), default=of(elsewhere)", "cpu=of(elsewhere), default=of(cpu)", "forms joint"),
+    M("_misc.py", "if 4 * size < cpu * most[0]:", "if False:", "forms"),
     M("_block/_joint.py", "MOST = 2**20, 2**24", "MOST = 2**24, 2**24", "joint"),
     M("form/_inputs.py", "for offset in range(0, k * d, d):", "for offset in reversed(range(0, k * d, d)):", "forms"),
     M("form/_convolution.py", "x = jnp.pad(x, [*none, *widths], _modes[self.mode])", "x = jnp.pad(x, [*none, *widths])", "forms"),

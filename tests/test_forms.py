@@ -432,14 +432,18 @@ def test_patches_in_several_parts(platform, most, monkeypatch):
 
 
 def test_more_patches_at_once_on_accelerators():
-    """A loop over parts that fit into a CPU's cache would be hundreds of kernels."""
-    inputs = kfac.form.Patches(
-        jnp.ones((64, 8, 32, 32)), kfac.form.Window((3, 3), (1, 1), (1, 1))
-    )
+    """A loop over parts that fit into a CPU's cache would be hundreds of kernels. And one
+    over single examples takes longer on a CPU, too, if no other number divides them."""
+    window = kfac.form.Window((3, 3), (1, 1), (1, 1))
     like = jax.ShapeDtypeStruct((72, 72), jnp.float64)
-    traced = jax.jit(lambda: inputs.second(None, 0, like)).trace()
-    loops = lambda name: "while" in traced.lower(lowering_platforms=(name,)).as_text()
+
+    def loops(platform, examples=64):
+        inputs = kfac.form.Patches(jnp.ones((examples, 8, 32, 32)), window)
+        traced = jax.jit(lambda: inputs.second(None, 0, like)).trace()
+        return "while" in traced.lower(lowering_platforms=(platform,)).as_text()
+
     assert loops("cpu") and not loops("cuda") and not loops("tpu")
+    assert not loops("cpu", 61)
 
 
 #
