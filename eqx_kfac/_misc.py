@@ -67,8 +67,12 @@ def summed_in_parts(
 ) -> PyTree[Array]:
     """`fn(*rows)`, which is a sum over examples, and writes out `size` numbers for all of
     these: from equal parts of the examples, one after the other, so that there are no
-    more than `most` numbers at a time (on a CPU, elsewhere), or nearly so."""
-    examples = jtu.tree_leaves(rows)[0].shape[stack]
+    more than `most` numbers at a time (on a CPU, elsewhere), or nearly so. Examples on an
+    explicit mesh, whose axes are not reshaped, are not divided."""
+    leaves = jtu.tree_leaves(rows)
+    if any(explicit_sharding(jax.typeof(leaf)) is not None for leaf in leaves):
+        return fn(*rows)
+    examples = leaves[0].shape[stack]
     divisors = [n for n in range(1, examples + 1) if examples % n == 0]
     cpu, elsewhere = (
         next((n for n in divisors if size <= n * limit), examples) for limit in most

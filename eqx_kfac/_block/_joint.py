@@ -5,14 +5,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._devices import explicit_sharding, gathered, zeros_of
+from .._devices import gathered, zeros_of
 from .._misc import accumulator, moment, summed_in_parts, trailing
 from .._operator import matmul
 from ..form import Rows
 from ._collector import Statistics
 from ._gradients import by_example, Columns, Squares
 from ._kronecker_factors import KroneckerFactors
-from ._sums import bordered, inverse_or_zero
+from ._sums import bordered, inverse_or_zero, squared_norms
 from ._tnt import TNT
 
 
@@ -61,11 +61,8 @@ MOST = 2**20, 2**24
 
 
 def _size(rows: Rows) -> int:
-    """How many numbers are written out of all examples, at least; none if these are not
-    to be divided."""
+    """How many numbers are written out of all examples, at least."""
     stack = rows.stack
-    if explicit_sharding(jax.typeof(rows.g)) is not None:
-        return 0
     x = jax.eval_shape(lambda x: x.vectors(), rows.x)
     positions = math.prod(rows.g.shape[stack + 1 : -1])
     d_out, d_in = rows.g.shape[-1], x.shape[-1] + 1
@@ -89,29 +86,30 @@ class Examples(NamedTuple):
 
     **Fields:**
 
-    - `ones`: whether $\bar x_n$ has a column of ones beside `x`, which is never written
-        down.
+    - `ones`: how many columns of ones $\bar x_n$ has beside `x`: none, or one, which is
+        never written down.
     - `squares`: $\lVert \bar x \rVert^2$ of every row.
     """
 
     g: Float[Array, "*stack examples positions d_out"]
     x: Float[Array, "*stack examples positions d_in"]
-    ones: bool
+    ones: int
     squares: Float[Array, "*stack examples positions"]
 
     @classmethod
     def of(cls, rows: Rows, columns: Columns) -> "Examples":
+        dtype = accumulator(rows.g.dtype)
+        weight, bias = columns.weight is not None, columns.bias is not None
+
         def matrices(a):
             # All of an example's positions are where the example is.
-            whole = gathered(a.astype(accumulator(rows.g.dtype)), rows.stack + 1)
+            whole = gathered(a.astype(dtype), rows.stack + 1)
             return by_example(whole, rows.stack, 1)
 
         g = matrices(rows.g)
-        if columns.weight is None:
-            return cls(g, jnp.ones_like(g[..., :1]), False, jnp.ones_like(g[..., 0]))
-        x, squares = matrices(rows.x.vectors()), matrices(rows.x.sizes()[..., None])
-        ones = columns.bias is not None
-        return cls(g, x, ones, squares[..., 0] + (1 if ones else 0))
+        x = matrices(rows.x.vectors()) if weight else jnp.ones_like(g[..., :1])
+        squares = squared_norms(rows, weight, bias, dtype)
+        return cls(g, x, int(weight and bias), matrices(squares[..., None])[..., 0])
 
     @property
     def stack(self) -> int:
@@ -145,7 +143,7 @@ class Examples(NamedTuple):
         x_n^\top) g_n$, and the same with both exchanged. (Where positions cancel,
         rounding is relative to what cancels.)"""
         g, x, ones, _ = self
-        gg, xx = matmul(g, g.mT), matmul(x, x.mT) + (1 if ones else 0)
+        gg, xx = matmul(g, g.mT), matmul(x, x.mT) + ones
 
         def of(weighted, a, like):
             found = moment(weighted, a, self.stack, like)

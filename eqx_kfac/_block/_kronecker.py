@@ -15,7 +15,7 @@ from ._collector import filled_with_zeros, Statistics
 from ._joint import JointRows
 from ._kronecker_factors import KroneckerFactors
 from ._sharing import AbstractSharing, Joint
-from ._sums import bordered, inverse_or_zero, total_weight
+from ._sums import bordered, inverse_or_zero, squared_norms, total_weight
 
 
 class InputMoments(NamedTuple):
@@ -226,7 +226,9 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
         if self.sharing.balanced:
             # Each side is weighted by the square of the other one: see `TensorNormal`.
             g = rows.g.astype(wanted.rows.dtype)
-            squared_x, squared_g = _squared_norms(rows, wanted), jnp.sum(g**2, axis=-1)
+            squared_g = jnp.sum(g**2, axis=-1)
+            parts = wanted.second is not None, wanted.ones is not None
+            squared_x = squared_norms(rows, *parts, g.dtype)
             return squared_x * squared_g, squared_g, squared_x
         weights = rows.weights
         if not rows.derivative:
@@ -317,16 +319,6 @@ def _as_one_product(*pairs: tuple[Array, Array], stack: int) -> tuple[Array, Arr
     for g, a in rest:
         G, A = G + trailing(trace(a), g) * g, A + trailing(trace(g), a) * a
     return G, A * trailing(inverse_or_zero(trace(G)), A)
-
-
-def _squared_norms(rows: Rows, wanted: InputMoments) -> Float[Array, "*rows"]:
-    r"""$\lVert \bar x \rVert^2$, where the ones of $\bar x$ count if there is a bias, and
-    $x$ if there is more than a bias."""
-    ones = jnp.ones_like(rows.g[..., 0], wanted.rows.dtype)
-    if wanted.second is None:
-        return ones
-    squares = rows.x.sizes().astype(ones.dtype)
-    return squares if wanted.ones is None or rows.derivative else squares + ones
 
 
 def _homogeneous(moments: InputMoments) -> Float[Array, "..."]:

@@ -3,10 +3,12 @@
 import math
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from .._custom_types import Like, Weights
 from .._misc import trailing
+from ..form import Rows
 
 
 def inverse_or_zero(number: Float[Array, "*stack"]) -> Float[Array, "*stack"]:
@@ -28,6 +30,18 @@ def total_weight(
     w = jnp.broadcast_to(trailing(weights, g)[..., 0], g.shape[:-1])
     axes = tuple(range(stack, w.ndim))
     return jnp.sum(w, axis=axes, dtype=like.dtype)
+
+
+def squared_norms(
+    rows: Rows, weight: bool, bias: bool, dtype: DTypeLike
+) -> Float[Array, "*rows"]:
+    r"""$\lVert \bar x \rVert^2$ of every row, where the ones of $\bar x$ count if there is
+    a `bias`, and $x$ if there is a `weight`."""
+    ones = jnp.ones_like(rows.g[..., 0], dtype)
+    if not weight:
+        return ones
+    squares = rows.x.sizes().astype(dtype)
+    return squares + ones if bias and not rows.derivative else squares
 
 
 def bordered(

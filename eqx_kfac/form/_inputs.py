@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Int
 
 from .._custom_types import Like, Weights
-from .._devices import explicit_sharding, over_stack
+from .._devices import over_stack
 from .._misc import accumulator, moment, summed_in_parts, trailing
 from .._module import PlainModule
 
@@ -237,9 +237,9 @@ class Patches(AbstractInputs):
         return summed_in_parts(of, rows, stack, size, MOST_PATCHES, like)
 
     def _size(self, stack: int) -> int:
-        """How many numbers are written out of all examples; none if these are not to be
-        divided."""
-        if self.lead == stack or explicit_sharding(jax.typeof(self.x)) is not None:
+        """How many numbers are written out of all examples; none if there is no axis of
+        these, to be divided."""
+        if self.lead == stack:
             return 0
         places = self.window.positions(self.x.shape[self.lead + 1 :])
         entries = self.x.shape[self.lead] * math.prod(self.window.kernel)
