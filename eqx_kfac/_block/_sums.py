@@ -35,8 +35,8 @@ def total_weight(
 def squared_norms(
     rows: Rows, weight: bool, bias: bool, dtype: DTypeLike
 ) -> Float[Array, "*rows"]:
-    r"""$\lVert \bar x \rVert^2$ of every row, where the ones of $\bar x$ count if there is
-    a `bias`, and $x$ if there is a `weight`."""
+    r"""$\lVert \bar x \rVert^2$ of every row, where the ones of $\bar x$ count if there
+    is a `bias`, and $x$ if there is a `weight`."""
     ones = jnp.ones_like(rows.g[..., 0], dtype)
     if not weight:
         return ones
