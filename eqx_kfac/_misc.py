@@ -321,11 +321,11 @@ def _added(xs: Sequence[Array], ys: Sequence[Array]) -> Shaped[Array, ""]:
 
 
 def _added_on_cpu(xs: Sequence[Array], ys: Sequence[Array]) -> Shaped[Array, ""]:
-    """The same for a CPU, whose routine for the product of two vectors adds one number at
-    a time. That for a product of matrices adds several: of the products of four parts
-    with each other, those of each with itself are wanted, and still it takes a quarter of
-    the time. Arrays of a megabyte or more are better multiplied number by number, by all
-    cores."""
+    """The sum of inner products for a CPU, whose routine for the product of two vectors
+    adds one number at a time. The routine for a product of matrices adds several: of the
+    products of four parts with each other, those of each with itself are wanted, and
+    still it takes a quarter of the time. Arrays of a megabyte or more are better
+    multiplied number by number, by all cores."""
     numbers, products = [], []
     for x, y in zip(xs, ys, strict=True):
         if x.size >= _FOR_ALL_CORES:

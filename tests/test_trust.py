@@ -30,7 +30,7 @@ def make_model(width=5, depth=1):
 
 @ft.cache
 def loss_of(scale):
-    """Of which the gradient is large against any of these constraints."""
+    """A loss whose gradient is large against any of these constraints."""
 
     def loss_fn(model, x, y):
         return scale * kfac.SquaredError(jax.vmap(model)(x), y)

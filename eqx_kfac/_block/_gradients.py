@@ -57,7 +57,7 @@ class AbstractGradientBlock(AbstractPerExampleBlock, AbstractCentredBlock):
     $\nabla_n = \sum_s g_{ns} \bar x_{ns}^\top$."""
 
     batch_axes: int = eqx.field(static=True, default=1)
-    # The cotangents are, and nothing else enters.
+    # The cotangents carry the weights already, and nothing else enters.
     weighted: bool = eqx.field(static=True, default=False, init=False, repr=False)
     mixes_positions: bool = eqx.field(static=True, default=True, init=False, repr=False)
     derivatives = True

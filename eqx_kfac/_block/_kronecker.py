@@ -59,7 +59,8 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
     d_\text{out}}$$
 
     with $R$ the rows that pass through the layer, $N$ the loss terms, and $g$ the
-    gradient at $z$ of the *sum* of the losses. [`eqx_kfac.Joint`][],
+    gradient at $z$ of the *sum* of the losses. This is so if each example has one row.
+    [`eqx_kfac.Joint`][] (the default),
     [`eqx_kfac.Expand`][] and [`eqx_kfac.Reduce`][] say what becomes of rows when a weight
     is shared over positions, [`eqx_kfac.TensorNormal`][] how much each of them counts.
 

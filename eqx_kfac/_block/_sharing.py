@@ -37,8 +37,8 @@ class Expand(AbstractSharing):
     $$A = \frac1R \sum_{n,s} \bar x_{ns} \bar x_{ns}^\top, \qquad
     G = \frac1N \sum_{n,s} g_{ns} g_{ns}^\top$$
 
-    Exact for deep linear networks with a loss term at every position (a language model);
-    the usual choice for convolutions.
+    Exact for deep linear networks with a loss term at every position (a language model)
+    that takes positions for independent. It costs the least.
 
     ??? cite "Reference"
 

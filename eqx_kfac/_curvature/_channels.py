@@ -66,8 +66,9 @@ def _convolution(x: Array, kernel: Array, **params: Any) -> Array:
 
 
 def _with_channels_last(x: Array, kernel: Array, **params: Any) -> Array:
-    """The same convolution; the axes of a specification are those of examples and
-    features (of a kernel: of features that go out and that come in), and space."""
+    """A convolution computed with channels last; the axes of a specification are those of
+    examples and features (of a kernel: of features that go out and that come in), and
+    space."""
     inputs, weights, outputs = params["dimension_numbers"]
     spatial = range(1, x.ndim - 1)
     last = (0, x.ndim - 1, *spatial)

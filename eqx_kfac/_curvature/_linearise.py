@@ -64,8 +64,8 @@ class Linearisation(PlainModule):
     pullback: Callable  # From cotangents of the objective to those of the model.
     # The terms of the objective that have curvature (losses and `L2`), from a run in
     # which the tags know the weights of the examples; and the pullback of that run, from
-    # which statistics are collected: `collect(cotangent, part)`, where `part(curved)` is
-    # what the cotangent is of.
+    # which statistics are collected: `collect(cotangent, part)`, where `part(curved)`
+    # are the outputs that the cotangent belongs to.
     curved: Sum
     collect: Callable
     share: BatchPart

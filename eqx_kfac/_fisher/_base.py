@@ -37,8 +37,8 @@ class AbstractFisher(eqx.Module):
 
     @property
     def joins_positions(self) -> bool:
-        """Whether a cotangent is one for several positions of an example, whose gradients
-        are not to be added up: it is not random, and they do not belong together."""
+        """Whether one cotangent, which is not random, stands for several positions of an
+        example, whose gradients are to be squared one by one."""
         return False
 
     @property

@@ -272,8 +272,8 @@ class AbstractLoss(AbstractObjective):
         return jnp.sum(losses * weights)
 
     def _term_losses(self, outputs: PyTree, targets: PyTree) -> Float[Array, "*leading"]:
-        """The losses of all terms. Of another shape, their sum would be a wrong number
-        without a word."""
+        """The losses of all terms, whose shape is checked: the sum of losses of any other
+        shape would be a wrong number without a word."""
         losses = self.losses(outputs, targets)
         if losses.shape != self.leading:
             name = type(self).__name__

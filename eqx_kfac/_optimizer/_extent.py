@@ -19,8 +19,8 @@ class Extent(eqx.Module):
 
     up to the difference between Hessian and Fisher. The new part of the velocity,
     $-\alpha \hat F^{-1} \nabla h$, was made of the gradient before the step, and is in
-    line with the noise of its batch. Nobody knows how much of its slope there is noise,
-    so the formula leaves out that slope. Hence $\kappa$ is rather too small than too
+    line with the noise of its batch. Nobody knows how much of that slope is noise,
+    so the formula leaves it out. Hence $\kappa$ is rather too small than too
     large, by at most the descent that the new part promised.
 
     **Fields:**

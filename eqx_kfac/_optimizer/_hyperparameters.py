@@ -20,8 +20,8 @@ from ._schedule import at
 
 
 class Hyperparameters(NamedTuple):
-    r"""One of each: the choice, its range, or its value at a step (an array without
-    axes). `None`: it is not used.
+    r"""One entry for each hyper-parameter: its choice, its range, or its value at a step
+    (an array without axes); `None` if it is not used.
 
     **Fields:**
 
@@ -172,7 +172,8 @@ def current(
 
 
 def in_range(values: Hyperparameters) -> Bool[Array, ""]:
-    """Whether numbers lie in their ranges, to whose bounds a schedule may get."""
+    """Whether numbers lie in their ranges, bounds included, which a schedule may
+    reach."""
     given = [(value, r) for value, r in zip(values, RANGES) if value is not None]
     most = [float(r.highest) for _, r in given]
     stacked = jnp.stack([value.astype(float) for value, _ in given])

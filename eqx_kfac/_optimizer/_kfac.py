@@ -345,11 +345,13 @@ class KFAC(eqx.Module):
             are stacked.
 
         **Returns:** `(model, state, info)`. If something is not finite, or the loss rises
-        by more than the `guard` allows, or `info.faults` reports anything else,
-        `info.rejected` is true, and model and state stay as they are (except for
-        counters, a damping that adapts, curvature that was itself finite, and the
-        momentum of a step that led uphill, which starts again from zero). What else the
-        loss function returned is from a bad batch: see `info.select`.
+        by more than the `guard` allows, or `info.faults` reports anything else but
+        `waiting` and `factorisation`, `info.rejected` is true, and parameters and state
+        stay as they are (except for counters, a damping that adapts, curvature that was
+        itself finite, the record of losses, and the momentum of a step that led uphill,
+        which starts again from zero). If the loss has diverged, the parameters go back to
+        the last good ones. What else the loss function returned is from a bad batch: see
+        `info.select`.
         """
         check_step(loss_fn, model, state, key)
         micro_batches = check_count("micro_batches", micro_batches, 1)

@@ -63,12 +63,12 @@ class LayerDamping(AbstractLayerDamping):
     $\sqrt{\operatorname{tr} \hat F_l / N}$ is noise, and noise then moves a layer by at
     most $\alpha / (\kappa \sqrt N)$ of its norm. If a signal has faded in the depth of a
     network, or because its data are of a small scale, a fixed damping would hold the
-    layer back. Curvature does not count as less than the square of the gradient. It is,
-    if a network is sure of what is wrong, or behind weights that begin at zero; not
-    only noise would then move a layer by many times its norm, before there is any
-    curvature to hold it. A layer without any curvature so far, or whose parameters are
-    zero, has $\lambda$; none has less than $10^{-4} \lambda$. Pass it to
-    [`eqx_kfac.KFAC`][] as `damping`.
+    layer back. Curvature does not count as less than the square of the gradient. The
+    curvature is smaller than that if a network is sure of what is wrong, or behind
+    weights that begin at zero; not only noise would then move a layer by many times its
+    norm, before there is any curvature to hold it. A layer without any curvature so far,
+    or whose parameters are zero, has $\lambda$; none has less than $10^{-4} \lambda$.
+    Pass it to [`eqx_kfac.KFAC`][] as `damping`.
 
     In the third term, $\hat F_l$, $\nabla_l h$ and $\theta_l$ are those of the weights
     alone, if a layer has any, because a bias does not tell how large the data are. For an
@@ -224,7 +224,7 @@ class _Measures(NamedTuple):
     of the gradient alone, $\nabla \nabla^\top$."""
 
     trace: Array
-    weights: Array  # Their part of it.
+    weights: Array  # The part of the trace that belongs to the weights.
     squares: Array  # The sum of the squares of all entries.
     norm: Array
 

@@ -44,9 +44,9 @@ class AbstractStepRule(AbstractRule):
     def __call__(
         self, model: "Quadratic", given: _Given, value: Float[Array, ""]
     ) -> Float[Array, "2"]:
-        r"""$\alpha$ and $\mu$, given the model along $d = -\hat F^{-1} \nabla h$ and
-        $\delta_\text{prev}$, those of the two that are given as numbers (else `None`),
-        and the loss. What is returned for a given one does not matter."""
+        r"""$\alpha$ and $\mu$, from the model along $d = -\hat F^{-1} \nabla h$ and
+        $\delta_\text{prev}$, and the loss. `given` has the numbers that are fixed, and
+        `None` where the rule chooses; what it returns for a fixed one does not matter."""
 
 
 class QuadraticModel(AbstractStepRule):

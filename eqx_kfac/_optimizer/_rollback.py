@@ -25,17 +25,17 @@ class Rollback(eqx.Module):
     from after some of them, if they are more than one in seventy. After four such losses
     in a row (or losses or gradients that are not finite), the parameters are to blame:
     they go back to the last ones at which the loss was below $L$, and $L$ to what it was;
-    damping is ten times what it was, the bounds of a norm constraint a tenth, and either
-    becomes again what it was, by 2 % at every step that is taken. If the loss there is as
+    damping is ten times what it was, the bounds of a norm constraint a tenth, and both
+    recover by 2 % at every step that is taken. If the loss there is as
     large, the data are to blame: damping and bounds are as they were before, and after
     four more such losses the new level is what the loss now is.
 
     **Fields:**
 
     - `params`: the last good parameters, by their paths in the model.
-    - `loss`: that of the last step at which it was finite and had not diverged.
+    - `loss`: the last loss that was finite and had not diverged.
     - `level`: $L$; 0 before there has been any loss.
-    - `bad`: the number of such losses in a row, up to now.
+    - `bad`: how many losses in a row, up to now, have diverged or were not finite.
     - `raises`: how many of these, finite ones, have doubled `level`.
     - `caution`: what all damping is multiplied by, unless a rule adapts it, and what the
         bounds of a norm constraint are divided by.

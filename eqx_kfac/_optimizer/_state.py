@@ -120,7 +120,7 @@ class Faults(eqx.Module):
         return jnp.any(self.each[..., :-2], axis=-1)
 
     def as_dict(self) -> dict[str, Array]:
-        """All of them, by name."""
+        """All faults, by name."""
         return {name: getattr(self, name) for name in _FAULTS}
 
     def __repr__(self) -> str:

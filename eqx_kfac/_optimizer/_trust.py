@@ -87,13 +87,13 @@ class TrustRegion(AbstractTrustRegion):
     $$\langle \delta, F_\pi \delta \rangle \le c, \qquad
     \langle \delta, F_v \delta \rangle \le h_v / 2:$$
 
-    the predictions, twice whose Kullback-Leibler divergence the first one is, change as
-    much in every step, and the returns that a critic learns may be of any scale. (A full
+    the first is twice the Kullback-Leibler divergence of the predictions, which change as
+    much in every step; and the returns that a critic learns may be of any scale. (A full
     Newton step has $\langle \delta, F_v \delta \rangle = 2 h_v$ if all can be learnt.)
     This costs one forward-mode derivative.
 
-    A third constraint is on what gradients say of the velocity's length, which may be
-    many times what blocks say that know nothing of each other,
+    A third constraint is on the length of the velocity as gradients measure it, which may
+    be many times the length in the blocks, which know nothing of each other,
 
     $$\kappa \, \langle \delta, \hat F \delta \rangle \le
     \max(m_\delta, |h| / 10),$$

@@ -43,7 +43,7 @@ class Reach(NamedTuple):
         return self._replace(axes=tuple(axes)).doubting(lost)
 
     def doubting(self, lost: int) -> "Reach":
-        """The same, but axes of terms that are `lost` are unknown."""
+        """This reach, with the axes of terms that are `lost` unknown."""
         return self._replace(unknown=self.unknown | terms_of(lost))
 
     @property

@@ -101,7 +101,7 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
         damping: Float[Array, ""],
         bias: bool = False,
     ) -> Any:
-        """The `Pair` of factors to decompose, or the state, where there is no such."""
+        """The `Pair` of factors to decompose, or the state, if nothing is decomposed."""
         if is_factorised(operator):
             return operator
         if isinstance(operator, SeriesOperator):

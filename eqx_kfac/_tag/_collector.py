@@ -119,8 +119,8 @@ class GradientCollector(AbstractCollector):
         x, g, like = slots.inputs.inputs(rows), rows.g, slots.outputs
         x, g = (g, x) if rows.swapped else (x, g)
         x, g = (a.astype(like.gradient.dtype) for a in (x, g))
-        # As a function of the data, the number is added up wherever these are: over the
-        # rounds of a loop, and over devices.
+        # A number that depends on data is added up wherever data are: over the rounds of
+        # a loop, and over devices.
         zero = 0 * jnp.sum(g, axis=tuple(range(rows.stack, g.ndim)))
         number = zero + math.prod(g.shape[rows.stack : -1])
         norms = jnp.linalg.norm(g, axis=-1) * jnp.linalg.norm(x, axis=-1)

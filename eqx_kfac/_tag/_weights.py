@@ -50,8 +50,8 @@ def with_influence(
     \frac{\sum_t w_t}{\sum_t \lVert g_t \rVert^2}\right)$$
 
     with sums over the rows $t$ of the same example that have weights, and $\bar w$ the
-    mean of these. Weights on one axis alone are all of one example: then, it is a
-    graph; or nothing mixes, and there is no such row.
+    mean of these. Weights on one axis alone belong to one example, a graph; or nothing
+    mixes, and there is no such row.
     """
     dtype = accumulator(weights.dtype, g.dtype)
     w = weights.astype(dtype)

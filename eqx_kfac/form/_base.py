@@ -104,7 +104,7 @@ class AbstractForm(PlainModule):
         return tuple(None if isinstance(p, SharedNode) else p for p in leaves)
 
     def some_parameter(self, layer: Layer) -> Any:
-        """The first of these leaves that is there; `None` if none is."""
+        """The first parameter that is there; `None` if none is."""
         return next((p for p in self.parameters(layer) if p is not None), None)
 
     def replace(self, layer: Layer, parameters: tuple[Any, ...]) -> Any:
