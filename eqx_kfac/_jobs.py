@@ -87,18 +87,30 @@ def done(jobs: Sequence[Job], devices: Devices | None = None) -> list[Any]:
         group = [jobs[i] for i in members]
         if is_separate(group[0]) or (devices is None and len(group) == 1):
             _fill(results, members, _one_by_one(group))
-        elif devices is None and group[0].is_large:
-            # On a CPU, an operation on a batch goes through its matrices one after the
-            # other, so that a batch is as good as single jobs and is less to compile.
-            # On an accelerator, large matrices gain nothing from a batch, which with all
-            # its intermediate results would take most of the memory.
-            _fill(results, members, _by_platform(group, _in_one_batch, _one_by_one))
+        elif devices is None:
+            _fill(results, members, _by_platform(group, *_ways(group[0])))
         else:
             batched.append(members)
     batches = [_Batch.of([jobs[i] for i in members]) for members in batched]
     for members, outputs in zip(batched, _outputs_of(batches, devices), strict=True):
         _fill(results, members, _unbatched([jobs[i] for i in members], outputs))
     return results
+
+
+def _ways(job: Job) -> tuple[Callable, Callable]:
+    """How jobs like this one are done on a CPU, and how elsewhere.
+
+    On a CPU, an operation on a batch goes through its matrices one after the other, so
+    that it is a matter of compiling. What is done to a small matrix are a few operations,
+    the same for every matrix, which XLA compiles once. (What takes each out of a batch
+    would be a program of its own.) For a large one, they are hundreds.
+
+    On an accelerator, it takes longer to launch an operation on a small matrix than to
+    compute it. Large matrices gain nothing from a batch, which with all its intermediate
+    results would take most of the memory."""
+    if job.is_large:
+        return _in_one_batch, _one_by_one
+    return _one_by_one, _in_one_batch
 
 
 # From this many numbers in an array on, work on it keeps an accelerator busy.

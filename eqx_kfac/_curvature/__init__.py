@@ -1,5 +1,6 @@
 from ._average import (
     average as average,
+    each_known as each_known,
     factors as factors,
     for_layers as for_layers,
     has_bases as has_bases,

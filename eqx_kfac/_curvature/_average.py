@@ -79,15 +79,20 @@ def is_finite(curvature: Model) -> Bool[Array, ""]:
     return all_finite(bounds)
 
 
-def known_layers(curvature: Model) -> Bool[Array, " layers"]:
-    """Whether each layer (each of a stack) has any curvature, all in one row."""
+def each_known(curvature: Model) -> Model:
+    """Whether each layer (each of a stack) has any curvature, in a tree shaped like the
+    model."""
 
     def is_known(factors):
         axes = factors.l2.ndim
         return ~(over_stack(type(factors).is_zero, axes)(factors) & (factors.l2 == 0))
 
-    layers = jtu.tree_leaves(curvature, is_leaf=_is_factors)
-    flags = [is_known(f).reshape(-1) for f in layers if _is_factors(f)]
+    return jtu.tree_map(is_known, curvature, is_leaf=_is_factors)
+
+
+def known_layers(curvature: Model) -> Bool[Array, " layers"]:
+    """Whether each layer (each of a stack) has any curvature, all in one row."""
+    flags = [flag.reshape(-1) for flag in jtu.tree_leaves(each_known(curvature))]
     return jnp.concatenate(flags) if flags else jnp.zeros((0,), bool)
 
 

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import PyTree
 
 from .._complex import steepest
-from .._curvature import for_layers, known_layers
+from .._curvature import each_known, known_layers
 from .._custom_types import Model, Numeric
 from .._devices import beside, putting
 from .._inverse import precondition
@@ -145,9 +145,8 @@ class _ScaleByKFAC:
         inverse, _ = factorising(state.inverse, averaged, numbers.damping)
         gradient, _ = partition_tagged(updates)
         factorised = averaged, inverse, self.solver, numbers.damping
-        natural = precondition(
-            gradient, *factorised, for_layers(average.unknown, averaged)
-        )
+        still = jtu.tree_map(jnp.logical_not, each_known(averaged))
+        natural = precondition(gradient, *factorised, still)
         ready = fine & (weight > 0)
         natural = jtu.tree_map(lambda n: jnp.where(ready, n, 0), natural)
         others, fallback = update_fallback(

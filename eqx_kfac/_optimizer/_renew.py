@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from .._curvature import unseen
+from .._curvature import for_layers, unseen
 from .._custom_types import Model
 from .._inverse import for_each
 from ._collect import Average
@@ -24,6 +24,7 @@ class Renewed(NamedTuple):
     """What gradients are preconditioned with in this step."""
 
     averaged: Average  # Its `first` is not kept: nobody needs it afterwards.
+    waiting: Model | None  # Which layers have to wait for curvature.
     without: Bool[Array, ""]  # Whether any layer has a gradient, but no curvature.
     damping: Float[Array, ""]
     layer_damping: Model | None
@@ -84,10 +85,11 @@ def renew(
 def _unchanged(trial: Trial) -> Renewed:
     """What there is at a step at which nothing is due. Then no layer waits for its
     curvature."""
-    state, averaged = trial.state, trial.averaged
+    state, averaged, row = trial.state, trial.averaged, trial.waiting
     no = jnp.zeros_like(averaged.fine)
     return Renewed(
         averaged=averaged._replace(fresh=no, first=no, zero=no),
+        waiting=None if row is None else for_layers(jnp.zeros_like(row), trial.curvature),
         without=no,
         damping=state.damping,
         layer_damping=state.layer_damping,
@@ -102,10 +104,12 @@ def _factorised(trial: Trial, averaged: Average, due: Due) -> Renewed:
     curvature = factorising.in_own_bases(averaged.curvature)
     averaged = averaged._replace(curvature=curvature)
     trial = dataclasses.replace(trial, averaged=averaged)
+    waiting = trial.each_waiting
+    trial = trial.with_still(waiting)
     damping = trial.calibrated(factorising.anew)
     each = trial.layer_damping(due)
     strength = for_each(trial.strength(damping, each), grads, curvature)
     inverse, factorised = factorising(state.inverse, curvature, strength)
     still = trial.still
     without = jnp.zeros_like(averaged.fine) if still is None else unseen(grads, still)
-    return Renewed(averaged, without, damping, each, inverse, factorised)
+    return Renewed(averaged, waiting, without, damping, each, inverse, factorised)

@@ -40,6 +40,7 @@ def take_step(
     # that in memory while the curvature is renewed.
     state = state._replace(velocity=later(state.velocity, new.factorised))
     trial = dataclasses.replace(trial, averaged=new.averaged, state=state)
+    trial = trial.with_still(new.waiting)
     curvature = new.averaged.curvature
     strength = trial.strength(new.damping, new.layer_damping)
     strength = for_each(strength, grads, curvature)

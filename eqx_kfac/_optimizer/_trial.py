@@ -1,5 +1,6 @@
 """What one step would do with a given damping: proposed, predicted, evaluated, judged."""
 
+import dataclasses
 import functools as ft
 import operator
 from collections.abc import Callable
@@ -11,7 +12,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float
 
-from .._curvature import check_pushes_forward, for_layers, GradientRows, LinearisedBatch
+from .._curvature import (
+    check_pushes_forward,
+    each_known,
+    for_layers,
+    GradientRows,
+    LinearisedBatch,
+)
 from .._custom_types import Model
 from .._inverse import precondition, precondition_through_rows
 from .._misc import accumulator, all_finite, as_parts, squared_norm_of_sum, tree_dot
@@ -55,6 +62,8 @@ class Trial(PlainModule):
     rows: GradientRows | None  # Of the gradient, if it may be preconditioned by them.
     averaged: Average  # Its `fine` says whether loss, gradient and curvature are finite.
     linearised: LinearisedBatch | None  # `None` if there is no loss function.
+    # Layers that are left where they are; `None` if none can be.
+    still: Model | None = None
 
     def calibrated(self, factorise: Callable) -> Float[Array, ""]:
         """The damping of this step. Before the first step, a damping rule may try several
@@ -185,23 +194,36 @@ class Trial(PlainModule):
         """Which layers have to wait for curvature, all in one row: those that have none,
         while others have some. `None`: no layer has to, because the objective has a
         penalty, and penalties have gradients, but no curvature at any step."""
+        return self._waiting(self.averaged.known)
+
+    @property
+    def each_waiting(self) -> Model | None:
+        """The same as `waiting`, looked up anew in the curvature, in a tree shaped like
+        the model."""
+        return self._waiting(each_known(self.curvature))
+
+    def with_still(self, each: Model | None) -> "Trial":
+        """The trial that leaves layers where they are if they wait. A CPU is told by the
+        tree, `each`, because what XLA compiles to read one place of a row is a kernel for
+        one layer alone; other devices by the row, because each array costs a copy."""
+        if each is None:
+            return self
+        told = dict(
+            cpu=lambda each, _: each,
+            default=lambda _, row: for_layers(row, self.curvature),
+        )
+        still = jax.lax.platform_dependent(each, self.waiting, **told)
+        return dataclasses.replace(self, still=still)
+
+    def _waiting(self, known: Any) -> Any:
         if self.start.is_penalised:
             return None
-        unknown = self.averaged.unknown
-        if self.linearised is None:
-            return unknown
         # The analysis refuses a loss function in which parameters bypass a tag. So if all
         # examples of this step give no layer any curvature, the losses have none (outputs
         # that are certain have a Fisher of zero, and so have losses that are linear), and
         # damping alone says how far the step may go.
-        return unknown & jnp.logical_not(self.averaged.zero)
-
-    @property
-    def still(self) -> Model | None:
-        """The layers that wait, in a tree shaped like the model: they are left where they
-        are."""
-        row = self.waiting
-        return None if row is None else for_layers(row, self.curvature)
+        zero = self.linearised is not None and self.averaged.zero
+        return jtu.tree_map(lambda known: ~known & jnp.logical_not(zero), known)
 
     @property
     def finite(self) -> Bool[Array, ""]:
