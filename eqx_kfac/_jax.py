@@ -4,6 +4,7 @@ keep, each behind a name of ours. No other file imports `jax.core`, `jax.extend`
 is changed here. (`_program/_interpreter.py` reads programs by the names of primitives,
 too: `tests/test_primitives.py` asks whether JAX still has these.)"""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -156,6 +157,12 @@ def varying(aval: Aval) -> frozenset:
     """The axes of a `shard_map` over which an array differs."""
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset() if kind is None else kind.varying
+
+
+def number_of_parts(aval: Aval) -> int:
+    """In how many parts an array is split by a `shard_map`."""
+    sizes: dict = aval.sharding.mesh.shape if varying(aval) else {}
+    return math.prod(sizes[axis] for axis in varying(aval))
 
 
 #

@@ -1,5 +1,6 @@
 """Small functions of arrays and trees, for which several files have a use."""
 
+import functools as ft
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -66,32 +67,40 @@ def summed_in_parts(
     like: PyTree[Like],
 ) -> PyTree[Array]:
     """`fn(*rows)`, which is a sum over examples, and writes out `size` numbers for all of
-    these: from equal parts of the examples, one after the other, so that there are no
-    more than `most` numbers at a time (on a CPU, elsewhere), or nearly so. Examples on an
+    these: from parts of the examples, one after the other, so that there are no more than
+    `most` numbers at a time (on a CPU, elsewhere), or nearly so. Examples on an
     explicit mesh, whose axes are not reshaped, are not divided."""
     leaves = jtu.tree_leaves(rows)
     if any(explicit_sharding(jax.typeof(leaf)) is not None for leaf in leaves):
         return fn(*rows)
     examples = leaves[0].shape[stack]
-    divisors = [n for n in range(1, examples + 1) if examples % n == 0]
-    cpu, elsewhere = (
-        next((n for n in divisors if size <= n * limit), examples) for limit in most
-    )
-    if 4 * size < cpu * most[0]:
-        # There is no number near the one that is wanted: 127 examples would be taken one
-        # by one, which takes longer than if they leave the cache.
-        cpu = elsewhere
+    cpu, elsewhere = (_number_of_parts(examples, size, limit) for limit in most)
     of = lambda number: lambda rows: _summed(fn, rows, stack, number, like)
     if cpu == elsewhere:
         return of(cpu)(rows)
     return jax.lax.platform_dependent(rows, cpu=of(cpu), default=of(elsewhere))
 
 
+def _number_of_parts(examples: int, size: int, most: int) -> int:
+    """In how many parts examples are taken: equal ones if there is such a number near the
+    one that is wanted. (127 examples one by one would take longer than all at once.)"""
+    wanted = min(max(1, -(-size // most)), examples)
+    near = range(wanted, min(4 * wanted, examples + 1))
+    return next((n for n in near if examples % n == 0), wanted)
+
+
 def _summed(
     fn: Callable, rows: PyTree[Array], stack: int, number: int, like: PyTree[Like]
 ) -> PyTree[Array]:
-    """`fn(*rows)` from so many parts. Every n-th example is in a part, so that an axis
-    that is split over devices stays split."""
+    """`fn(*rows)` from so many parts, and one of what is left over. Every n-th example is
+    in a part, so that an axis that is split over devices stays split."""
+    left_over = jtu.tree_leaves(rows)[0].shape[stack] % number
+    if left_over > 0:
+        take = ft.partial(jax.lax.slice_in_dim, axis=stack)
+        most = jtu.tree_map(lambda a: take(a, 0, a.shape[stack] - left_over), rows)
+        rest = jtu.tree_map(lambda a: take(a, -left_over, a.shape[stack]), rows)
+        total = _summed(fn, most, stack, number, like)
+        return jtu.tree_map(jnp.add, total, fn(*rest))
     if number == 1:
         return fn(*rows)
     axis = stack + 1

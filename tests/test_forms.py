@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import eqx_kfac as kfac
+from eqx_kfac import _misc
 
 from .helpers import assert_near, expanded, normal, pairs, params_of, stack
 from .plain import plain_kfac
@@ -432,8 +433,7 @@ def test_patches_in_several_parts(platform, most, monkeypatch):
 
 
 def test_more_patches_at_once_on_accelerators():
-    """A loop over parts that fit into a CPU's cache would be hundreds of kernels. And one
-    over single examples takes longer on a CPU, too, if no other number divides them."""
+    """A loop over parts that fit into a CPU's cache would be hundreds of kernels."""
     window = kfac.form.Window((3, 3), (1, 1), (1, 1))
     like = jax.ShapeDtypeStruct((72, 72), jnp.float64)
 
@@ -443,7 +443,24 @@ def test_more_patches_at_once_on_accelerators():
         return "while" in traced.lower(lowering_platforms=(platform,)).as_text()
 
     assert loops("cpu") and not loops("cuda") and not loops("tpu")
-    assert not loops("cpu", 61)
+
+
+@pytest.mark.parametrize("examples, largest", [(12, 4), (127, 42), (13, 4), (3, 3)])
+def test_parts_of_any_number_of_examples(examples, largest):
+    """A prime number of examples is taken in parts, too, and not one by one."""
+    x, sizes = normal(2, examples, 3), set()
+
+    def moments(x):
+        sizes.add(x.shape[1])
+        return jnp.einsum("sni,snj->sij", x, x)
+
+    like = jax.ShapeDtypeStruct((2, 3, 3), x.dtype)
+    size = 1 if examples == 3 else 3 * 12  # In three parts, or all at once.
+    got = _misc.summed_in_parts(moments, (jnp.asarray(x),), 1, size, (12, 12), like)
+    want = np.einsum("sni,snj->sij", x, x)
+    assert error(got, want) < TOLERANCE
+    assert error(got, want - x[:, -1, :, None] * x[:, -1, None]) > 1e-3
+    assert sizes == {largest, examples % largest} - {0}
 
 
 #

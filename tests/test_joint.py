@@ -223,6 +223,28 @@ def test_loops_over_examples():
     assert_as_expanded(looped, make)
 
 
+@pytest.mark.parametrize(
+    "joined, positions, separate",
+    [(False, N, False), (True, N, True), (True, N + 1, False)],
+)
+def test_as_many_positions_as_examples(joined, positions, separate):
+    """Behind a reshape that joins axes, nobody knows which of two equal axes counts the
+    examples: then positions are taken one by one."""
+
+    def loss_fn(model, x):
+        h = jnp.tanh(jax.vmap(jax.vmap(model))(x))
+        h = h.reshape(-1, D).reshape(x.shape) if joined else h
+        outputs = jnp.sum(h, axis=1)
+        return kfac.SquaredError(outputs, jnp.zeros_like(outputs))
+
+    joint, expanded = (
+        factors_of(loss_fn, kfac.convert(linear(), block), tokens(N, positions))
+        for block in (JOINT, EXPAND)
+    )
+    equal = map(np.array_equal, *map(jtu.tree_leaves, (joint, expanded)))
+    assert all(equal) == separate
+
+
 class Tokenwise(eqx.Module):
     layer: eqx.nn.Linear
     last: eqx.nn.Linear

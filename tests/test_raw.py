@@ -90,6 +90,28 @@ CASES = {
         w=(4, 3),
         v=(8,),
     ),
+    "column by column": case(
+        lambda m, x: jnp.tanh(x @ jnp.ravel(m.w, order="F").reshape(3, 4)),
+        VECTORS,
+        {"w": "Dense 4x3"},
+        w=(4, 3),
+    ),
+    "a result transposed by a reshape": case(
+        lambda m, x: (
+            jax.lax.reshape(jnp.einsum("i,ihd->hd", x, m.w), (2, 2), dimensions=(1, 0))
+            + m.b
+        ),
+        VECTORS,
+        {"w": "Dense 4x3+1"},
+        w=(3, 2, 2),
+        b=(2, 2),
+    ),
+    "mixed column by column": case(
+        lambda m, x: jnp.tanh(x @ jnp.reshape(m.w, (3, 4), order="F")),
+        VECTORS,
+        {"others": "Parameters 12"},
+        w=(4, 3),
+    ),
     "heads": case(
         lambda m, x: (
             jnp.einsum("hd,hdo->o", jnp.tanh(jnp.einsum("i,ihd->hd", x, m.w) + m.b), m.o)

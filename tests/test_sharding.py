@@ -414,6 +414,37 @@ def test_shard_map_inside_the_loss_without_jit():
     assert_near(got, jitted("collect", loss_fn, model, None, *arguments(True)))
 
 
+def positions_loss(model, x, spec):
+    """Positions see each other, after a layer that each device applies to its part."""
+    params, static = eqx.partition(model, eqx.is_array)
+
+    @ft.partial(jax.shard_map, mesh=make_mesh(), in_specs=(P(), spec), out_specs=spec)
+    def forward(params, x):
+        return jax.vmap(jax.vmap(eqx.combine(params, static)))(x)
+
+    outputs = jnp.sum(jnp.tanh(forward(params, x)), axis=1)
+    return kfac.SquaredError(outputs, jnp.zeros_like(outputs))
+
+
+def test_shard_map_that_splits_positions():
+    """A device that has parts of all examples cannot add up what belongs to one example:
+    `Joint` takes positions one by one there, and blocks that cannot are refused."""
+    x = jnp.asarray(normal(BATCH, 8, D_IN, seed=3))
+    run = lambda model, spec: jitted(
+        "collect", lambda m, x: positions_loss(m, x, spec), model, None, x
+    )
+    joint, expand, full = (
+        kfac.Linear(D_IN, D_OUT, key=jr.key(0), block=block)
+        for block in (kfac.Kronecker(), kfac.Kronecker(kfac.Expand()), kfac.Full())
+    )
+    assert_near(run(joint, P(None, "batch")), run(expand, P(None, "batch")))
+    assert_near(run(joint, P("batch")), run(joint, P()))
+    assert_near(run(full, P("batch")), run(full, P()))
+    with pytest.raises(ValueError, match="on each of .* devices.*not positions"):
+        run(full, P(None, "batch"))
+    assert_differs(run(joint, P("batch")), run(expand, P("batch")))
+
+
 #
 # Everything inside `shard_map`
 #

@@ -262,13 +262,15 @@ def _check_examples(trace: Trace) -> None:
             not trace.has_example_axis(use)
             or trace.splits_examples(use)
             or _is_ambiguous(trace, use)
+            or not trace.has_whole_examples(use)
         ):
             raise ValueError(
                 f"Cannot tell which axis of the layer `{path}` counts the examples "
                 f"({_as_text(use)}; the losses have {trace.examples[0]}), but {what}. "
                 "The batch has to be the outermost `vmap` around the layer, not a loop, "
                 "and not outside of a function with a derivative of its own "
-                "(`custom_vjp`). Write it so, or give the layer the block "
+                "(`custom_vjp`); and a `shard_map` has to split examples, not positions. "
+                "Write it so, or give the layer the block "
                 "`kfac.Kronecker(weighted=False)`, which takes every row by itself."
             )
         if weighted:
@@ -303,6 +305,8 @@ def _as_text(use: TagUse) -> str:
     text = f"it sees axes of lengths {use.example_shape}"
     if use.context.loops:
         text += f", in loops of lengths {use.context.loops}"
+    if use.devices > 1:
+        text += f", on each of {use.devices} devices"
     return text + (", in a `custom_vjp`" if use.context.custom_derivative else "")
 
 
@@ -356,6 +360,9 @@ def _is_joint(trace: Trace, number: int) -> bool:
     if use.derivative or use.example_shape == () or not trace.has_example_axis(use):
         return False
     if trace.may_serve_several(use) or _is_ambiguous(trace, use):
+        return False
+    as_long = use.example_shape[0] in use.example_shape[1:]
+    if as_long and not trace.counts_examples(use) or not trace.has_whole_examples(use):
         return False
     return _positions(tag, use) > 1
 

@@ -149,18 +149,36 @@ def _squeeze(call: Call, out: Reach) -> list[Reached]:
 
 
 def _reshape(call: Call, out: Reach) -> list[Reached]:
-    """An axis stays one if it is as long as before, and so is all that is behind it."""
+    """An axis stays one if it is as long as before, and so is all that is behind it.
+    (Column by column, `order="F"`, axes are permuted before they are joined.)"""
     x, *others = call.operands
+    order = call.params["dimensions"]
+    order = range(len(x)) if order is None else order
     axes, found = [0] * len(x), 0
     behind = {
         (n, math.prod(call.result[i + 1 :])): out.axes[i]
         for i, n in enumerate(call.result)
         if n != 1
     }
-    for i, n in enumerate(x):
-        axes[i] = behind.get((n, math.prod(x[i + 1 :])), 0)
-        found |= axes[i]
+    lengths = [x[axis] for axis in order]
+    for i, axis in enumerate(order):
+        axes[axis] = behind.get((x[axis], math.prod(lengths[i + 1 :])), 0)
+        found |= axes[axis]
     return [out.moved(axes, _union(out.axes) & ~found), *[None] * len(others)]
+
+
+def _reordered(call: Call, out: Reach) -> list[Reached]:
+    """Along some axes, entries change their places."""
+    gone = call.params.get("dimensions", (call.params.get("dimension"),))
+    axes = [0 if i in gone else bits for i, bits in enumerate(out.axes)]
+    return [out.moved(axes, _union(out.axes) & ~_union(axes)) for _ in call.operands]
+
+
+def _pad(call: Call, out: Reach) -> list[Reached]:
+    """An axis of which as much is taken away as is added is as long, but shifted."""
+    config = call.params["padding_config"]
+    axes = [0 if any(c) else bits for c, bits in zip(config, out.axes, strict=True)]
+    return [out.moved(axes, _union(out.axes) & ~_union(axes)), out.moved(())]
 
 
 def _reduce(call: Call, out: Reach) -> list[Reached]:
@@ -249,6 +267,9 @@ RULES: dict[str, Callable] = {
     "broadcast_in_dim": _broadcast,
     "squeeze": _squeeze,
     "reshape": _reshape,
+    **dict.fromkeys(("rev", "sort"), _reordered),
+    "pad": _pad,
+    **dict.fromkeys(("top_k", "ppermute", "all_to_all"), unknown),
     "dot_general": _dot_general,
     "conv_general_dilated": _convolution,
     "gather": _gather,

@@ -51,6 +51,7 @@ class TagUse(NamedTuple):
         instead of at the result itself (see `_tag/_primitive.py`).
     - `sources`: the sources that the layer's input depends on.
     - `device_axes`: the axes of a `shard_map` over which the rows are split.
+    - `devices`: over how many devices that is.
     - `derivative`: whether this is a use of a derivative of the layer.
     - `skipped`: the lengths of the axes of `vmap` along which neither the layer's input
         nor its output differs, so that the use does not have these axes.
@@ -66,6 +67,7 @@ class TagUse(NamedTuple):
     at_zero: bool
     sources: int
     device_axes: frozenset
+    devices: int
     derivative: bool
     skipped: tuple[int, ...]
     reach: Reach | None = None
@@ -206,6 +208,12 @@ class Trace(NamedTuple):
         stack_shape, axes = use.x.shape[: use.stack], use.stack
         members = [s[axes:] for s in self.term_shapes if s[:axes] == stack_shape]
         return number in {*self.examples, *(shape[0] for shape in members if shape)}
+
+    def has_whole_examples(self, use: TagUse) -> bool:
+        """Whether each device has whole examples: those of the outermost axis on all
+        devices are all examples. Otherwise, positions are split."""
+        parts = {number * use.devices for number in use.example_shape[:1]}
+        return use.devices == 1 or bool(parts & {*self.examples})
 
     def is_looped_over(self, use: TagUse) -> bool:
         """Whether a loop, and not an axis, runs over all examples: the only loop around

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._custom_types import Args, Kwargs, Model
-from .._jax import Equation, Jaxpr, part_of, varying
+from .._jax import Equation, Jaxpr, number_of_parts, part_of, varying
 from .._loss import L2
 from .._tag import (
     covered_p,
@@ -283,6 +283,7 @@ def _visit(
         at_zero=y == ZERO,
         sources=x.sources,
         device_axes=varying(y_aval),
+        devices=number_of_parts(y_aval),
         derivative=eqn.params["layout"].derivative,
         skipped=eqn.params["layout"].skipped,
     )

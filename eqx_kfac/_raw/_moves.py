@@ -168,9 +168,16 @@ def _slice(eqn: Equation, axes: Axes) -> Axes | None:
     return axes.slice(p["start_indices"], p["limit_indices"])
 
 
+def _reshape(eqn: Equation, axes: Axes) -> Axes | None:
+    # Column by column (`order="F"`), the axes are permuted before they are joined.
+    order = eqn.params["dimensions"]
+    axes = axes if order is None else axes.transpose(order)
+    return axes.reshape(eqn.params["new_sizes"])
+
+
 _MOVES: dict[str, Callable] = {
     "transpose": lambda eqn, axes: axes.transpose(eqn.params["permutation"]),
-    "reshape": lambda eqn, axes: axes.reshape(eqn.params["new_sizes"]),
+    "reshape": _reshape,
     "squeeze": lambda eqn, axes: axes.without(eqn.params["dimensions"]),
     "broadcast_in_dim": lambda eqn, axes: axes.broadcast(
         eqn.params["shape"], eqn.params["broadcast_dimensions"]
