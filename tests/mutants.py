@@ -44,7 +44,6 @@ MUTANTS = [
     M("_optimizer/_trial.py", "zero = self.linearised is not None and self.averaged.zero", "zero = False", "run"),
     M("_optimizer/_collect.py", "zero & fresh)", "zero)", "run"),
     M("_optimizer/_collect.py", "weight = jnp.where(zero, 0, weight)", "pass", "run"),
-    M("_optimizer/_trial.py", "if self.linearised is None:\n            return unknown", "if False:\n            return unknown", "run"),
     M("_optimizer/_after.py", "(state.refactorise | (rules.damping is not None))", "(rules.damping is not None)", "reliability"),
     M("_optimizer/_kfac.py", "again = state.refactorise | newly_known", "again = state.refactorise", "run"),
     M("_optimizer/_trial.py", "unseen = without & self.averaged.fresh", "unseen = without", "run"),
