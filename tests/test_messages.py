@@ -111,7 +111,16 @@ def partly_frozen():
     exact.step(loss_fn, trained, state())
 
 
+def with_key(model, x, y, key):
+    return softmax(model, x + jr.normal(key, x.shape), y)
+
+
 arguments = {
+    "a key of the loss function's own": (
+        step(with_key, model, state, x, y, key=key),
+        TypeError,
+        ["parameter `key`", "another name", "noise, key=key)"],
+    ),
     "state before model": (step(softmax, state, model, x, y), TypeError, [step_order]),
     "model before loss": (step(model, softmax, state, x, y), TypeError, [step_order]),
     "a loss": (step(loss, model, state), TypeError, ["SoftmaxCrossEntropy", step_order]),
@@ -215,6 +224,8 @@ def test_arguments_that_are_right():
 
     traced(Trained(model), state(), x, y)
     traced(eqx.Partial(softmax, x=x, y=y), state())
+    traced(with_key, state(), x, y, jr.key(1), key=key)
+    traced(lambda model, x, y, key=None: softmax(model, x, y), state(), x, y, key=key)
     for right in (key, jr.PRNGKey(0), np.asarray(jr.PRNGKey(0)), jr.key(0, impl="rbg")):
         traced(softmax, state(), x, y, key=right)
     traced(softmax, eqx.tree_at(lambda s: s.damping, state(), jnp.float32(0.1)), x, y)

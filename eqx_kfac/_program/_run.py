@@ -1,5 +1,6 @@
 """A loss function, run at a model."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,9 +20,28 @@ def run(loss_fn: Callable, model: Model, args: Args, kwargs: Kwargs) -> tuple[Su
     with naming_layers(model):
         # Copies: an `eqx.nn.State` may be used once only.
         args, kwargs = jtu.tree_map(lambda x: x, (tuple(args), kwargs))
+        _check_key(loss_fn, model, *args, **kwargs)
         out = loss_fn(model, *args, **kwargs)
     objective, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
     return _check_objective(objective), aux
+
+
+def _check_key(loss_fn: Callable, *args: Any, **kwargs: Any) -> None:
+    """Raises if the loss function waits for a `key`, because one was passed that is the
+    randomness of the estimate."""
+    try:
+        signature = inspect.signature(loss_fn)
+        given = signature.bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # It has no signature, or another one.
+        return
+    key = signature.parameters.get("key")
+    if key is not None and key.default is key.empty and key.name not in given:
+        raise TypeError(
+            "The loss function has a parameter `key`, which it does not get: what is "
+            "passed as `key=` is the randomness of the curvature estimate. Give the "
+            "parameter another name, and pass a key of its own: `loss_fn(model, x, y, "
+            "noise)`, `optimizer.step(loss_fn, model, state, x, y, noise, key=key)`."
+        )
 
 
 def example_weights(

@@ -19,7 +19,14 @@ from jaxtyping import Array
 from .._block import AbstractCollector, Columns, columns_of, Statistics
 from .._custom_types import Layer, Weights
 from .._devices import explicit_sharding, zeros_of
-from .._jax import Primitive, set_dead_code, set_simple_batching, set_values
+from .._jax import (
+    is_zero,
+    Primitive,
+    set_dead_code,
+    set_jvp,
+    set_simple_batching,
+    set_values,
+)
 from .._misc import moment
 from ..form import AbstractForm, Rows
 
@@ -174,6 +181,29 @@ def _abstract(*avals, aval, shapes):
     return aval if aval is not None else avals[0]
 
 
+def _no_derivative(primals, tangents, **params):
+    """The derivative of a number: zero along a zero tangent, otherwise an error."""
+    if all(map(is_zero, tangents)):
+        return row_shapes_p.bind(*primals, **params), tangents[0]
+    raise differentiated()
+
+
+def differentiated() -> TypeError:
+    """The error of those who differentiate what is collected."""
+    return TypeError(
+        "Tried to differentiate curvature statistics. They are defined by a "
+        "transpose rule and have no derivative. If the loss function takes gradients "
+        "with respect to the model itself, take them with respect to "
+        "`kfac.revert(model)`. (A gradient step inside of the loss function, whose "
+        "result is trained through, as in meta-learning, is not supported.) If "
+        "curvature is computed inside a function that is "
+        "differentiated, apply `jax.lax.stop_gradient` to the model and the batch "
+        "that it is computed from. Of diffrax's adjoints, use "
+        "`RecursiveCheckpointAdjoint` or `DirectAdjoint`, not `BacksolveAdjoint`."
+    )
+
+
 set_values(row_shapes_p, _one, _abstract)
+set_jvp(row_shapes_p, _no_derivative)
 set_simple_batching(row_shapes_p, _batch)
 set_dead_code(row_shapes_p, _without_operand)

@@ -57,7 +57,7 @@ from .._jax import (
 )
 from .._misc import difference
 from ..form import AbstractForm
-from ._collector import RowCollector
+from ._collector import differentiated, RowCollector
 from ._weights import row_weights, with_influence
 
 
@@ -353,15 +353,7 @@ def _no_derivative(primals, tangents):
     (statistic,), (tangent,) = primals, tangents
     if is_zero(tangent):
         return statistic_p.bind(statistic), tangent
-    raise TypeError(
-        "Tried to differentiate curvature statistics. They are defined by a "
-        "transpose rule and have no derivative. If the loss function takes gradients "
-        "with respect to the model itself, take them with respect to "
-        "`kfac.revert(model)`. If curvature is computed inside a function that is "
-        "differentiated, apply `jax.lax.stop_gradient` to the model and the batch "
-        "that it is computed from. Of diffrax's adjoints, use "
-        "`RecursiveCheckpointAdjoint` or `DirectAdjoint`, not `BacksolveAdjoint`."
-    )
+    raise differentiated()
 
 
 #
