@@ -359,6 +359,6 @@ def test_functions_that_methods_return():
         return squared(lambda x: model.function()(model.inner(x)), x)
 
     with pytest.raises(
-        ValueError, match=r"`.tag\['w'\]` reach the losses in another way"
+        ValueError, match=r"`.tag\['w'\]` reach the losses in a way that no tag"
     ):
         collect(loss_fn, kfac.Exact(), OUTER, VECTORS)

@@ -51,9 +51,9 @@ def check_uses(trace: Trace, trains: bool) -> None:
 
 
 _OUTSIDE = (
-    "Arrays of the {layers} reach the losses in another way than `kfac.convert` saw with "
-    "its `example`, where no tag follows them: {parameters} are used outside of the "
-    "methods of their module, or multiply something else there. Use them in a method; "
+    "Arrays of the {layers} reach the losses in a way that no tag follows: {parameters} "
+    "are used outside of the methods of their module, or in another way than "
+    "`kfac.convert` saw with an `example`. Use them in a method; "
     "convert the model with the method that the loss function calls, "
     "`kfac.convert(model, example=x[0], method=...)`; or leave them untagged, "
     "`kfac.convert(model, example=x[0], blocks={blocks})`, with a `fallback`."

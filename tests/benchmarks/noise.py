@@ -1,0 +1,132 @@
+"""Does it matter that the end is known, where targets are noisy? Counts, quantiles, and a
+mean with its spread, each of a network that cannot fit the noise: `KFAC()`, `KFAC()` with
+a learning rate that falls along a cosine, and Adam with the best of five rates, which
+fall, too.
+
+    python tests/benchmarks/noise.py
+    python tests/benchmarks/noise.py --toy    # does everything run?
+
+Printed are the losses in training and of the test at the end, for each seed: of the
+averaged model for K-FAC.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import races
+from race_problems import plainly, Race
+
+import eqx_kfac as kfac
+
+
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+LEVELS = (0.05, 0.5, 0.95)
+
+
+def race(name: str, loss_fn: Callable, inputs: int, outputs: int, *data) -> Callable:
+    """What makes the race of one seed: a network of three hidden layers, and data of
+    which the last quarter is for the test."""
+    number = 3 * len(data[0]) // 4
+    arrays = [np.asarray(a, np.float32) for a in data]
+    train, test = [a[:number] for a in arrays], [a[number:] for a in arrays]
+
+    def of(seed: int) -> Race:
+        key = jax.random.key(seed)
+        network = eqx.nn.MLP(inputs, outputs, 64, 3, jax.nn.silu, key=key)
+        model, loss = kfac.convert(network), plainly(loss_fn)
+        return Race(name, 128, model, None, loss, tuple(train), tuple(test))
+
+    return of
+
+
+def counts() -> Callable:
+    """Poisson numbers, with exposures."""
+    rng = np.random.default_rng(0)
+    x, exposure = rng.normal(size=(8000, 10)), rng.uniform(0.1, 5, 8000)
+    rates = np.exp(np.sin(2 * x[:, 0]) + 0.8 * x[:, 1] * np.tanh(x[:, 2]))
+    y = rng.poisson(exposure * rates)
+
+    def loss(model, x, exposure, y):
+        logarithms = jax.vmap(model)(x)[:, 0] + jnp.log(exposure)
+        return kfac.PoissonNLL(logarithms[:, None], y[:, None])
+
+    return race("counts", loss, 10, 1, x, exposure, y)
+
+
+def uneven(noise: Callable) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs, and targets whose noise depends on these."""
+    rng = np.random.default_rng(1)
+    x = rng.uniform(-2, 2, (6000, 6))
+    mean = np.sin(2 * x[:, 0]) * x[:, 1] + np.abs(x[:, 2])
+    spread = 0.02 + 0.5 / (1 + np.exp(-4 * x[:, 3]))
+    return x, (mean + spread * noise(rng, len(x)))[:, None]
+
+
+def spread() -> Callable:
+    """A mean and its standard deviation."""
+
+    def loss(model, x, y):
+        z = jax.vmap(model)(x)
+        return kfac.NormalNLL(z[:, :1], z[:, 1:], y)
+
+    data = uneven(lambda rng, number: rng.normal(size=number))
+    return race("mean and spread", loss, 6, 2, *data)
+
+
+def quantiles() -> Callable:
+    """Of heavy-tailed targets."""
+
+    def loss(model, x, y):
+        z = jax.vmap(model)(x)
+        return kfac.QuantileLoss(z, jnp.broadcast_to(y, z.shape), quantiles=LEVELS)
+
+    data = uneven(lambda rng, number: rng.standard_t(2, size=number))
+    return race("quantiles", loss, 6, 3, *data)
+
+
+def methods(steps: int) -> list[races.Method]:
+    falling = optax.cosine_decay_schedule(0.1, steps)
+    adam = races.with_optax(lambda: optax.adam(1.0))
+    return [
+        races.Method("`KFAC()`", (None,), races.with_kfac(kfac.KFAC)),
+        races.Method(
+            "`KFAC(cosine)`", (None,), races.with_kfac(lambda: kfac.KFAC(falling))
+        ),
+        races.Method("Adam", RATES, adam),
+    ]
+
+
+def shown(runs: list[races.Run]) -> str:
+    each = lambda losses: ", ".join(f"{loss:.3g}" for loss in losses)
+    train, test = ([getattr(r, part)[-1] for r in runs] for part in ("train", "test"))
+    rate = "" if runs[0].rate is None else f" (rate {runs[0].rate:g})"
+    return f"{each(train)} | {each(test)}{rate}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--toy", action="store_true")
+    options = parser.parse_args()
+    if options.toy:
+        options.steps, options.seeds = 3, 1
+    budget = races.Budget(options.steps, steps=True)
+    print("| problem | method | training loss | test loss |\n|---|---|---|---|")
+    for make in (counts(), spread(), quantiles()):
+        for method in methods(options.steps):
+            by_rate = [
+                [races.run(make(s), method, r, s, budget) for s in range(options.seeds)]
+                for r in method.rates
+            ]
+            best = min(by_rate, key=lambda runs: np.mean([run.last for run in runs]))
+            print(f"| {best[0].problem} | {method.name} | {shown(best)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
