@@ -160,9 +160,10 @@ def varying(aval: Aval) -> frozenset:
 
 
 def number_of_parts(aval: Aval) -> int:
-    """In how many parts an array is split by a `shard_map`."""
-    sizes: dict = aval.sharding.mesh.shape if varying(aval) else {}
-    return math.prod(sizes[axis] for axis in varying(aval))
+    """In how many parts an array is split by a `shard_map` within the program that it
+    belongs to. (A `shard_map` around all of it is no part of that program.)"""
+    axes = varying(aval) - {*jax.sharding.get_abstract_mesh().manual_axes}
+    return math.prod(aval.sharding.mesh.shape[axis] for axis in axes)
 
 
 #

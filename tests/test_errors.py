@@ -672,7 +672,7 @@ def test_wrong_operator_for_a_solver():
 
 
 def test_a_gradient_step_inside_of_the_loss():
-    """As in meta-learning: the gradient has tags in it."""
+    """The gradient has tags in it, which have no derivative."""
     model = kfac.convert(eqx.nn.MLP(2, 2, 3, 2, key=jr.key(0)))
 
     def adapted(model, x):

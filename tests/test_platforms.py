@@ -73,6 +73,40 @@ def elsewhere(monkeypatch):
     return take
 
 
+def gated_loss(model, x, y, gate):
+    """A loss in which the second layer does not see the first half of the examples."""
+    net, extra = model
+    outputs = jax.vmap(net)(x) + gate[:, None] * jax.vmap(extra)(x)
+    return kfac.SoftmaxCrossEntropy(outputs, y)
+
+
+def waiting_steps(examples):
+    """The model after three steps with curvature of so many examples, what has changed in
+    the second layer, and whether it had to wait."""
+    optimizer = kfac.KFAC(fisher=kfac.MonteCarlo(examples=examples))
+    linear = eqx.nn.Linear(6, 3, key=jax.random.key(1))
+    model = kfac.convert((Net(), linear))
+    state = optimizer.init(model)
+    step = eqx.filter_jit(lambda *a, key: optimizer.step(gated_loss, *a, key=key))
+    batch = X, Y, np.repeat([0.0, 1.0], 8)
+    for i in range(3):
+        model, state, info = step(model, state, *batch, key=jax.random.key(i))
+    change = float(jnp.max(jnp.abs(model[1].weight - linear.weight)))
+    arrays = jax.tree.leaves(eqx.filter(model, eqx.is_array))
+    return arrays, change, bool(info.faults.waiting)
+
+
+def test_layers_that_wait(elsewhere):
+    """Layers without curvature are left where they are, and no others."""
+    (want, *waits), (_, *moves) = waiting_steps(8), waiting_steps(16)
+    assert waits == [0.0, True] and moves[0] > 1e-4 and not moves[1]
+    elsewhere()
+    got, *there = waiting_steps(8)
+    assert there == waits
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps(name, elsewhere):
     want = steps(OPTIMIZERS[name]())
