@@ -429,7 +429,7 @@ def positions_loss(model, x, spec):
 def test_shard_map_that_splits_positions():
     """A device that has parts of all examples cannot add up what belongs to one example:
     `Joint` takes positions one by one there, and blocks that cannot are refused."""
-    x = jnp.asarray(normal(BATCH, 8, D_IN, seed=3))
+    x = jnp.asarray(normal(BATCH, 24, D_IN, seed=3))
     run = lambda model, spec: jitted(
         "collect", lambda m, x: positions_loss(m, x, spec), model, None, x
     )
