@@ -60,9 +60,9 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
 
     with $R$ the rows that pass through the layer, $N$ the loss terms, and $g$ the
     gradient at $z$ of the *sum* of the losses. This is so if each example has one row.
-    [`eqx_kfac.Joint`][] (the default),
-    [`eqx_kfac.Expand`][] and [`eqx_kfac.Reduce`][] say what becomes of rows when a weight
-    is shared over positions, [`eqx_kfac.TensorNormal`][] how much each of them counts.
+    [`eqx_kfac.Joint`][] (the default), [`eqx_kfac.Expand`][] and [`eqx_kfac.Reduce`][]
+    say what becomes of rows when a weight is shared over positions,
+    [`eqx_kfac.TensorNormal`][] how much each of them counts.
 
     Of the factor of a side that is wider than `widest` (the scores of a vocabulary, the
     pixels of a large image), only the diagonal is kept: a matrix would need more memory

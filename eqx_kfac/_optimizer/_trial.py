@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, PyTree
 
 from .._curvature import (
     check_pushes_forward,
@@ -215,7 +215,9 @@ class Trial(PlainModule):
         still = jax.lax.platform_dependent(each, self.waiting, **told)
         return dataclasses.replace(self, still=still)
 
-    def _waiting(self, known: Any) -> Any:
+    def _waiting(
+        self, known: PyTree[Bool[Array, "..."]]
+    ) -> PyTree[Bool[Array, "..."]] | None:
         if self.start.is_penalised:
             return None
         # The analysis refuses a loss function in which parameters bypass a tag. So if all

@@ -137,6 +137,28 @@ class GradientCollector(AbstractCollector):
         return Statistics(zeros_of(slots.inputs), outputs)
 
 
+def set_no_derivative(primitive: Primitive) -> None:
+    """What is collected has no derivative: zero along zero tangents, otherwise an
+    error."""
+
+    def rule(primals, tangents, **params):
+        if all(map(is_zero, tangents)):
+            return primitive.bind(*primals, **params), tangents[0]
+        raise TypeError(
+            "Tried to differentiate curvature statistics. They are defined by a "
+            "transpose rule and have no derivative. If the loss function takes gradients "
+            "with respect to the model itself, take them with respect to "
+            "`kfac.revert(model)`. (A gradient step inside of the loss function, whose "
+            "result is trained through, as in meta-learning, is not supported.) If "
+            "curvature is computed inside a function that is differentiated, apply "
+            "`jax.lax.stop_gradient` to the model and the batch that it is computed "
+            "from. Of diffrax's adjoints, use `RecursiveCheckpointAdjoint` or `DirectAdjoint`, "
+            "not `BacksolveAdjoint`."
+        )
+
+    set_jvp(primitive, rule)
+
+
 #
 # The primitive that counts uses
 #
@@ -181,29 +203,7 @@ def _abstract(*avals, aval, shapes):
     return aval if aval is not None else avals[0]
 
 
-def _no_derivative(primals, tangents, **params):
-    """The derivative of a number: zero along a zero tangent, otherwise an error."""
-    if all(map(is_zero, tangents)):
-        return row_shapes_p.bind(*primals, **params), tangents[0]
-    raise differentiated()
-
-
-def differentiated() -> TypeError:
-    """The error of those who differentiate what is collected."""
-    return TypeError(
-        "Tried to differentiate curvature statistics. They are defined by a "
-        "transpose rule and have no derivative. If the loss function takes gradients "
-        "with respect to the model itself, take them with respect to "
-        "`kfac.revert(model)`. (A gradient step inside of the loss function, whose "
-        "result is trained through, as in meta-learning, is not supported.) If "
-        "curvature is computed inside a function that is "
-        "differentiated, apply `jax.lax.stop_gradient` to the model and the batch "
-        "that it is computed from. Of diffrax's adjoints, use "
-        "`RecursiveCheckpointAdjoint` or `DirectAdjoint`, not `BacksolveAdjoint`."
-    )
-
-
 set_values(row_shapes_p, _one, _abstract)
-set_jvp(row_shapes_p, _no_derivative)
+set_no_derivative(row_shapes_p)
 set_simple_batching(row_shapes_p, _batch)
 set_dead_code(row_shapes_p, _without_operand)

@@ -57,7 +57,7 @@ from .._jax import (
 )
 from .._misc import difference
 from ..form import AbstractForm
-from ._collector import differentiated, RowCollector
+from ._collector import RowCollector, set_no_derivative
 from ._weights import row_weights, with_influence
 
 
@@ -348,14 +348,6 @@ def _check_shaped_like(statistics, like, collector):
         )
 
 
-def _no_derivative(primals, tangents):
-    """The derivative of a statistic: zero along a zero tangent, otherwise an error."""
-    (statistic,), (tangent,) = primals, tangents
-    if is_zero(tangent):
-        return statistic_p.bind(statistic), tangent
-    raise differentiated()
-
-
 #
 # Registration
 #
@@ -375,7 +367,7 @@ for _p in (tag_p, tag_linear_p):
 set_transpose(tag_p, _transpose_derivative)
 set_transpose(tag_linear_p, _transpose)
 set_taylor(tag_p, _taylor)
-set_jvp(statistic_p, _no_derivative)
+set_no_derivative(statistic_p)
 set_linear(unseen_p)
 set_linear(covered_p)
 set_transpose(unseen_p, _transpose_unseen)
