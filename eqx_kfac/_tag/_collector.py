@@ -152,8 +152,8 @@ def set_no_derivative(primitive: Primitive) -> None:
             "result is trained through, as in meta-learning, is not supported.) If "
             "curvature is computed inside a function that is differentiated, apply "
             "`jax.lax.stop_gradient` to the model and the batch that it is computed "
-            "from. Of diffrax's adjoints, use `RecursiveCheckpointAdjoint` or `DirectAdjoint`, "
-            "not `BacksolveAdjoint`."
+            "from. Of diffrax's adjoints, use `RecursiveCheckpointAdjoint` or "
+            "`DirectAdjoint`, not `BacksolveAdjoint`."
         )
 
     set_jvp(primitive, rule)
