@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import eqx_kfac as kfac
-from eqx_kfac import _misc
+from eqx_kfac import _moments
 
 from .helpers import assert_near, expanded, normal, pairs, params_of, stack
 from .plain import plain_kfac
@@ -456,7 +456,7 @@ def test_parts_of_any_number_of_examples(examples, largest):
 
     like = jax.ShapeDtypeStruct((2, 3, 3), x.dtype)
     size = 1 if examples == 3 else 3 * 12  # In three parts, or all at once.
-    got = _misc.summed_in_parts(moments, (jnp.asarray(x),), 1, size, (12, 12), like)
+    got = _moments.summed_in_parts(moments, (jnp.asarray(x),), 1, size, (12, 12), like)
     want = np.einsum("sni,snj->sij", x, x)
     assert error(got, want) < TOLERANCE
     assert error(got, want - x[:, -1, :, None] * x[:, -1, None]) > 1e-3

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import eqx_kfac as kfac
-from eqx_kfac import _jobs, _misc
+from eqx_kfac import _inner_products, _jobs
 
 from .helpers import normal
 
@@ -134,7 +134,7 @@ def test_parts_of_a_row(elsewhere):
     """A tree whose small leaves are parts of one row is the same tree."""
     tree = {"a": normal(3, 4, seed=1), "b": [normal(5, seed=2), normal(2, 1, seed=3)]}
     elsewhere()
-    got = jax.jit(_misc.as_parts)(tree)
+    got = jax.jit(_inner_products.as_parts)(tree)
     assert jax.tree.structure(got) == jax.tree.structure(tree)
     jax.tree.map(np.testing.assert_array_equal, got, tree)
 
@@ -151,9 +151,9 @@ def test_inner_products(sizes, dtype, elsewhere):
     product = sum(np.sum(x * y) for x, y in pairs)
     length = np.sqrt(sum(np.sum(x**2) for x, _ in pairs))
     close = 3e-5 if dtype == jnp.float32 else 1e-13
-    dot, norm = jax.jit(_misc.tree_dot), jax.jit(_misc.tree_norm)
+    dot, norm = jax.jit(_inner_products.tree_dot), jax.jit(_inner_products.tree_norm)
     scales = jnp.array([2.0, -1.0], dtype)
-    both = jax.jit(_misc.squared_norm_of_sum)
+    both = jax.jit(_inner_products.squared_norm_of_sum)
     squares = sum(np.sum((2 * x - y) ** 2) for x, y in pairs)
     for way in (lambda: None, elsewhere):
         if way is elsewhere and dtype == jnp.float32:

@@ -15,7 +15,7 @@ import pytest
 
 import eqx_kfac as kfac
 from eqx_kfac._curvature._average import is_finite
-from eqx_kfac._misc import all_finite
+from eqx_kfac._inner_products import all_finite
 
 from .helpers import arrays, normal
 from .plain import plain_kfac

@@ -5,7 +5,7 @@ import lineax as lx
 from jaxtyping import Array, Bool, Float
 
 from .._custom_types import Like
-from .._misc import moment
+from .._moments import moment
 from ._base import AbstractFactors
 from ._collector import Statistics
 from ._gradients import AbstractGradientBlock

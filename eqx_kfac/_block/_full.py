@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from .._custom_types import Like
-from .._misc import moment
+from .._moments import moment
 from .._operator import KroneckerOperator, vanishes
 from ._base import AbstractFactors
 from ._collector import Statistics

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float
 from .._checks import check_count
 from .._custom_types import Layer, Like
 from .._devices import gathered, zeros_of
-from .._misc import accumulator, moment
+from .._misc import accumulator
+from .._moments import moment
 from .._operator import matmul
 from ..form import AbstractForm, Rows
 from ._base import AbstractCentredBlock, AbstractPerExampleBlock, sizes_and_zeros

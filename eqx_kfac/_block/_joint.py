@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._devices import gathered, zeros_of
-from .._misc import accumulator, moment, summed_in_parts, trailing
+from .._misc import accumulator, trailing
+from .._moments import moment, summed_in_parts
 from .._operator import matmul
 from ..form import Rows
 from ._collector import Statistics

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from .._custom_types import Layer
-from .._misc import moment, trailing
+from .._misc import trailing
+from .._moments import moment
 from .._operator import SeriesOperator, vanishes
 from ..form import AbstractForm, Rows
 from ._base import AbstractBlock, AbstractFactors, sizes_and_zeros

@@ -6,7 +6,7 @@ from jaxtyping import Array
 
 from .._custom_types import Like
 from .._devices import explicit_sharding
-from .._misc import moment
+from .._moments import moment
 from .._operator import KroneckerOperator
 from ._collector import Statistics
 from ._gradients import AbstractGradientBlock

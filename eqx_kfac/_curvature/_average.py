@@ -11,8 +11,9 @@ from jaxtyping import Array, Bool, Float
 from .._block import AbstractBasisBlock, AbstractFactors, no_l2
 from .._custom_types import Model
 from .._devices import Devices, over_stack, placed_like
+from .._inner_products import all_finite
 from .._jobs import done, Job
-from .._misc import all_finite, difference, tree_where
+from .._misc import difference, tree_where
 from .._operator import packed_like, unpacked
 from .._solver import AbstractDampedSolver, Eigh
 from .._tag import blank, is_trainable, map_at_once, map_tags, tagged_layers

@@ -14,8 +14,9 @@ from .._block import AbstractCentredBlock, is_statistics, no_l2, Statistics
 from .._custom_types import Args, Key, Kwargs, Layer, Model
 from .._devices import cast_varying, placed_like, sum_over, varying_axes
 from .._fisher import AbstractFisher
+from .._inner_products import symmetric, tree_dot
 from .._loss import AbstractLoss, is_negative, L2, linear_combination, Sum
-from .._misc import accumulator, symmetric, tree_dot
+from .._misc import accumulator
 from .._module import PlainModule
 from .._program import (
     analyse,

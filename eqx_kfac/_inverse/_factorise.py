@@ -15,8 +15,9 @@ from .._block import AbstractFactors
 from .._checks import is_number, is_scalar
 from .._custom_types import Model, PerLayer
 from .._devices import Devices, over_stack
+from .._inner_products import all_finite
 from .._jobs import done, Job
-from .._misc import all_finite, tree_where
+from .._misc import tree_where
 from .._operator import packed_like, unpacked
 from .._solver import AbstractDampedSolver, is_factorised, Pair
 from .._tag import blank, flatten_tags, map_tags

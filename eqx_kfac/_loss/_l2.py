@@ -6,7 +6,8 @@ from jaxtyping import Array, Float, PyTree
 
 from .._checks import AT_LEAST_0, check_number
 from .._custom_types import Model
-from .._misc import masked, tree_dot
+from .._inner_products import tree_dot
+from .._misc import masked
 from .._tag import empty_tags
 from ._base import AbstractObjective
 

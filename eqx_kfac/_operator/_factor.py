@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.lax.linalg import cholesky, triangular_solve
 from jaxtyping import Array, Float
 
-from .._misc import total
+from .._inner_products import total
 from . import _decompositions as decompositions
 from ._decompositions import one_by_one
 from ._products import applied, contraction, matmul

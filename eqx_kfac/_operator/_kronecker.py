@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float
 
-from .._misc import inner
+from .._inner_products import inner
 from . import _decompositions as decompositions
 from ._factor import (
     dense,

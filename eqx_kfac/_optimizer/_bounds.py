@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from .._curvature import check_pushes_forward, LinearisedBatch
 from .._custom_types import Model
-from .._misc import tree_dot
+from .._inner_products import tree_dot
 from .._module import PlainModule
 from ._extent import Extent
 from ._start import Start

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from .._checks import AT_LEAST_0, check_count, check_number, POSITIVE
 from .._custom_types import Layer, Model, Scalar
 from .._devices import over_stack, zeros_as_from
-from .._misc import inner, total
+from .._inner_products import inner, total
 from .._operator import KroneckerOperator, SeriesOperator, squared_norm, trace, unpacked
 from .._tag import flatten_tags, is_trainable, map_tags, Tag
 from ..form import has_bias

@@ -8,7 +8,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float
 
 from .._custom_types import Model
-from .._misc import tree_dot
+from .._inner_products import tree_dot
 from ._extent import Extent
 
 

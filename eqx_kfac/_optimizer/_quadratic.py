@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from .._checks import check_examples, check_number, POSITIVE
 from .._custom_types import Model, Scalar
-from .._misc import symmetric, tree_dot
+from .._inner_products import symmetric, tree_dot
 from ._hyperparameters import AbstractRule
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 from .._complex import steepest
 from .._curvature import LinearisedBatch
 from .._custom_types import Model
-from .._misc import all_finite, tree_norm
+from .._inner_products import all_finite, tree_norm
 from ._choices import Rules
 from ._hyperparameters import in_range
 from ._state import KFACState

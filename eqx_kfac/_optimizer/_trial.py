@@ -20,8 +20,9 @@ from .._curvature import (
     LinearisedBatch,
 )
 from .._custom_types import Model
+from .._inner_products import all_finite, as_parts, squared_norm_of_sum, tree_dot
 from .._inverse import precondition, precondition_through_rows
-from .._misc import accumulator, all_finite, as_parts, squared_norm_of_sum, tree_dot
+from .._misc import accumulator
 from .._module import PlainModule
 from .._solver import AbstractDampedSolver
 from .._tag import partition_tagged

@@ -27,7 +27,7 @@ from .._jax import (
     set_simple_batching,
     set_values,
 )
-from .._misc import moment
+from .._moments import moment
 from ..form import AbstractForm, Rows
 
 

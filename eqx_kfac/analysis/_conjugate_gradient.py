@@ -9,7 +9,8 @@ from jaxtyping import Array, PyTree
 
 from .._checks import AT_LEAST_0, check_count, check_number
 from .._custom_types import Options
-from .._misc import tree_dot, tree_where
+from .._inner_products import tree_dot
+from .._misc import tree_where
 from .._solver import AbstractSymmetricSolver
 
 

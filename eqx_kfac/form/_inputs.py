@@ -13,8 +13,9 @@ from jaxtyping import Array, Inexact, Int
 
 from .._custom_types import Like, Weights
 from .._devices import over_stack
-from .._misc import accumulator, moment, summed_in_parts, trailing
+from .._misc import accumulator, trailing
 from .._module import PlainModule
+from .._moments import moment, summed_in_parts
 
 
 # How many numbers of patches are written out at once: what fits into a CPU's cache, and
