@@ -272,7 +272,8 @@ def test_curvature_and_damping_follow_only_what_is_like_the_rest(scale, shift):
         0.1, damping=kfac.LayerDamping(), norm_constraint=kfac.TrustRegion()
     )
     model, old, _ = steps(mlp(), optimizer.init(mlp()), 5, optimizer=optimizer)
-    old = eqx.tree_at(lambda s: s.extent.coupling, old, jnp.asarray(5.0))
+    numbers = lambda s: (s.extent.coupling, s.extent.uphill)
+    old = eqx.tree_at(numbers, old, (jnp.asarray(5.0), jnp.asarray(0.5)))
     _, new, info = step(model, old, scale, shift, optimizer)
     assert not info.rejected
     followed = [
@@ -281,9 +282,10 @@ def test_curvature_and_damping_follow_only_what_is_like_the_rest(scale, shift):
             (old.curvature, new.curvature),
             (old.layer_damping, new.layer_damping),
             (old.extent.coupling, new.extent.coupling),
+            (old.extent.uphill, new.extent.uphill),
         )
     ]
-    assert followed == ([True] * 3 if shift == 0.1 else [False] * 3)
+    assert followed == ([True] * 4 if shift == 0.1 else [False] * 4)
 
 
 def test_first_curvature_is_that_of_any_batch():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import eqx_kfac as kfac
+from eqx_kfac._optimizer._extent import init_extent
 
 from .helpers import leaves, make_mesh, normal
 from .plain import AsMatrices, plain_kfac
@@ -272,18 +273,17 @@ def damped_product(curvature, model, a, b):
     return sum(jnp.sum(u * (p + 0.1 * v)) for u, p, v in damped)
 
 
-@pytest.mark.parametrize("cosine", [-1.0, 0.3, 0.75, 1.0])
-def test_a_velocity_that_leads_uphill_is_slowed_down(cosine):
-    """All of it is kept up to a cosine of one half between it and the natural gradient,
-    in the metric of the curvature; nothing of what leads straight uphill."""
+def moving_uphill(cosine, measured):
+    """An optimizer, a linear model, the state after one step, and the same state with a
+    velocity as long as the natural gradient step, but uphill, with this cosine between
+    it and the natural gradient."""
     region = kfac.TrustRegion(
-        1e-3, full_terms=1, velocity_factor=1e6, measured_radius=jnp.inf
+        1e-3, full_terms=1, velocity_factor=1e6, measured_fraction=measured
     )
     choices = dict(fisher=EXACT, solver=kfac.Eigh(), norm_constraint=region)
     optimizer = plain_kfac(0.1, damping=0.1, **choices)
     model = kfac.Linear(D, K, key=KEY)
-    step = ft.partial(stepped, optimizer, loss_of(1.0), model)
-    _, state, _ = step(optimizer.init(model))
+    _, state, _ = stepped(optimizer, loss_of(1.0), model, optimizer.init(model))
     product = ft.partial(damped_product, state.curvature, model)
 
     # A multiple of the natural gradient, and something at right angles to it.
@@ -296,7 +296,57 @@ def test_a_velocity_that_leads_uphill_is_slowed_down(cosine):
     velocity = jtu.tree_map(lambda u, a: cosine * u + sine * a, uphill, aside)
     extent = product(velocity, velocity)
     lasting = dataclasses.replace(state.extent, squared_length=extent)
-    moving = state._replace(velocity=velocity, extent=lasting)
+    return optimizer, model, state, state._replace(velocity=velocity, extent=lasting)
+
+
+@pytest.mark.parametrize("before", [0.0, 0.1, 0.6, 1.0])
+@pytest.mark.parametrize("cosine", [-0.4, 0.3, 0.75])
+def test_a_velocity_that_keeps_leading_uphill_is_slowed_down(cosine, before):
+    """The part of the loss by which it does is averaged over steps, with zero where the
+    cosine is clear: of the momentum, as much is kept as half of 0.2 is of that."""
+    optimizer, model, state, moving = moving_uphill(cosine, 0.2)
+    moving = eqx.tree_at(lambda s: s.extent.uphill, moving, jnp.asarray(before))
+    _, after, info = stepped(optimizer, loss_of(1.0), model, moving)
+    gradient = eqx.filter_grad(lambda m: loss_of(1.0)(m, X, Y).value)(model)
+    pairs = zip(leaves(moving.velocity), leaves(gradient), strict=True)
+    slope = sum(np.sum(v * g) for v, g in pairs)
+    assert np.sign(slope) == np.sign(cosine)
+    part = 0.0 if cosine > 0.5 else slope / info.loss
+    average = 0.8 * before + 0.2 * part
+    np.testing.assert_allclose(after.extent.uphill, average, rtol=1e-9)
+    kept = min(1.0, 2 - 2 * cosine) * min(1.0, 0.1 / max(average, 1e-9))
+    want = jtu.tree_map(lambda v, n: 0.9 * kept * v + n, moving.velocity, state.velocity)
+    assert same(after.velocity, want)
+    assert (average > 0.1) == (before > 0.2)
+
+
+def test_by_how_much_a_velocity_leads_uphill():
+    extent = dataclasses.replace(init_extent(), uphill=jnp.asarray(0.5))
+    given = lambda *numbers: extent.uphill_given(*map(jnp.asarray, numbers))
+    for slope, value, part in [
+        (0.1, 0.5, 0.2),
+        (0.1, -0.5, 0.2),
+        (-0.1, 0.5, -0.2),
+        (3.0, 0.5, 1.0),
+        (-3.0, 0.5, -1.0),
+        (0.1, 0.0, 0.0),  # A loss of zero says nothing of what is much.
+        (0.1, np.inf, 0.0),
+        (np.nan, 0.5, 0.5),
+        (np.inf, 0.5, 0.5),
+        (0.1, np.nan, 0.5),
+    ]:
+        np.testing.assert_allclose(given(slope, value), 0.4 + 0.2 * part)
+
+
+@pytest.mark.parametrize("cosine", [-1.0, 0.3, 0.75, 1.0])
+def test_a_velocity_that_leads_uphill_is_slowed_down(cosine):
+    """All of it is kept up to a cosine of one half between it and the natural gradient,
+    in the metric of the curvature; nothing of what leads straight uphill."""
+    optimizer, model, state, moving = moving_uphill(cosine, jnp.inf)
+    step = ft.partial(stepped, optimizer, loss_of(1.0), model)
+    product = ft.partial(damped_product, state.curvature, model)
+    uphill, velocity = jtu.tree_map(np.negative, state.velocity), moving.velocity
+    lasting, extent = moving.extent, moving.extent.squared_length
     _, after, _ = step(moving)
     kept = min(1.0, 2 - 2 * cosine)
     want = jtu.tree_map(lambda v, u: 0.9 * kept * v - u, velocity, uphill)
@@ -312,7 +362,9 @@ def test_a_velocity_that_leads_uphill_is_slowed_down(cosine):
     if cosine == -1:  # There, the inequality of Cauchy and Schwarz is an equation.
         length = after.extent.squared_length
         np.testing.assert_allclose(length, product(want, want), rtol=1e-9)
-    free = plain_kfac(0.1, damping=0.1, **choices | dict(norm_constraint=1e-3))
+    free = plain_kfac(
+        0.1, damping=0.1, fisher=EXACT, solver=kfac.Eigh(), norm_constraint=1e-3
+    )
     start = free.init(model)._replace(
         velocity=velocity, curvature=state.curvature, weight=state.weight
     )
@@ -322,7 +374,7 @@ def test_a_velocity_that_leads_uphill_is_slowed_down(cosine):
 
 
 def test_the_velocity_of_a_step_uphill_is_forgotten():
-    bounds = dict(velocity_factor=jnp.inf, measured_radius=jnp.inf)
+    bounds = dict(velocity_factor=jnp.inf, measured_fraction=jnp.inf)
     region = kfac.TrustRegion(1.0, full_terms=1, **bounds)
     optimizer = plain_kfac(0.1, norm_constraint=region, fisher=EXACT, max_increase=0.0)
     model = make_model()
@@ -351,7 +403,7 @@ class AddedUp(eqx.Module):
 def nothing_but(measured):
     """A trust region whose other bounds are never reached."""
     free = dict(loss_fraction=jnp.inf, velocity_factor=jnp.inf, full_terms=1)
-    return kfac.TrustRegion(1e6, **free, measured_radius=measured)
+    return kfac.TrustRegion(1e6, **free, measured_fraction=measured)
 
 
 def couplings(number, measured=jnp.inf, steps=6):
@@ -373,14 +425,14 @@ def couplings(number, measured=jnp.inf, steps=6):
     return found, values, slopes
 
 
-@pytest.mark.parametrize("radius", [jnp.inf, 0.5, 1e-2])
+@pytest.mark.parametrize("fraction", [jnp.inf, 0.2, 0.1])
 @pytest.mark.parametrize("number", [1, 3])
-def test_gradients_measure_what_blocks_do_not_know(number, radius):
+def test_gradients_measure_what_blocks_do_not_know(number, fraction):
     """Each of some layers that are added up does the same: a step of all of them is as
     many times as long as blocks say. The loss is quadratic, the batch always the same:
     gradients say so exactly, but for the slope of what is new in a step. A step that is
     shortened is measured like any other."""
-    found, _, slopes = couplings(number, radius, steps=12)
+    found, _, slopes = couplings(number, fraction, steps=12)
     want, new, most = 1.0, [], 1.0
     for before, slope, extent in zip(found, slopes, found[1:]):
         new.append((before.slope - slope) / before.squared_length)
@@ -394,22 +446,21 @@ def test_gradients_measure_what_blocks_do_not_know(number, radius):
 def test_the_measured_length_is_bounded():
     length = lambda extent: extent.coupling * extent.squared_length
     free, _, _ = couplings(3, jnp.inf)
-    # A tenth of the loss is more than a radius of 0.01, and less than one of 0.5.
-    for radius in (1e-2, 0.5):
-        found, losses, _ = couplings(3, radius)
-        most = np.maximum(radius, np.array(losses) / 10)
-        lengths = np.array([length(e) for e in found]) / most
+    for fraction in (0.1, 0.2):
+        found, losses, _ = couplings(3, fraction)
+        lengths = np.array([length(e) for e in found]) / (fraction * np.array(losses))
         assert np.all(lengths <= 1 + 1e-9)
         assert 0 < np.sum(lengths > 1 - 1e-9) < len(lengths)
     assert max(map(length, free)) > 2 * max(map(length, found))
 
 
 def test_the_bound_of_a_measured_length():
-    region = kfac.TrustRegion(measured_radius=0.5)
-    values = jnp.asarray([0.1, -0.1, 4.0, 20.0, -20.0])
-    want = [0.5, 0.5, 0.5, 2.0, 2.0]
-    np.testing.assert_allclose(jax.vmap(region.of_measured)(values), want)
-    assert jnp.isinf(kfac.TrustRegion(measured_radius=jnp.inf).of_measured(values[0]))
+    region = kfac.TrustRegion(measured_fraction=0.5)
+    values = jnp.asarray([0.1, -0.1, 4.0, -20.0])
+    got = jax.vmap(region.of_measured)(values)
+    np.testing.assert_allclose(got, [0.05, 0.05, 2.0, 10.0])
+    free = kfac.TrustRegion(measured_fraction=jnp.inf)
+    assert jnp.isinf(free.of_measured(values[0])) and free.kept(jnp.ones(())) == 1
 
 
 @pytest.mark.parametrize("large, learnt", [(300.0, True), (jnp.inf, False)])
@@ -464,14 +515,14 @@ def test_a_length_is_bounded_as_measured_if_outputs_are_natural(terms, bounded):
         return sum(10 * term(jax.vmap(model)(x), y) for term in terms)
 
     model, after = AddedUp(3), {}
-    for radius in (1e-2, 1e9):
-        region = nothing_but(radius)
+    for fraction in (1e-3, 1e9):
+        region = nothing_but(fraction)
         optimizer = plain_kfac(0.1, norm_constraint=region, fisher=EXACT)
         carry = model, optimizer.init(model)
         for _ in range(5):
             *carry, _ = stepped(optimizer, loss_fn, *carry)
-        after[radius] = carry[0]
-    assert same(after[1e-2], after[1e9]) is not bounded
+        after[fraction] = carry[0]
+    assert same(after[1e-3], after[1e9]) is not bounded
 
 
 @pytest.mark.parametrize("slope", [np.inf, np.nan, 1e300])
@@ -594,7 +645,10 @@ def test_update_is_the_same_step():
         optimizer.update(grads, state, None, **given)
 
 
-@pytest.mark.parametrize("name", ["squared_radius", "full_terms", "large_loss"])
+@pytest.mark.parametrize(
+    "name",
+    ["squared_radius", "full_terms", "measured_fraction", "large_loss"],
+)
 def test_numbers_out_of_range(name):
     with pytest.raises(ValueError, match=name):
         kfac.TrustRegion(**{name: 0})

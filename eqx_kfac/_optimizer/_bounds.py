@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from .._curvature import check_pushes_forward, LinearisedBatch
 from .._custom_types import Model
 from .._inner_products import tree_dot
+from .._misc import tree_where
 from .._module import PlainModule
 from ._extent import Extent
 from ._start import Start
@@ -92,29 +93,36 @@ class Bounds(PlainModule):
         state, extent = self.state, self.state.extent
         assert extent is not None  # A state has one if there is a region.
         rate, momentum = state.learning_rate, state.momentum
+        remaining = self.start.remaining
         growth = self._growth(extent, region)
         constraint = growth.astype(state.norm_constraint.dtype) * state.norm_constraint
-        bounds = region(constraint, self.start.remaining, self.start.terms)
+        bounds = region(constraint, remaining, self.start.terms)
         most, most_of_velocity = map(state.rollback.narrowed, bounds)
         rate = _at_most(most, rate**2 * norm) * rate
         # The slope of the loss along the previous update.
         slope = tree_dot(state.velocity, gradient).astype(rate.dtype)
-        # The gradient of a batch that is unlike all others says nothing of the velocity.
-        coupling = jnp.where(
-            self.start.teaches, extent.coupling_given(slope), extent.coupling
-        )
         # The curvature may have changed since the previous update was measured; but the
         # inequality of Cauchy and Schwarz holds in every metric.
         previous = jnp.maximum(extent.squared_length, slope**2 / _positive(norm))
-        momentum = momentum * _kept(slope, previous, norm)
+        kept = _kept(slope, previous, norm)
+        # What a single gradient says clearly is done at once, and need not persist.
+        unclear = jnp.where(kept < 1, 0, slope)
+        # The gradient of a batch that is unlike all others says nothing of the velocity.
+        coupling, uphill = tree_where(
+            self.start.teaches,
+            (extent.coupling_given(slope), extent.uphill_given(unclear, remaining)),
+            (extent.coupling, extent.uphill),
+        )
+        kept = kept * region.kept(uphill).astype(kept.dtype)
+        momentum = momentum * kept.astype(momentum.dtype)
         # The square of the sum. As F (F^-1 g) = g, the inner product of its two parts is
         # the slope, and no product with F is needed.
         length = momentum**2 * previous - 2 * momentum * rate * slope + rate**2 * norm
-        extent = Extent(length, momentum * slope, coupling, growth)
+        extent = Extent(length, momentum * slope, coupling, uphill, growth)
         scale = _at_most(most_of_velocity, length)
         if self.start.is_natural:
             # Gradients measure the Hessian, which only then is near the Fisher.
-            most = region.of_measured(self.start.remaining).astype(length.dtype)
+            most = region.of_measured(remaining).astype(length.dtype)
             scale = jnp.minimum(scale, _at_most(most, coupling * length))
         return (scale * rate, scale * momentum), extent.scaled(scale)
 

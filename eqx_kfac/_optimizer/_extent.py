@@ -23,11 +23,22 @@ class Extent(eqx.Module):
     so the formula leaves it out. Hence $\kappa$ is rather too small than too
     large, by at most the descent that the new part promised.
 
+    A velocity that leads uphill for several steps is too long as well, although its slope
+    is not new: where there are many parameters, most of what would turn it round is the
+    noise of batches. So the part of the loss by which it leads uphill is averaged,
+
+    $$u \leftarrow \frac45 u + \frac15 \operatorname{clip}\Bigl(
+    \frac{\langle \delta_\text{prev}, \nabla h \rangle}{|h|}, -1, 1\Bigr),$$
+
+    with zero for a slope that is clear by itself: one for which the step uses less of the
+    momentum at once (see [`eqx_kfac.TrustRegion`][]).
+
     **Fields:**
 
     - `squared_length`: $\langle \delta, \hat F \delta \rangle$.
     - `slope`: $\langle \mu \delta_\text{prev}, \nabla h \rangle$ before the step.
     - `coupling`: $\kappa$.
+    - `uphill`: $u$.
     - `growth`: how many times larger than given the radius of the region is, because of
         the unit of the targets.
     """
@@ -35,6 +46,7 @@ class Extent(eqx.Module):
     squared_length: Float[Array, ""]
     slope: Float[Array, ""]
     coupling: Float[Array, ""]
+    uphill: Float[Array, ""]
     growth: Float[Array, ""]
 
     def coupling_given(self, slope: Float[Array, ""]) -> Float[Array, ""]:
@@ -46,6 +58,16 @@ class Extent(eqx.Module):
         ratio = jnp.where(known, jnp.maximum(ratio, 1), self.coupling)
         return 0.5 * (self.coupling + ratio)
 
+    def uphill_given(
+        self, slope: Float[Array, ""], value: Float[Array, ""]
+    ) -> Float[Array, ""]:
+        """$u$, given the slope along the velocity before the step, or zero, and the loss.
+        (A loss of zero, or numbers that overflow, say nothing.)"""
+        value = value.astype(slope.dtype)
+        part = slope / jnp.where(value == 0, jnp.inf, jnp.abs(value))
+        part = jnp.where(jnp.isfinite(part), jnp.clip(part, -1, 1), self.uphill)
+        return 0.8 * self.uphill + 0.2 * part
+
     def scaled(self, factor: Float[Array, ""]) -> "Extent":
         """The extent of `factor` times the velocity. (Zero times a length that has
         overflowed is zero.)"""
@@ -53,7 +75,8 @@ class Extent(eqx.Module):
         times = lambda factor, a: jnp.where(factor > 0, factor * a, 0)
         squared_length = times(factor**2, self.squared_length)
         slope = times(factor, self.slope)
-        return Extent(squared_length, slope, self.coupling, self.growth)
+        same = self.coupling, self.uphill, self.growth
+        return Extent(squared_length, slope, *same)
 
     def stopped(self, flag: Bool[Array, ""]) -> "Extent":
         """The extent after the velocity was set to zero, if `flag` is true."""
@@ -66,5 +89,6 @@ def init_extent() -> Extent:
         squared_length=jnp.zeros((), float),
         slope=jnp.zeros((), float),
         coupling=jnp.ones((), float),
+        uphill=jnp.zeros((), float),
         growth=jnp.ones((), float),
     )

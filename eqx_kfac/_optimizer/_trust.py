@@ -49,6 +49,12 @@ class AbstractTrustRegion(AbstractRule):
         after steps measure it, given the loss. By default, nothing."""
         return jnp.full_like(value, jnp.inf)
 
+    def kept(self, uphill: Float[Array, ""]) -> Float[Array, ""]:
+        r"""What the momentum is multiplied by, given the part $u$ of the loss by which
+        the velocity has led uphill in the last steps (see [`eqx_kfac.Extent`][]). By
+        default, all of it is kept."""
+        return jnp.ones_like(uphill)
+
 
 class TrustRegion(AbstractTrustRegion):
     r"""Norm constraints that become tighter as the loss falls: one on what a step adds to
@@ -95,15 +101,12 @@ class TrustRegion(AbstractTrustRegion):
     A third constraint is on the length of the velocity as gradients measure it, which may
     be many times the length in the blocks, which know nothing of each other,
 
-    $$\kappa \, \langle \delta, \hat F \delta \rangle \le
-    \max(m_\delta, |h| / 10),$$
+    $$\kappa \, \langle \delta, \hat F \delta \rangle \le q |h|,$$
 
     with $\kappa$ the average over the last steps, of gradients before and after each, of
     $(\langle \delta, \nabla h' \rangle - \langle \mu \delta_\text{prev}, \nabla h
     \rangle) / \langle \delta, \hat F \delta \rangle$, at least 1 (see
-    [`eqx_kfac.Extent`][], in the state: `extent.coupling`). With the default, it is
-    active where something is wrong. (Where many layers add up, and a network stays at its
-    first loss, a `velocity_factor` of 1 helps more than a smaller one.) Gradients measure
+    [`eqx_kfac.Extent`][], in the state: `extent.coupling`). Gradients measure
     the Hessian, which is near the Fisher if the outputs of all losses are natural
     parameters (logits, the means of a fixed variance). If they are not, as with a
     variance that is learnt, or if nobody knows, as in `update`, there is no such bound.
@@ -115,7 +118,12 @@ class TrustRegion(AbstractTrustRegion):
     + \alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle$. If a velocity leads
     uphill, so that its cosine with $\hat F^{-1} \nabla h$ in the metric of $\hat F$ is
     $\cos > 1/2$, the step uses only $2 - 2 \cos$ times $\mu$: the quadratic model from
-    which the velocity came does not hold any more.
+    which the velocity came does not hold any more. Where the gradient of a batch is
+    mostly noise, that cosine is small, however steep the way; but noise does not persist.
+    So if a velocity leads uphill by a part $u$ of the loss, on an average of the last
+    steps (`extent.uphill`), the step uses only $q / (2 u)$ times $\mu$, or all of it if
+    that is less. (The longest velocity that the third constraint allows leads uphill by
+    $q / 2$ at its end if it crosses a minimum in the middle.)
 
     !!! Example
 
@@ -139,7 +147,7 @@ class TrustRegion(AbstractTrustRegion):
     loss_fraction: Scalar
     full_terms: int = eqx.field(static=True)
     velocity_factor: Scalar
-    measured_radius: Scalar
+    measured_fraction: Scalar
     large_loss: Scalar
 
     def __init__(
@@ -148,7 +156,7 @@ class TrustRegion(AbstractTrustRegion):
         loss_fraction: Scalar = 5e-3,
         full_terms: int = 128,
         velocity_factor: Scalar = 8.0,
-        measured_radius: Scalar = 0.5,
+        measured_fraction: Scalar = 0.2,
         large_loss: Scalar = 300.0,
     ):
         r"""**Arguments:**
@@ -159,8 +167,8 @@ class TrustRegion(AbstractTrustRegion):
             twice as many or more up to twice that fraction of the loss.
         - `velocity_factor`: $k > 0$, for the whole step; `jnp.inf` leaves the velocity
             alone.
-        - `measured_radius`: $m_\delta > 0$, in nats, for the whole step as gradients
-            measure it; `jnp.inf`: it is not measured.
+        - `measured_fraction`: $q > 0$, a fraction of the loss, for the whole step as
+            gradients measure it; `jnp.inf`: nothing of what they measure matters.
         - `large_loss`: $h_0 > 0$, in nats: with a squared error that is larger, $c$ is
             as many times larger; `jnp.inf`: it never is. (Of up to 100 outputs; of
             $k > 100$, $k / 100$ times as many nats.)
@@ -177,8 +185,8 @@ class TrustRegion(AbstractTrustRegion):
         self.velocity_factor = check_number(
             "velocity_factor", velocity_factor, POSITIVE, schedule=False
         )
-        self.measured_radius = check_number(
-            "measured_radius", measured_radius, POSITIVE, schedule=False
+        self.measured_fraction = check_number(
+            "measured_fraction", measured_fraction, POSITIVE, schedule=False
         )
         self.large_loss = check_number("large_loss", large_loss, POSITIVE, schedule=False)
 
@@ -216,7 +224,11 @@ class TrustRegion(AbstractTrustRegion):
 
     def of_measured(self, value: Float[Array, ""]) -> Float[Array, ""]:
         """The third right-hand side, given the loss."""
-        return jnp.maximum(self.measured_radius, jnp.abs(value) / 10)
+        return jnp.abs(value) * self.measured_fraction
+
+    def kept(self, uphill: Float[Array, ""]) -> Float[Array, ""]:
+        """The part of the momentum that is used, given $u$."""
+        return jnp.minimum(1, self.measured_fraction / 2 / jnp.maximum(uphill, 1e-30))
 
 
 # From how many times `full_terms` on the number of terms does not matter. It is not noise
