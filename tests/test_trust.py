@@ -446,7 +446,7 @@ def test_gradients_measure_what_blocks_do_not_know(number, fraction):
 def test_the_measured_length_is_bounded():
     length = lambda extent: extent.coupling * extent.squared_length
     free, _, _ = couplings(3, jnp.inf)
-    for fraction in (0.1, 0.2):
+    for fraction in (0.2, 0.1):
         found, losses, _ = couplings(3, fraction)
         lengths = np.array([length(e) for e in found]) / (fraction * np.array(losses))
         assert np.all(lengths <= 1 + 1e-9)
