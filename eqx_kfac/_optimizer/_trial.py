@@ -117,24 +117,14 @@ class Trial(PlainModule):
         r"""$\delta = \alpha d + \mu \delta_\text{prev}$ with $d = -\hat F^{-1} \nabla h$,
         given the factorisation of $\hat F$, damped with `strength`; and with it `others`,
         the updates of the parameters that no tag covers."""
-        state, gradient = self.state, self._gradient
-        factorised = self.curvature, inverse, self.solver, strength, self.still
-        if self.rows is None:
-            natural = precondition(gradient, *factorised)
-        else:
-            natural = precondition_through_rows(gradient, self.rows, *factorised)
-        natural = as_parts(natural)
+        state, natural = self.state, self._natural_gradient(inverse, strength)
         # Learning rate and momentum, as the bounds and then as a rule will have them.
-        bounded, extent = self._bounds.lengths(natural, gradient)
+        bounded, extent = self._bounds.lengths(natural, self._gradient)
         (scale, momentum), predicted = self._chosen_lengths(damping, natural, bounded)
         before = state.velocity
         # Both numbers in one array: what a GPU does to two of them are two kernels.
         lengths = jax.lax.optimization_barrier(jnp.stack([scale, momentum]))
-        if all(v.dtype == accumulator(v.dtype) for v in jtu.tree_leaves(before)):
-            squares = squared_norm_of_sum(lengths[1], before, -lengths[0], natural)
-        else:  # In a lower precision, the sum itself may overflow, and has to tell.
-            taken = velocity(lengths, natural, before)
-            squares = tree_dot(taken, taken)
+        squares = _squared_norm(lengths, natural, before)
         if self._bounds.are_measured:
             # On the whole step, momentum included, which is only known here.
             part = self._bounds.measured_part(velocity(lengths, natural, before))
@@ -250,6 +240,15 @@ class Trial(PlainModule):
     def _bounds(self) -> Bounds:
         region = self.rules.norm_constraint
         return Bounds(region, self.state, self.start, self.linearised)
+
+    def _natural_gradient(self, inverse: Model, strength: Any) -> Model:
+        r"""$\hat F^{-1} \nabla h$, as parts of one row for devices that look at that."""
+        factorised = self.curvature, inverse, self.solver, strength, self.still
+        if self.rows is None:
+            natural = precondition(self._gradient, *factorised)
+        else:
+            natural = precondition_through_rows(self._gradient, self.rows, *factorised)
+        return as_parts(natural)
 
     def _faults(
         self,
@@ -396,3 +395,14 @@ class Trial(PlainModule):
         change = jnp.where(due, new_loss - self.value, 1)
         ratio = change / jnp.where(no_descent, -1, jnp.where(due, predicted, 1))
         return jnp.where(due, jnp.where(no_descent, -jnp.inf, ratio), jnp.inf)
+
+
+def _squared_norm(
+    lengths: Float[Array, "2"], natural: Model, before: Model
+) -> Float[Array, ""]:
+    """The squared Euclidean norm of the velocity of a step, given its two lengths."""
+    if all(v.dtype == accumulator(v.dtype) for v in jtu.tree_leaves(before)):
+        return squared_norm_of_sum(lengths[1], before, -lengths[0], natural)
+    # In a lower precision, the sum itself may overflow, and has to tell.
+    taken = velocity(lengths, natural, before)
+    return tree_dot(taken, taken)
