@@ -38,6 +38,11 @@ class NormalNLL(AbstractLoss):
         - `log_variances`: $\\log \\sigma^2$, `[*leading, k]`.
         - `targets`: `[*leading, k]`. May be left out when only curvature is wanted.
         - `weights`: a weight (or a mask) for every term, `[*leading]` or its first axes.
+
+        **Raises:** `ValueError` for means that have no leading axis or no examples, for
+        targets and weights of other shapes, and for weights that are known to be
+        negative; `TypeError` for means that are not floating, and for targets that are
+        not real.
         """
         name = "NormalNLL"
         self.means = check_outputs(name, "means", means)

@@ -34,6 +34,11 @@ class PoissonNLL(AbstractLoss):
         - `targets`: counts `[*leading, k]`, integer or floating. May be left out when
             only curvature is wanted.
         - `weights`: a weight (or a mask) for every term, `[*leading]` or its first axes.
+
+        **Raises:** `ValueError` for log-rates that have no leading axis or no examples,
+        for targets and weights of other shapes, and for weights that are known to be
+        negative; `TypeError` for log-rates that are not floating, and for targets that
+        are not real.
         """
         name = "PoissonNLL"
         self.log_rates = check_outputs(name, "log_rates", log_rates)

@@ -32,6 +32,11 @@ class SigmoidCrossEntropy(AbstractLoss):
         - `targets`: `[*leading, k]`: booleans, zeros and ones, or probabilities. May be
             left out when only curvature is wanted.
         - `weights`: a weight (or a mask) for every term, `[*leading]` or its first axes.
+
+        **Raises:** `ValueError` for logits that have no leading axis or no examples, for
+        targets and weights of other shapes, and for weights that are known to be
+        negative; `TypeError` for logits that are not floating, and for targets that are
+        not real.
         """
         name = "SigmoidCrossEntropy"
         self.logits = check_outputs(name, "logits", logits)

@@ -35,6 +35,11 @@ class SoftmaxCrossEntropy(AbstractLoss):
             `[*leading, classes]`. May be left out when only curvature is wanted. The loss
             at a class that does not exist (such as -1) is NaN, unless its weight is zero.
         - `weights`: a weight (or a mask) for every term, `[*leading]` or its first axes.
+
+        **Raises:** `ValueError` for logits that have no leading axis or no examples, for
+        targets and weights of other shapes, and for weights that are known to be
+        negative; `TypeError` for logits that are not floating, and for targets that are
+        neither integer classes nor floating probabilities.
         """
         name = "SoftmaxCrossEntropy"
         self.logits = check_outputs(name, "logits", logits)

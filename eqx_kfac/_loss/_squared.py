@@ -31,6 +31,11 @@ class SquaredError(AbstractLoss):
             the last axis, and is the mean over the others.
         - `targets`: `[*leading, k]`. May be left out when only curvature is wanted.
         - `weights`: a weight (or a mask) for every term, `[*leading]` or its first axes.
+
+        **Raises:** `ValueError` for predictions that have no leading axis or no examples,
+        for targets and weights of other shapes, and for weights that are known to be
+        negative; `TypeError` for predictions that are not floating, and for targets that
+        are not real.
         """
         name = "SquaredError"
         self.predictions = check_outputs(name, "predictions", predictions)

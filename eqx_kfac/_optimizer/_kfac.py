@@ -352,6 +352,11 @@ class KFAC(eqx.Module):
         which starts again from zero). If the loss has diverged, the parameters go back to
         the last good ones. What else the loss function returned is from a bad batch: see
         `info.select`.
+
+        **Raises:** `TypeError` for arguments in another order, and for a loss function
+        that returns no loss; `ValueError` without a `key` where the estimate draws
+        numbers, for a state of another model, for a batch that cannot be split, and for
+        parameters that reach the losses by another way than through their tag.
         """
         check_step(loss_fn, model, state, key)
         micro_batches = check_count("micro_batches", micro_batches, 1)
