@@ -98,6 +98,12 @@ class TrustRegion(AbstractTrustRegion):
     Newton step has $\langle \delta, F_v \delta \rangle = 2 h_v$ if all can be learnt.)
     This costs one forward-mode derivative.
 
+    The second constraint needs no product with $\hat F$: for
+    $\delta = \mu \delta_\text{prev} - \alpha \hat F^{-1} \nabla h$, its left-hand side is
+    $\mu^2 \langle \delta_\text{prev}, \hat F \delta_\text{prev} \rangle
+    - 2 \mu \alpha \langle \delta_\text{prev}, \nabla h \rangle
+    + \alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle$.
+
     A third constraint is on the length of the velocity as gradients measure it, which may
     be many times the length in the blocks, which know nothing of each other,
 
@@ -111,19 +117,14 @@ class TrustRegion(AbstractTrustRegion):
     parameters (logits, the means of a fixed variance). If they are not, as with a
     variance that is learnt, or if nobody knows, as in `update`, there is no such bound.
 
-    The second constraint needs no product with $\hat F$: for
-    $\delta = \mu \delta_\text{prev} - \alpha \hat F^{-1} \nabla h$, its left-hand side is
-    $\mu^2 \langle \delta_\text{prev}, \hat F \delta_\text{prev} \rangle
-    - 2 \mu \alpha \langle \delta_\text{prev}, \nabla h \rangle
-    + \alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle$. If a velocity leads
-    uphill, so that its cosine with $\hat F^{-1} \nabla h$ in the metric of $\hat F$ is
-    $\cos > 1/2$, the step uses only $2 - 2 \cos$ times $\mu$: the quadratic model from
-    which the velocity came does not hold any more. Where the gradient of a batch is
-    mostly noise, that cosine is small, however steep the way; but noise does not persist.
-    So if a velocity leads uphill by a part $u$ of the loss, on an average of the last
-    steps (`extent.uphill`), the step uses only $q / (2 u)$ times $\mu$, or all of it if
-    that is less. (The longest velocity that the third constraint allows leads uphill by
-    $q / 2$ at its end if it crosses a minimum in the middle.)
+    If a velocity leads uphill, so that its cosine with $\hat F^{-1} \nabla h$ in the
+    metric of $\hat F$ is $\cos > 1/2$, the step uses only $2 - 2 \cos$ times $\mu$: the
+    quadratic model from which the velocity came does not hold any more. Where the
+    gradient of a batch is mostly noise, that cosine is small, however steep the way; but
+    noise does not persist. So if a velocity leads uphill by a part $u$ of the loss, on an
+    average of the last steps (`extent.uphill`), the step uses only $q / (2 u)$ times
+    $\mu$, or all of it if that is less. (The longest velocity that the third constraint
+    allows leads uphill by $q / 2$ at its end if it crosses a minimum in the middle.)
 
     !!! Example
 
@@ -139,8 +140,8 @@ class TrustRegion(AbstractTrustRegion):
         change as much in every step, of Y. Wu, E. Mansimov, S. Liao, R. Grosse, J. Ba,
         *Scalable Trust-Region Method for Deep Reinforcement Learning using
         Kronecker-Factored Approximation*, NeurIPS 2017. The dependence on the loss and on
-        the number of terms, the second and the third constraint, and that on losses
-        beside a policy were found by experiment: see "How to choose".
+        the number of terms, the other constraints, and what is used of a velocity that
+        leads uphill were found by experiment: see "How to choose".
     """
 
     squared_radius: Scalar
