@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import eqx_kfac as kfac
+from eqx_kfac._program import _program
 from eqx_kfac.factors import KroneckerFactors
 
 from .helpers import close, equations_of, filled, normal, relative
@@ -185,10 +186,75 @@ def again_and_again(layer, x):
     return jax.lax.scan(step, x, None, length=2)[0]
 
 
+def in_a_scan_of_depths(layer, x):
+    """Rounds within rounds, and a call more."""
+    depth = lambda x, _: (jnp.tanh(in_a_scan(layer, x)), None)
+    return jnp.tanh(jax.vmap(layer)(jax.lax.scan(depth, x, None, length=2)[0]))
+
+
+def if_positive(layer, x):
+    """Twice, but the second time only for some examples: nobody knows for which."""
+    y = jnp.tanh(jax.vmap(layer)(x))
+    again = lambda y: jax.vmap(layer)(y)
+    return jax.lax.cond(jnp.sum(x) > 0, again, lambda y: y, y)
+
+
+USES = {
+    "every depth": again_and_again,
+    "two calls": two_calls,
+    "scan": in_a_scan,
+    "scan of depths": in_a_scan_of_depths,
+    "checkpoint": lambda layer, x: jax.checkpoint(lambda x: two_calls(layer, x))(x),
+    "one row, twice": lambda layer, x: jnp.tile(layer(jnp.tanh(layer(x[0]))), T),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", USES)
+def test_gradients_of_all_uses_are_added_up(name, bias):
+    make = lambda block: kfac.convert(Each(linear(bias), USES[name]), block)
+    (found,) = factors_of(squared, make(JOINT), tokens())
+    (other,) = factors_of(squared, make(EXPAND), tokens())
+    F = exact_block(squared, make(JOINT), lambda m: m.layer, tokens())
+    close(kron(found), from_partial_traces(F, D))
+    assert relative(kron(other), kron(found)) > 1e-2
+    # The trace of the input factor is a squared length, as it is of the other kind.
+    sizes = np.trace(found.input_factor) / np.trace(other.input_factor)
+    assert 0.2 < sizes < 5
+    report = kfac.verify(squared, make(JOINT), tokens())
+    assert report.layers[0].block == "Kronecker(Joint)"
+
+
+@pytest.mark.parametrize("most, written", [(N * T * (D + 1), True), (1, False)])
+def test_what_is_too_much_to_be_written_out_is_expanded(most, written, monkeypatch):
+    monkeypatch.setattr(_program, "_MOST", most)
+    make = lambda block: kfac.convert(Each(linear(), two_calls), block)
+    if not written:
+        assert_as_expanded(squared, make)
+    else:
+        with pytest.raises(AssertionError):
+            assert_as_expanded(squared, make)
+
+
+def test_uses_by_other_examples_are_expanded():
+    """What the second call returns is for examples in another order."""
+
+    def loss_fn(model, x):
+        first = jax.vmap(model)(x)
+        second = jax.vmap(model)(x)[::-1]
+        outputs = jnp.tanh(first) @ jnp.cos(jnp.arange(9.0).reshape(3, 3)) + second
+        return kfac.SquaredError(outputs, jnp.zeros_like(outputs))
+
+    rows = tokens()[:, 0]
+    found = [
+        factors_of(loss_fn, kfac.convert(linear(), b), rows) for b in (JOINT, EXPAND)
+    ]
+    for a, b in zip(*map(jtu.tree_leaves, found), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 SEPARATE = {
-    "every depth": (EXPAND, JOINT, again_and_again),
-    "two calls": (EXPAND, JOINT, two_calls),
-    "scan": (EXPAND, JOINT, in_a_scan),
+    "condition": (EXPAND, JOINT, if_positive),
     "wide inputs": (
         kfac.Kronecker(kfac.Expand(), widest=D - 1),
         kfac.Kronecker(widest=D - 1),

@@ -146,16 +146,23 @@ class AbstractCentredBlock(AbstractBlock):
 
 
 class AbstractJointBlock(AbstractBlock):
-    """A block that adds up the gradients of an example's positions before it squares
-    them, where it is known which rows these are."""
+    """A block that adds up the gradients of an example's positions, and of its uses of
+    the layer, before it squares them, where it is known which rows these are."""
 
     @abc.abstractmethod
     def takes_jointly(self, sizes: Sizes) -> bool:
         """Whether it does so for a layer of these sizes."""
 
     @abc.abstractmethod
-    def joint_slots(self, form: AbstractForm, layer: Layer) -> Statistics:
-        """Slots in the place of `slots` for what it then collects."""
+    def joint_slots(
+        self, form: AbstractForm, layer: Layer, examples: int | None = None
+    ) -> Statistics:
+        """Slots in the place of `slots` for what it then collects: for the gradients of
+        so many `examples`, if these add up over several uses of the layer."""
+
+    @abc.abstractmethod
+    def from_per_example(self, statistics: Statistics) -> Statistics:
+        """The statistics, given what arrived in any kind of slots."""
 
 
 class AbstractBasisBlock(AbstractBlock):

@@ -32,6 +32,8 @@ class JointRows(TNT):
 
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
         columns, like = slots.inputs, slots.outputs.squares
+        if slots.outputs.gradients is not None:
+            return self._of_one_use(rows, slots)
 
         def of(x, g):
             return Examples.of(rows._replace(x=x, g=g), columns).sums(like)
@@ -41,6 +43,28 @@ class JointRows(TNT):
         return Statistics(
             zeros_of(slots.inputs), Squares(None, summed_in_parts(of, *parts))
         )
+
+    def _of_one_use(self, rows: Rows, slots: Statistics) -> Statistics:
+        """The gradients of examples, which add up over the uses of the layer, and sums
+        over the rows, which add up, too."""
+        columns, outputs = slots.inputs, slots.outputs
+        x, stack = columns.inputs(rows), rows.stack
+        g = rows.g.astype(x.dtype)
+        filled = outputs.filled(g, x, stack, 1)
+        squares_g = jnp.sum(g**2, axis=-1)
+        squares = squares_g * jnp.sum(x**2, axis=-1)
+        axes = tuple(range(stack, g.ndim - 1))
+        sums = dict(g_norms=squares_g, norms=squares)
+        for name, a in sums.items():
+            filled.squares[name] = jnp.sum(a, axes).astype(outputs.squares[name].dtype)
+        return Statistics(zeros_of(columns), filled)
+
+    def from_per_example(self, statistics: Statistics) -> Statistics:
+        outputs = statistics.outputs
+        if outputs.gradients is None:
+            return statistics
+        moments = super().from_per_example(statistics).outputs.squares
+        return statistics._replace(outputs=Squares(None, {**outputs.squares, **moments}))
 
     def factors(
         self, statistics: Statistics, count: Array, l2: Array

@@ -148,8 +148,17 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
         has_matrices = not (is_bias_alone or any(self.diagonal_sides(sizes)))
         return self.sharing.joint and has_matrices and not self.tied
 
-    def joint_slots(self, form: AbstractForm, layer: Layer) -> Statistics:
-        return _of_joint(JointRows().slots(form, layer))
+    def joint_slots(
+        self, form: AbstractForm, layer: Layer, examples: int | None = None
+    ) -> Statistics:
+        if examples is None:
+            return _of_joint(JointRows().slots(form, layer))
+        return _of_joint(JointRows().per_example_slots(form, layer, examples))
+
+    def from_per_example(self, statistics: Statistics) -> Statistics:
+        if not statistics.outputs.has_joint:
+            return statistics
+        return _of_joint(JointRows().from_per_example(statistics.outputs.joint))
 
     def empty(self) -> Statistics:
         return Statistics(inputs=InputMoments(), outputs=OutputMoments())

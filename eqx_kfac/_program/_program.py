@@ -51,7 +51,7 @@ class Program(NamedTuple):
     - `regularised`: whether the gradient has a part from an `L2` term.
     - `rows`: for each tag, by its number, the number of rows of each use.
     - `joint`: the numbers of the tags that add up gradients over the positions of an
-        example.
+        example (and over its uses of the layer, if they are among `per_example`, too).
     - `convolves`: whether there is any convolution in the loss function.
     - `shared`: the paths of the layers whose rows serve several examples at once.
     """
@@ -82,7 +82,10 @@ class Program(NamedTuple):
                 "which draws for every example by itself, so that in the mean only the "
                 "squares are left."
             )
-        return self._replace(joint=frozenset()) if fisher.joins_positions else self
+        if not fisher.joins_positions:
+            return self
+        per_example = tuple(p for p in self.per_example if p[0] not in self.joint)
+        return self._replace(joint=frozenset(), per_example=per_example)
 
 
 def analyse(
@@ -120,12 +123,17 @@ def analyse(
     if uses:
         check_uses(trace, trains)
     _check_examples(trace)
-    per_example = dict(_used_repeatedly(trace))
+    per_example = {**dict(_used_repeatedly(trace)), **dict(_joint_over_uses(trace))}
     split = [use.device_axes for use in trace.uses if use.number in per_example]
     axes = frozenset().union(*split)
     numbers = range(len(trace.layers))
     rows = tuple(tuple(use.rows for use in trace.uses_of(n)) for n in numbers)
-    joint = frozenset(n for n in numbers if _is_joint(trace, n))
+    joint = frozenset(
+        n
+        for n in numbers
+        if isinstance(trace.layers[n].tag.block, AbstractJointBlock)
+        and (n in per_example or _is_joint(trace, n))
+    )
     shared = [trace.layers[u.number].path for u in trace.uses if trace.is_shared(u)]
     return Program(
         examples=trace.examples,
@@ -151,10 +159,11 @@ def with_labels(filled: Model, program: Program) -> Model:
     def prepare(tag, layer, number):
         if number is None or not tag.collecting:
             return tag
-        if number in per_example and jtu.tree_leaves(tag.slots):
-            tag = tag.per_example(layer, per_example[number], program.axes)
-        elif number in program.joint and jtu.tree_leaves(tag.slots):
-            tag = tag.jointly(layer)
+        examples = per_example.get(number)
+        if number in program.joint and jtu.tree_leaves(tag.slots):
+            tag = tag.jointly(layer, examples, program.axes)
+        elif examples is not None and jtu.tree_leaves(tag.slots):
+            tag = tag.per_example(layer, examples, program.axes)
         label = Label(stack=0, number=number, examples=program.examples)
         return tag.labelled(layer, label) if number in program.lacking else tag
 
@@ -339,6 +348,46 @@ def _used_repeatedly(trace: Trace) -> Iterator[tuple[int, int]]:
                 "Use `kfac.Kronecker()` for it."
             )
         yield number, numbers.pop()
+
+
+# How many numbers the gradients of all examples may be, or the inputs of one use: these
+# are written out, and added to at every use.
+_MOST = 2**21
+
+
+def _joint_over_uses(trace: Trace) -> Iterator[tuple[int, int]]:
+    """The numbers of the tags of layers that an example may use more than once, if their
+    block may add up the gradients of its uses, each with the number of these examples: it
+    is certain, for every use, which rows are those of which example, and there is not too
+    much to be written out."""
+    for number, (_, tag, layer) in enumerate(trace.layers):
+        uses = trace.uses_of(number)
+        several = len(uses) > 1 or any(map(trace.repeats, uses))
+        if not several or not isinstance(tag.block, AbstractJointBlock):
+            continue
+        sizes = tag.form.sizes(layer)
+        if not tag.block.takes_jointly(sizes):
+            continue
+        if not all(_knows_its_examples(trace, use) for use in uses):
+            continue
+        numbers = {use.example_shape[0] for use in uses}
+        if len(numbers) > 1:
+            continue
+        examples, stack = numbers.pop(), math.prod(sizes.stack)
+        positions = max(_positions(tag, use) for use in uses)
+        most = max(sizes.d_out, positions) * (sizes.d_in + 1)
+        if stack * examples * most <= _MOST:
+            yield number, examples
+
+
+def _knows_its_examples(trace: Trace, use: TagUse) -> bool:
+    """Whether it is certain that the rows of a use, along the first of its axes, are the
+    examples of the losses, in their order."""
+    if use.derivative or use.example_shape == () or not trace.counts_examples(use):
+        return False
+    if trace.is_constant(use) or trace.splits_examples(use):
+        return False
+    return not trace.may_serve_several(use) and trace.has_whole_examples(use)
 
 
 def _is_joint(trace: Trace, number: int) -> bool:

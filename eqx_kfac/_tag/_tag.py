@@ -137,7 +137,7 @@ class Tag(PlainModule):
     def statistics(self) -> Statistics:
         """The statistics, if this tag holds the cotangents of its slots."""
         slots = self.contents.slots
-        if isinstance(self.block, AbstractPerExampleBlock):
+        if isinstance(self.block, (AbstractPerExampleBlock, AbstractJointBlock)):
             return self.block.from_per_example(slots)
         return slots
 
@@ -333,13 +333,16 @@ class Tag(PlainModule):
         slots = slots._replace(outputs=cast_varying(slots.outputs, axes))
         return self._with_contents(self.contents._replace(slots=slots))
 
-    def jointly(self, layer: Layer) -> "Tag":
+    def jointly(self, layer: Layer, examples: int | None, axes: frozenset) -> "Tag":
         """This tag, ready to collect what its block makes of gradients that are added up
-        over an example's positions."""
+        over an example's positions; and over all uses of the layer, if it is used several
+        times, by so many `examples`. Devices, along `axes`, have their own."""
         assert isinstance(self.block, AbstractJointBlock)
+        slots = self.block.joint_slots(self.form, layer, examples)
+        if examples is not None:
+            slots = slots._replace(outputs=cast_varying(slots.outputs, axes))
         # Every statistic is then a product with gradients, which have the weights of the
         # examples already.
-        slots = self.block.joint_slots(self.form, layer)
         return self._with_contents(self.contents._replace(slots=slots, weights=None))
 
     def labelled(self, layer: Layer, label: Label, decoys: bool = False) -> "Tag":
