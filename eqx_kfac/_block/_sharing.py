@@ -53,8 +53,10 @@ class Expand(AbstractSharing):
 
 
 class Joint(AbstractSharing):
-    r"""The positions of an example are taken together: their gradients are added up,
-    $\nabla_n = \sum_s g_{ns} \bar x_{ns}^\top$, as the exact block does, and
+    r"""The positions of an example are taken together, and so are its uses of a layer
+    (time steps of a recurrent cell, rounds of message passing, steps of a differential
+    equation): their gradients are added up, $\nabla_n = \sum_s g_{ns}
+    \bar x_{ns}^\top$, as the exact block does, and
 
     $$A \propto \sum_n \nabla_n^\top \nabla_n, \qquad
     G \propto \sum_n \nabla_n \nabla_n^\top$$
@@ -62,14 +64,18 @@ class Joint(AbstractSharing):
     are the factors of [`eqx_kfac.TNT`][], with the trace of the exact block. `Expand`
     takes positions for independent. Behind attention they are not: all positions attend
     to the same few, and what is added up there may be as many times larger as there are
-    positions.
+    positions. Nor are uses: what a change of the weight does at one time step, it does at
+    all others.
 
     This is done wherever the loss function lets it be done, and otherwise,
-    [`eqx_kfac.Expand`][]: the layer is used once, for examples that are the outermost
-    `vmap` around it, or an axis that has as many places as there are examples. Where
-    there are no positions, it is `Expand`, too; and for recurrent cells, embeddings, tied
-    weights, sides that are too wide, and in loops over examples. The table of
-    [`eqx_kfac.verify`][] says what is done for each layer.
+    [`eqx_kfac.Expand`][]: examples are the outermost `vmap` around the layer, or an axis
+    that has as many places as there are examples; and if the layer is used several times,
+    or in a loop, the outputs of the loss function show for every use that its rows are
+    those of all examples, in their order, and all examples' gradients, which are then
+    written out, have no more than 2,097,152 numbers (8 MB). Where there are no positions,
+    it is `Expand`, too; and for embeddings, tied weights, sides that are too wide, uses
+    on a condition, and in loops over examples. The table of [`eqx_kfac.verify`][] says
+    what is done for each layer.
 
     ??? cite "Reference"
 

@@ -1,6 +1,6 @@
 """Are the time steps of a recurrent network a chain? The GRU of the races, which reads
-the rows of digits, by `KFAC()` with `kfac.Series` blocks, and with `kfac.Kronecker`, for
-which steps are independent.
+the rows of digits, by `KFAC()` with `kfac.Series` blocks, and with `kfac.Kronecker` and
+`kfac.Expand`, for which steps are independent.
 
     python tests/benchmarks/chains.py
     python tests/benchmarks/chains.py --seconds 10    # instead of as many steps
@@ -22,7 +22,7 @@ import eqx_kfac as kfac
 
 
 BLOCKS = {
-    "`Kronecker`": kfac.Kronecker(),
+    "`Kronecker(Expand())`": kfac.Kronecker(kfac.Expand()),
     '`Series("symmetric")`': kfac.Series("symmetric"),
     '`Series("stationary")`': kfac.Series("stationary"),
 }
