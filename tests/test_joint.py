@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import eqx_kfac as kfac
-from eqx_kfac._program import _program
+from eqx_kfac._program import _joint
 from eqx_kfac.factors import KroneckerFactors
 
 from .helpers import close, equations_of, filled, normal, relative
@@ -227,7 +227,7 @@ def test_gradients_of_all_uses_are_added_up(name, bias):
 
 @pytest.mark.parametrize("most, written", [(N * T * (D + 1), True), (1, False)])
 def test_what_is_too_much_to_be_written_out_is_expanded(most, written, monkeypatch):
-    monkeypatch.setattr(_program, "_MOST", most)
+    monkeypatch.setattr(_joint, "_MOST", most)
     make = lambda block: kfac.convert(Each(linear(), two_calls), block)
     if not written:
         assert_as_expanded(squared, make)
@@ -337,6 +337,22 @@ def test_cotangents_that_are_of_several_positions():
         first, last = zip(found[JOINT, axes], found[EXPAND, axes], strict=True)
         assert (relative(*map(kron, first)) < 1e-12) == (axes == 2)
         assert relative(*map(kron, last)) < 1e-12  # Of which a row has one output.
+
+
+def test_cotangents_that_are_of_several_positions_and_uses():
+    def loss_fn(model, x):
+        twice = lambda row: model(jnp.tanh(model(row)))
+        return kfac.SquaredError(jax.vmap(jax.vmap(twice))(x), jnp.zeros((N, T, D)))
+
+    for axes in (1, 2):
+        both = [
+            factors_of(
+                loss_fn, kfac.convert(linear(), b), tokens(), fisher=kfac.Exact(axes)
+            )
+            for b in (JOINT, EXPAND)
+        ]
+        off = relative(*[kron(found[0]) for found in both])
+        assert off < 1e-12 if axes == 2 else off > 1e-2
 
 
 def test_derivatives_of_a_layer():

@@ -919,7 +919,8 @@ def sharing(d_hidden, transposed):
     logits = h @ second.weight.T + second.bias.reshape(1, 1, -1)
     by_fisher = {}
     for name in ("exact", "empirical"):
-        found = collect(kfac.convert(model), fishers[name], x, y, None).shared.pytree
+        converted = kfac.convert(model, kfac.Kronecker(kfac.Expand()))
+        found = collect(converted, fishers[name], x, y, None).shared.pytree
         g = cotangents(fishers[name], kfac.SoftmaxCrossEntropy(logits, y), None)
         g_hidden = jnp.einsum("...o,oh->...h", g, second.weight) * (1 - h[None] ** 2)
         by_fisher[name] = found, (x, h, g_hidden, g)
@@ -1024,7 +1025,8 @@ def test_whole_layer_is_shared():
 
     @eqx.filter_jit
     def run(model):
-        found = collect(kfac.convert(model), kfac.Exact(), x, y, None).shared.pytree[0]
+        converted = kfac.convert(model, kfac.Kronecker(kfac.Expand()))
+        found = collect(converted, kfac.Exact(), x, y, None).shared.pytree[0]
         layer, _ = model.shared()
         h = jnp.tanh(jax.vmap(layer)(x))
         logits = jax.vmap(layer)(h)

@@ -672,7 +672,8 @@ def through(adjoint):
 
     mlp = made(eqx.nn.MLP, 2, 2, 3, 1, jnp.tanh, key=jr.key(0))
     collect = kfac.value_grad_and_curvature(loss_fn, kfac.Exact())
-    return eqx.filter_jit(collect)(kfac.convert(Field(mlp)), normal(N, 2))
+    model = kfac.convert(Field(mlp), kfac.Kronecker(kfac.Expand()))
+    return eqx.filter_jit(collect)(model, normal(N, 2))
 
 
 def test_adjoints():

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.tree_util as jtu
 
-from .._block import AbstractJointBlock, AbstractPerExampleBlock
+from .._block import AbstractPerExampleBlock
 from .._custom_types import Args, Kwargs, Model
 from .._devices import check_tracked
 from .._fisher import AbstractFisher
@@ -31,6 +31,7 @@ from .._tag import check_tagged, Label, row_weights, Tag, with_tags
 from ..form import Parameters
 from ._bypass import check_uses
 from ._interpreter import Expressions
+from ._joint import joint_layers
 from ._trace import STATISTIC, TagUse, Trace
 from ._tracing import LabelledModel, numbered, traced
 
@@ -123,17 +124,13 @@ def analyse(
     if uses:
         check_uses(trace, trains)
     _check_examples(trace)
-    per_example = {**dict(_used_repeatedly(trace)), **dict(_joint_over_uses(trace))}
+    joint = dict(joint_layers(trace))
+    repeated = {n: examples for n, examples in joint.items() if examples is not None}
+    per_example = {**dict(_used_repeatedly(trace)), **repeated}
     split = [use.device_axes for use in trace.uses if use.number in per_example]
     axes = frozenset().union(*split)
     numbers = range(len(trace.layers))
     rows = tuple(tuple(use.rows for use in trace.uses_of(n)) for n in numbers)
-    joint = frozenset(
-        n
-        for n in numbers
-        if isinstance(trace.layers[n].tag.block, AbstractJointBlock)
-        and (n in per_example or _is_joint(trace, n))
-    )
     shared = [trace.layers[u.number].path for u in trace.uses if trace.is_shared(u)]
     return Program(
         examples=trace.examples,
@@ -142,7 +139,7 @@ def analyse(
         axes=axes,
         regularised=trace.regularised,
         rows=rows,
-        joint=joint,
+        joint=frozenset(joint),
         convolves=trace.convolves,
         shared=tuple(dict.fromkeys(shared)),
     )
@@ -270,7 +267,7 @@ def _check_examples(trace: Trace) -> None:
         if (
             not trace.has_example_axis(use)
             or trace.splits_examples(use)
-            or _is_ambiguous(trace, use)
+            or trace.is_ambiguous(use)
             or not trace.has_whole_examples(use)
         ):
             raise ValueError(
@@ -284,15 +281,6 @@ def _check_examples(trace: Trace) -> None:
             )
         if weighted:
             _check_weights(trace, use, path)
-
-
-def _is_ambiguous(trace: Trace, use: TagUse) -> bool:
-    """Whether a use has example axes, but also a loop around it that goes round as often
-    as there are examples: then either may be what counts the examples."""
-    if use.example_shape == () or trace.counts_examples(use):
-        return False
-    lengths = {n for n in trace.examples if n > 1} & {*use.context.loops}
-    return bool(lengths) and trace.repeats(use)
 
 
 def _check_weights(trace: Trace, use: TagUse, path: str) -> None:
@@ -348,81 +336,3 @@ def _used_repeatedly(trace: Trace) -> Iterator[tuple[int, int]]:
                 "Use `kfac.Kronecker()` for it."
             )
         yield number, numbers.pop()
-
-
-# How many numbers the gradients of all examples may be, or the inputs of one use: these
-# are written out, and added to at every use.
-_MOST = 2**21
-
-
-def _joint_over_uses(trace: Trace) -> Iterator[tuple[int, int]]:
-    """The numbers of the tags of layers that an example may use more than once, if their
-    block may add up the gradients of its uses, each with the number of these examples: it
-    is certain, for every use, which rows are those of which example, and there is not too
-    much to be written out."""
-    for number, (_, tag, layer) in enumerate(trace.layers):
-        uses = trace.uses_of(number)
-        several = len(uses) > 1 or any(map(trace.repeats, uses))
-        if not several or not isinstance(tag.block, AbstractJointBlock):
-            continue
-        sizes = tag.form.sizes(layer)
-        if not tag.block.takes_jointly(sizes):
-            continue
-        if not all(_knows_its_examples(trace, use) for use in uses):
-            continue
-        numbers = {use.example_shape[0] for use in uses}
-        if len(numbers) > 1:
-            continue
-        examples, stack = numbers.pop(), math.prod(sizes.stack)
-        positions = max(_positions(tag, use) for use in uses)
-        most = max(sizes.d_out, positions) * (sizes.d_in + 1)
-        if stack * examples * most <= _MOST:
-            yield number, examples
-
-
-def _knows_its_examples(trace: Trace, use: TagUse) -> bool:
-    """Whether it is certain that the rows of a use, along the first of its axes, are the
-    examples of the losses, in their order."""
-    if use.derivative or use.example_shape == () or not trace.counts_examples(use):
-        return False
-    if trace.is_constant(use) or trace.splits_examples(use):
-        return False
-    return not trace.may_serve_several(use) and trace.has_whole_examples(use)
-
-
-def _is_joint(trace: Trace, number: int) -> bool:
-    """Whether a tag may add up the gradients at the positions of an example, because its
-    block can do so and it is known which rows are the positions of one example: the layer
-    is used once, and all examples are along the first of its example axes."""
-    _, tag, layer = trace.layers[number]
-    uses = trace.uses_of(number)
-    if not isinstance(tag.block, AbstractJointBlock) or len(uses) != 1:
-        return False
-    if not tag.block.takes_jointly(tag.form.sizes(layer)):
-        return False
-    (use,) = uses
-    # First it is asked whether the layer is called in several rounds, for some of the
-    # examples, or for none; then whether its rows are plain rows along an axis of
-    # examples; and then whether this axis may also be something else.
-    if trace.repeats(use) or trace.splits_examples(use) or trace.is_constant(use):
-        return False
-    if use.derivative or use.example_shape == () or not trace.has_example_axis(use):
-        return False
-    if trace.may_serve_several(use) or _is_ambiguous(trace, use):
-        return False
-    as_long = use.example_shape[0] in use.example_shape[1:]
-    if as_long and not trace.counts_examples(use) or not trace.has_whole_examples(use):
-        return False
-    return _positions(tag, use) > 1
-
-
-def _positions(tag: Tag, use: TagUse) -> int:
-    """How many positions an example has in a use."""
-    axes = use.stack + len(use.example_shape)
-    inputs = jax.eval_shape(
-        lambda x: tag.form.inputs(x, use.stack, axes).vectors(), use.x
-    )
-    # First come stacked layers, then the axis of a grouped layer's groups, if it has any,
-    # then the batch. The last axis is that of the features.
-    batch_axis = use.stack + tag.form.groups
-    return math.prod(inputs.shape[batch_axis + 1 : -1])

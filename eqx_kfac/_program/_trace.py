@@ -152,6 +152,14 @@ class Trace(NamedTuple):
         parameters = parameter_bit(use.number)
         return not all(sliced & parameters for sliced in use.context.sliced)
 
+    def is_ambiguous(self, use: TagUse) -> bool:
+        """Whether a use has example axes, but also a loop around it that goes round as
+        often as there are examples: then either may be what counts the examples."""
+        if use.example_shape == () or self.counts_examples(use):
+            return False
+        lengths = {n for n in self.examples if n > 1} & {*use.context.loops}
+        return bool(lengths) and self.repeats(use)
+
     def counts_examples(self, use: TagUse) -> bool | None:
         """Whether the outermost example axis of a use becomes the axis of the examples in
         the losses; `None` if that is not known."""
