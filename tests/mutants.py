@@ -287,6 +287,8 @@ MUTANTS = [
     M("_program/_joint.py", "if trace.splits_examples(use) or trace.is_constant(use):", "if False:", "joint"),
     M("_program/_joint.py", "_is_known(trace, use) and trace.counts_examples(use) for", "_is_known(trace, use) for", "joint"),
     M("_program/_joint.py", "return examples if written <= _MOST else None", "return examples", "joint"),
+    M("_program/_joint.py", "if any(use.devices > 1 for use in uses):", "if False:", "sharding"),
+    M("_program/_program.py", "if any(use.devices > 1 for use in uses):", "if False:", "sharding"),
     M("_block/_joint.py", "squares = squares_g * jnp.sum(x**2, axis=-1)", "squares = squares_g", "joint"),
     M("_block/_joint.py", "Squares(None, {**outputs.squares, **moments})", "Squares(None, {**moments, **outputs.squares})", "joint"),
     M("_block/_kronecker.py", "        if not statistics.outputs.has_joint:\n            return statistics\n        return _of_joint(JointRows().from_per", "        if True:\n            return statistics\n        return _of_joint(JointRows().from_per", "joint"),

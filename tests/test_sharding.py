@@ -536,6 +536,60 @@ def test_scan_inside_shard_map():
     assert_near(got, jitted("collect", chain_loss, model, None, x, WEIGHTS))
 
 
+class Rounds(eqx.Module):
+    """One layer that is used three times, two of these in a loop."""
+
+    first: eqx.nn.Linear
+    again: eqx.nn.Linear
+
+    def __call__(self, x):
+        h = jnp.tanh(self.first(x))
+        step = lambda h, _: (jnp.tanh(self.again(h)), None)
+        return self.again(jax.lax.scan(step, h, None, length=2)[0])
+
+
+@pytest.mark.parametrize("layout", ["auto mesh", "explicit mesh", "shard_map", "loss"])
+def test_gradients_of_several_uses(layout):
+    """An example's are added up on the device that has the example; but not in a
+    `shard_map` inside of the loss, where `Joint` takes uses one by one."""
+    keys = jr.split(jr.key(0))
+    linears = eqx.nn.Linear(D_IN, D_OUT, key=keys[0]), eqx.nn.Linear(3, 3, key=keys[1])
+    model, args = kfac.convert(Rounds(*linears)), arguments(True)
+    want = jitted("collect", loss_fn, model, None, *args)
+    expanded = kfac.convert(Rounds(*linears), kfac.Kronecker(kfac.Expand()))
+    assert_differs(
+        want[2].again, jitted("collect", loss_fn, expanded, None, *args)[2].again
+    )
+    if layout == "shard_map":
+        got = in_shard_map("collect", loss_fn, make_mesh(), model, args)
+    elif layout == "loss":
+        got = jitted("collect", sharded_loss, model, None, *args)
+        want = jitted("collect", loss_fn, expanded, None, *args)
+    else:
+        kind = AxisType.Auto if layout == "auto mesh" else AxisType.Explicit
+        mesh = make_mesh(kind=kind)
+        with jax.set_mesh(mesh):
+            split, whole = put(args, mesh, P("batch")), put(model, mesh, P())
+            got = jitted("collect", loss_fn, whole, None, *split)
+    assert_near(got, want)
+
+
+def test_several_uses_on_parts_of_the_examples_are_refused():
+    """By blocks that would be wrong without all of these uses."""
+    make = lambda block: kfac.convert(
+        Rounds(eqx.nn.Linear(D_IN, 3, key=jr.key(0)), eqx.nn.Linear(3, 3, key=jr.key(1))),
+        block,
+    )
+    with pytest.raises(
+        ValueError, match=r"`\.again` is used several times in a `shard_m"
+    ):
+        collect(sharded_loss, make(kfac.TNT()), None, *arguments(True))
+    assert_near(
+        in_shard_map("collect", loss_fn, make_mesh(), make(kfac.TNT()), arguments(True)),
+        jitted("collect", loss_fn, make(kfac.TNT()), None, *arguments(True)),
+    )
+
+
 def test_devices_draw_different_samples():
     """One and the same example everywhere: if all devices drew one target, the output
     factor of the last layer would have rank one."""

@@ -59,6 +59,8 @@ def _joined_examples(trace: Trace, number: int) -> int | None:
     uses, sizes = trace.uses_of(number), tag.form.sizes(layer)
     if not all(_is_known(trace, use) and trace.counts_examples(use) for use in uses):
         return None
+    if any(use.devices > 1 for use in uses):  # Nobody has room for all examples there.
+        return None
     numbers = {use.example_shape[0] for use in uses}
     if len(numbers) > 1:
         return None

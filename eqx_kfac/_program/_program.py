@@ -325,6 +325,14 @@ def _used_repeatedly(trace: Trace) -> Iterator[tuple[int, int]]:
                 "gradients of examples. Make the loop a `vmap`, or use "
                 "`kfac.Kronecker()` for the layer."
             )
+        if any(use.devices > 1 for use in uses):
+            raise ValueError(
+                f"The layer `{path}` is used several times in a `shard_map` inside of "
+                f"the loss function, but its block, `kfac.{type(tag.block).__name__}`, "
+                "squares the gradients of examples, for which there is no room on any "
+                "device. Put the `shard_map` around the whole step, or use "
+                "`kfac.Kronecker()` for the layer."
+            )
         # All blocks of this kind have the field, but their abstract class does not.
         axes = tag.block.batch_axes  # pyright: ignore
         numbers = {math.prod(use.example_shape[:axes]) for use in uses}
