@@ -423,7 +423,8 @@ def test_output_factors_of_a_sum_add_up(numbers):
         trees = [kfac.curvature(loss, kfac.Exact())(model) for loss in losses]
         return [(t.trunk.output_factor, t.trunk.input_factor) for t in trees]
 
-    found = jax.tree.map(np.asarray, run(kfac.convert(two_heads())))
+    expand = kfac.Kronecker(kfac.Expand())
+    found = jax.tree.map(np.asarray, run(kfac.convert(two_heads(), expand)))
     (G_a, A_a), (G_b, A_b), (G, A) = found
     assert reference.error(G, G_a + 0.5 * G_b) < TOLERANCE
     # The rows of both calls of the trunk are pooled.
