@@ -66,7 +66,7 @@ class Series(AbstractBlock):
         their mean length.
     - `"stationary"`: sequences are long.
 
-    [`eqx_kfac.Kronecker`][], in contrast, treats time steps as independent. A tag
+    [`eqx_kfac.Expand`][], in contrast, treats time steps as independent. A tag
     with this block has to know which step follows which: see
     [`eqx_kfac.scan_cell`][], and `Tag.remember` for cells of your own.
 

@@ -35,8 +35,8 @@ def joint_layers(trace: Trace) -> Iterator[tuple[int, int | None]]:
 
 
 def _is_known(trace: Trace, use: TagUse) -> bool:
-    """Whether the rows of a layer that is used once are the examples, along the first of
-    its example axes."""
+    """Whether the rows of a use are those of the examples, along the first of its axes,
+    as far as anybody can tell."""
     # First it is asked whether the layer is called for some of the examples, or for none;
     # then whether its rows are plain rows along an axis of examples; and then whether
     # this axis may also be something else.
