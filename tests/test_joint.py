@@ -218,9 +218,11 @@ def test_gradients_of_all_uses_are_added_up(name, bias):
     F = exact_block(squared, make(JOINT), lambda m: m.layer, tokens())
     close(kron(found), from_partial_traces(F, D))
     assert relative(kron(other), kron(found)) > 1e-2
-    # The trace of the input factor is a squared length, as it is of the other kind.
-    sizes = np.trace(found.input_factor) / np.trace(other.input_factor)
-    assert 0.2 < sizes < 5
+    # The trace of the input factor is a squared length, a mean weighted by gradients.
+    block = kfac.Kronecker(kfac.TensorNormal())
+    (weighted,) = factors_of(squared, make(block), tokens())
+    length = np.trace(weighted.output_factor) / np.trace(other.output_factor)
+    np.testing.assert_allclose(np.trace(found.input_factor), length, rtol=1e-9)
     report = kfac.verify(squared, make(JOINT), tokens())
     assert report.layers[0].block == "Kronecker(Joint)"
 
