@@ -284,7 +284,6 @@ MUTANTS = [
     M("_block/_joint.py", "input_factor=trailing(trace, a) * a", "input_factor=a", "joint"),
     M("_block/_joint.py", "{name: a.astype(like[name].dtype) for name, a in sums.items()}", "{name: (a if name == 'right' else 2 * a).astype(like[name].dtype) for name, a in sums.items()}", "joint"),
     M("_program/_joint.py", "if len(uses) > 1 or any(map(trace.repeats, uses)):", "if len(uses) > 1:", "joint"),
-    M("_program/_joint.py", "if trace.splits_examples(use) or trace.is_constant(use):", "if False:", "joint"),
     M("_program/_joint.py", "_is_known(trace, use) and trace.counts_examples(use) for", "_is_known(trace, use) for", "joint"),
     M("_program/_joint.py", "return examples if written <= _MOST else None", "return examples", "joint"),
     M("_program/_joint.py", "if any(use.devices > 1 for use in uses):", "if False:", "sharding"),

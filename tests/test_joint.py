@@ -20,6 +20,7 @@ from .reference import from_partial_traces, kron
 N, T, D = 3, 4, 3
 EXPAND, JOINT = kfac.Kronecker(kfac.Expand()), kfac.Kronecker()
 KEY = jax.random.key(0)
+PLACES = np.cos(np.arange(1.0 * T * D)).reshape(T, D)
 
 
 class Attending(eqx.Module):
@@ -148,6 +149,7 @@ CALLS = {
     "twice mapped": lambda layer, x: jax.vmap(jax.vmap(layer))(x.reshape(2, T // 2, D)),
     "checkpoint": lambda layer, x: jax.checkpoint(lambda x: jax.vmap(layer)(x))(x),
     "jit": lambda layer, x: jax.jit(lambda x: jax.vmap(layer)(x))(x),
+    "the same for all examples": lambda layer, x: x * jax.vmap(layer)(PLACES),
     "one example in a vmap": lambda layer, x: jax.vmap(jax.vmap(layer))(x[None])[0],
 }
 
