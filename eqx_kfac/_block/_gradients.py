@@ -126,12 +126,13 @@ class AbstractGradientBlock(AbstractPerExampleBlock, AbstractCentredBlock):
         return slots._replace(outputs=slots.outputs.per_example(form, layer, examples))
 
     def from_per_example(self, statistics: Statistics) -> Statistics:
-        gradients, like = statistics.outputs
+        gradients, squares = statistics.outputs
         if gradients is None:
             return statistics
-        like = jtu.tree_map(jax.typeof, like)
+        like = jtu.tree_map(jax.typeof, squares)
         moments = self.moments(gradients, gradients.ndim - 3, like)
-        return statistics._replace(outputs=Squares(None, moments))
+        # What a block sums up over rows, beside the moments, is there already.
+        return statistics._replace(outputs=Squares(None, {**squares, **moments}))
 
     def minus_mean(
         self,

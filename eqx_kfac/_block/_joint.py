@@ -47,24 +47,16 @@ class JointRows(TNT):
     def _of_one_use(self, rows: Rows, slots: Statistics) -> Statistics:
         """The gradients of examples, which add up over the uses of the layer, and sums
         over the rows, which add up, too."""
-        columns, outputs = slots.inputs, slots.outputs
-        x, stack = columns.inputs(rows), rows.stack
-        g = rows.g.astype(x.dtype)
-        filled = outputs.filled(g, x, stack, 1)
+        found = super().statistics(rows, slots)
+        weight, bias = (column is not None for column in slots.inputs)
+        g = rows.g.astype(accumulator(rows.g.dtype))
         squares_g = jnp.sum(g**2, axis=-1)
-        squares = squares_g * jnp.sum(x**2, axis=-1)
-        axes = tuple(range(stack, g.ndim - 1))
-        sums = dict(g_norms=squares_g, norms=squares)
-        for name, a in sums.items():
-            filled.squares[name] = jnp.sum(a, axes).astype(outputs.squares[name].dtype)
-        return Statistics(zeros_of(columns), filled)
-
-    def from_per_example(self, statistics: Statistics) -> Statistics:
-        outputs = statistics.outputs
-        if outputs.gradients is None:
-            return statistics
-        moments = super().from_per_example(statistics).outputs.squares
-        return statistics._replace(outputs=Squares(None, {**outputs.squares, **moments}))
+        squares = squares_g * squared_norms(rows, weight, bias, g.dtype)
+        axes = tuple(range(rows.stack, squares.ndim))
+        of_rows, like = dict(g_norms=squares_g, norms=squares), slots.outputs.squares
+        sums = {n: jnp.sum(a, axes).astype(like[n].dtype) for n, a in of_rows.items()}
+        gradients, zeros = found.outputs
+        return found._replace(outputs=Squares(gradients, {**zeros, **sums}))
 
     def factors(
         self, statistics: Statistics, count: Array, l2: Array

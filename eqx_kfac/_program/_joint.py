@@ -26,7 +26,7 @@ def joint_layers(trace: Trace) -> Iterator[tuple[int, int | None]]:
             continue
         if not tag.block.takes_jointly(tag.form.sizes(layer)):
             continue
-        if len(uses) > 1 or any(map(trace.repeats, uses)):
+        if trace.is_reused(number):
             examples = _joined_examples(trace, number)
             if examples is not None:
                 yield number, examples

@@ -126,7 +126,7 @@ def analyse(
     _check_examples(trace)
     joint = dict(joint_layers(trace))
     repeated = {n: examples for n, examples in joint.items() if examples is not None}
-    per_example = {**dict(_used_repeatedly(trace)), **repeated}
+    per_example = dict(_used_repeatedly(trace)) | repeated
     split = [use.device_axes for use in trace.uses if use.number in per_example]
     axes = frozenset().union(*split)
     numbers = range(len(trace.layers))
@@ -313,8 +313,9 @@ def _used_repeatedly(trace: Trace) -> Iterator[tuple[int, int]]:
     gradients of an example are to be added up over the uses before they are squared."""
     for number, (path, tag, _) in enumerate(trace.layers):
         uses = trace.uses_of(number)
-        several = len(uses) > 1 or any(map(trace.repeats, uses))
-        if not several or not isinstance(tag.block, AbstractPerExampleBlock):
+        if not isinstance(tag.block, AbstractPerExampleBlock):
+            continue
+        if not trace.is_reused(number):
             continue
         if any(map(trace.is_looped_over, uses)):
             if len(uses) == 1:  # Once in the loop over the examples.

@@ -152,6 +152,11 @@ class Trace(NamedTuple):
         parameters = parameter_bit(use.number)
         return not all(sliced & parameters for sliced in use.context.sliced)
 
+    def is_reused(self, number: int) -> bool:
+        """Whether an example may use the layer of a tag more than once."""
+        uses = self.uses_of(number)
+        return len(uses) > 1 or any(map(self.repeats, uses))
+
     def is_ambiguous(self, use: TagUse) -> bool:
         """Whether a use has example axes, but also a loop around it that goes round as
         often as there are examples: then either may be what counts the examples."""

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import race_problems
-from race_problems import Race
+from race_problems import draw, Race
 
 import eqx_kfac as kfac
 
@@ -66,11 +66,7 @@ def sines(key, data: Path | None) -> Race:
     places = np.stack(np.meshgrid(*lines, indexing="ij"), -1).reshape(-1, 2)
     seen = places, image.reshape(-1, 3)
 
-    def loss(model, x, y):
-        return kfac.SquaredError(jax.vmap(model)(x), y)
-
-    loss = race_problems.plainly(loss)
-    return Race("sines", 1024, Sines(key), None, loss, seen, seen)
+    return Race("sines", 1024, Sines(key), None, race_problems.regress, seen, seen)
 
 
 class Sorter(eqx.Module):
@@ -108,6 +104,12 @@ class Sorter(eqx.Module):
         return jax.lax.scan(write, (h, start), before)[1]
 
 
+@race_problems.plainly
+def write(model, source, target, there):
+    logits = jax.vmap(model)(source, target)
+    return kfac.SoftmaxCrossEntropy(logits, target, there)
+
+
 def sorting(key, data: Path | None) -> Race:
     """Four to eight digits."""
     rng = np.random.default_rng(0)
@@ -117,12 +119,7 @@ def sorting(key, data: Path | None) -> Race:
     arrays = [np.where(there, a, 11).astype(np.int32) for a in (digits, ordered)]
     seen = *arrays, there
 
-    def loss(model, source, target, there):
-        logits = jax.vmap(model)(source, target)
-        return kfac.SoftmaxCrossEntropy(logits, target, there)
-
-    loss = race_problems.plainly(loss)
-    return Race("sorting", 64, Sorter(key), None, loss, seen, seen)
+    return Race("sorting", 64, Sorter(key), None, write, seen, seen)
 
 
 OWN = dict(sines=sines, sorting=sorting)
@@ -165,18 +162,13 @@ def trainer(race: Race) -> Callable[[float, int, int], Outcome]:
     start = race.model, eqx.filter_jit(optimizer(1.0).init)(race.model), race.memory
 
     def train(fraction, steps, seed):
-        rng, size = np.random.default_rng(seed), len(race.train[0])
-
-        def draw(number):
-            drawn = rng.choice(size, min(number, size), replace=False)
-            return tuple(jnp.asarray(a[drawn]) for a in race.train)
-
+        rng = np.random.default_rng(seed)
         carry, couplings = start, []
         for i in range(steps):
-            batch, key = draw(race.batch), jax.random.key(1000 * seed + i)
+            batch, key = draw(race, race.batch, rng), jax.random.key(1000 * seed + i)
             carry = step(jnp.asarray(fraction), *carry, batch, key)
             couplings.append(float(carry[1].extent.coupling))
-        return Outcome(float(value(*carry, draw(1000))), couplings)
+        return Outcome(float(value(*carry, draw(race, 1000, rng))), couplings)
 
     return train
 

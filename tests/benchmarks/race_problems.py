@@ -51,6 +51,13 @@ def _split(*arrays: np.ndarray, test: float = 0.15) -> tuple[tuple, tuple]:
     return pick(order[number:]), pick(order[:number])
 
 
+def draw(race: Race, number: int, rng: np.random.Generator) -> tuple[jax.Array, ...]:
+    """So many examples to train with, or all, if there are fewer."""
+    size = len(race.train[0])
+    drawn = rng.choice(size, min(number, size), replace=False)
+    return tuple(jnp.asarray(a[drawn]) for a in race.train)
+
+
 def plainly(network_loss: Callable[..., Any]) -> Callable[..., Any]:
     """A loss function of a network that remembers nothing."""
     return lambda model, memory, *batch: (network_loss(model, *batch), memory)
@@ -67,8 +74,9 @@ def reconstruct(model, x):
 
 
 @plainly
-def regress(model, x, y):
-    return kfac.SquaredError(jax.vmap(model)(x), y)
+def regress(model, *batch):
+    *inputs, y = batch
+    return kfac.SquaredError(jax.vmap(model)(*inputs), y)
 
 
 def _chain(sizes: list[int], activation: Callable, key: Any) -> eqx.nn.Sequential:

@@ -19,9 +19,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import race_problems
 from coupling import sorting
-from race_problems import Race
+from race_problems import draw, gru, Race, regress
 
 import eqx_kfac as kfac
 
@@ -45,12 +44,6 @@ class Flow(eqx.Module):
         return jax.lax.scan(step, x, None, length=30)[1]
 
 
-@race_problems.plainly
-def squared(model, *batch):
-    *inputs, y = batch
-    return kfac.SquaredError(jax.vmap(model)(*inputs), y)
-
-
 def flow(key, data: Path | None) -> Race:
     """Van der Pol's oscillator, seen with noise."""
     rng = np.random.default_rng(0)
@@ -64,7 +57,7 @@ def flow(key, data: Path | None) -> Race:
     y = np.stack(seen, 1) + 0.02 * rng.normal(size=(1000, 30, 2))
     examples = start, y.astype(np.float32)
     model = Flow(eqx.nn.MLP(2, 2, 48, 2, jnp.tanh, key=key))
-    return Race("flow", 64, model, None, squared, examples, examples)
+    return Race("flow", 64, model, None, regress, examples, examples)
 
 
 class Messages(eqx.Module):
@@ -109,10 +102,10 @@ def messages(key, data: Path | None) -> Race:
     floats = [a.astype(np.float32) for a in (x, weights[..., None], there, y[:, None])]
     indices = [a.astype(np.int32) for a in (senders, receivers)]
     examples = *floats[:2], *indices, *floats[2:]
-    return Race("messages", 64, Messages(key), None, squared, examples, examples)
+    return Race("messages", 64, Messages(key), None, regress, examples, examples)
 
 
-PROBLEMS = dict(flow=flow, messages=messages, sorting=sorting, gru=race_problems.gru)
+PROBLEMS = dict(flow=flow, messages=messages, sorting=sorting, gru=gru)
 
 
 def trained(race: Race, steps: int, seed: int) -> tuple[float, float]:
@@ -128,19 +121,16 @@ def trained(race: Race, steps: int, seed: int) -> tuple[float, float]:
     def value(model, state, batch):
         return loss_fn(kfac.averaged(model, state), *batch).value
 
-    rng, size = np.random.default_rng(seed), len(race.train[0])
-
-    def draw(number):
-        drawn = rng.choice(size, min(number, size), replace=False)
-        return tuple(jnp.asarray(a[drawn]) for a in race.train)
-
+    rng = np.random.default_rng(seed)
     carry, seconds = (race.model, eqx.filter_jit(optimizer.init)(race.model)), []
     for i in range(steps):
-        batch, start = draw(race.batch), time.perf_counter()
+        batch, start = draw(race, race.batch, rng), time.perf_counter()
         carry = step(*carry, batch, jax.random.key(1000 * seed + i))
         jax.block_until_ready(carry[1].step)
         seconds.append(time.perf_counter() - start)
-    return float(value(*carry, draw(1000))), float(np.mean(seconds[steps // 5 :]))
+    return float(value(*carry, draw(race, 1000, rng))), float(
+        np.mean(seconds[steps // 5 :])
+    )
 
 
 def main() -> None:
