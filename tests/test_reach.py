@@ -74,6 +74,7 @@ def with_own_derivative(y):
 with_own_derivative.defjvp(lambda p, t: (jnp.sin(p[0]), t[0]))
 convolve = lambda x, k: lax.conv_general_dilated(x, k, (1,), "SAME")
 pooled = lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 2), "VALID")
+windows = lambda x: lax.reduce_window(x, 0.0, lax.add, (2, 1), (1, 1), "SAME")
 # How the first axis of the result depends on `y`: the axis of `y` that becomes it; `()`,
 # if it is certain that none does, and `None`, if nothing is known.
 OPERATIONS = {
@@ -111,6 +112,7 @@ OPERATIONS = {
     "convolution": (lambda y: convolve(y[:, None], MATRIX[:3, None, :3]), 0),
     "a kernel": (lambda y: convolve(MATRIX[:, None], y[:, None, :3]), None),
     "pooling": (pooled, 0),
+    "windows along it": (windows, None),
     "concatenated behind": (lambda y: jnp.concatenate([y, MATRIX], 1), 0),
     "concatenated": (lambda y: jnp.concatenate([y, MATRIX]), None),
     "slice behind": (lambda y: y[:, 1:3], 0),
@@ -133,6 +135,7 @@ OPERATIONS = {
     "start of a scan": (emitted, None),
     "stopped": (lambda y: lax.stop_gradient(2 * y) + MATRIX, "stopped"),
     "integers": (lambda y: jax.nn.one_hot(jnp.argmax(y, 1), 3), "stopped"),
+    "rounds that look up": (lambda y: lax.map(lambda i: 2 * y[i], np.arange(5)), None),
     "scan that adds up": (carried, ()),
     "scan that repeats": (repeated, ()),
     "loop that writes": (written, None),

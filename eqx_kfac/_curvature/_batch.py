@@ -99,7 +99,8 @@ class Batch(PlainModule):
         """What the loss function does with the tags of the model; `uses` and `trains` are
         as for `analyse` of `_program`."""
         args = self.args if self.micro_batches == 1 else self._first_piece()
-        return analyse(self.loss_fn, model, args, self.kwargs, uses, trains)
+        parts = self.micro_batches
+        return analyse(self.loss_fn, model, args, self.kwargs, uses, trains, parts)
 
     def row_slots(self, model: Model, program: Program) -> RowSlots | None:
         """Slots for the rows of the gradient, for those layers where preconditioning

@@ -27,14 +27,15 @@ class UseReach(NamedTuple):
     reach: Reached
 
 
-def reach_of_uses(jaxpr: Any, term_axes: Sequence[int]) -> list[UseReach]:
+def reach_of_uses(jaxpr: Any, term_axes: Sequence[range]) -> list[UseReach]:
     """What is known of every use of a tag in a program, in its order. The program's first
-    results are outputs of losses; `term_axes` are the numbers of axes of terms that each
-    begins with."""
+    results are outputs of losses; `term_axes` are the places of the axes of terms that
+    each begins with among those of all losses."""
     outs: list[Reached] = [None] * len(jaxpr.outvars)
-    for i, (number, var) in enumerate(zip(term_axes, jaxpr.outvars)):
-        terms = [1 << axis for axis in range(number)]
-        outs[i] = Reach((*terms, *[0] * (len(_shape(var)) - number)))
+    for i, (places, var) in enumerate(zip(term_axes, jaxpr.outvars)):
+        terms = [1 << place for place in places]
+        axes = (*terms, *[0] * (len(_shape(var)) - len(terms)))
+        outs[i] = Reach(axes, terms=sum(terms))
     backwards = _Backwards()
     backwards.through(jaxpr, outs)
     return backwards.uses[::-1]
@@ -182,7 +183,7 @@ def _other_rounds(reach: Reached) -> Reached:
 
 def _nothing_known(shape: tuple[int, ...]) -> Reach:
     """The reach of an array of which nothing is known, in loops of which nothing is."""
-    return Reach((0,) * len(shape), unknown=_ALL)
+    return Reach((0,) * len(shape), unknown=_ALL, terms=_ALL, mixed=_ALL)
 
 
 def _has_gradient(var: Any) -> bool:

@@ -16,10 +16,11 @@ from ._trace import TagUse, Trace
 _MOST = 2**21
 
 
-def joint_layers(trace: Trace) -> Iterator[tuple[int, int | None]]:
+def joint_layers(trace: Trace, parts: int) -> Iterator[tuple[int, int | None]]:
     """The numbers of the tags whose block can do so, and of which it is known which rows
     are those of one example; each with the number of the examples, if the layer is used
-    several times, or in a loop, or else `None`."""
+    several times, or in a loop, or else `None`. The trace is that of one of so many
+    `parts` of a batch, on whose number nothing of this is to depend."""
     for number, (_, tag, layer) in enumerate(trace.layers):
         uses = trace.uses_of(number)
         if not uses or not isinstance(tag.block, AbstractJointBlock):
@@ -27,7 +28,7 @@ def joint_layers(trace: Trace) -> Iterator[tuple[int, int | None]]:
         if not tag.block.takes_jointly(tag.form.sizes(layer)):
             continue
         if trace.is_reused(number):
-            examples = _joined_examples(trace, number)
+            examples = _joined_examples(trace, number, parts)
             if examples is not None:
                 yield number, examples
         elif _is_known(trace, uses[0]) and _positions(tag, uses[0]) > 1:
@@ -52,12 +53,12 @@ def _is_known(trace: Trace, use: TagUse) -> bool:
     return trace.has_whole_examples(use)
 
 
-def _joined_examples(trace: Trace, number: int) -> int | None:
+def _joined_examples(trace: Trace, number: int, parts: int) -> int | None:
     """How many examples there are, if it is certain for every use of a layer that its
     rows are theirs, in their order, and there is not too much to be written out."""
     _, tag, layer = trace.layers[number]
     uses, sizes = trace.uses_of(number), tag.form.sizes(layer)
-    if not all(_is_known(trace, use) and trace.counts_examples(use) for use in uses):
+    if not all(_is_known(trace, use) and _is_certain(trace, use) for use in uses):
         return None
     if any(use.devices > 1 for use in uses):  # Nobody has room for all examples there.
         return None
@@ -66,8 +67,15 @@ def _joined_examples(trace: Trace, number: int) -> int | None:
         return None
     examples = numbers.pop()
     longest = max(sizes.d_out, *(_positions(tag, use) for use in uses))
-    written = math.prod(sizes.stack) * examples * longest * (sizes.d_in + 1)
+    written = math.prod(sizes.stack) * parts * examples * longest * (sizes.d_in + 1)
     return examples if written <= _MOST else None
+
+
+def _is_certain(trace: Trace, use: TagUse) -> bool:
+    """Whether nothing else is possible. (All rows are those of a single example.)"""
+    if trace.examples == (1,):
+        return use.example_shape[0] == 1
+    return trace.is_certain(use)
 
 
 def _positions(tag: Tag, use: TagUse) -> int:

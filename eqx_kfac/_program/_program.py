@@ -55,6 +55,10 @@ class Program(NamedTuple):
         example (and over its uses of the layer, if they are among `per_example`, too).
     - `convolves`: whether there is any convolution in the loss function.
     - `shared`: the paths of the layers whose rows serve several examples at once.
+    - `unsure`: the numbers of the tags of which it is certain for one loss, but not for
+        another, which axis is that of the examples.
+    - `mixing`: the paths of those of them whose block adds up the gradients of an
+        example.
     """
 
     examples: tuple[int, ...] = ()
@@ -66,14 +70,25 @@ class Program(NamedTuple):
     joint: frozenset[int] = frozenset()
     convolves: bool = False
     shared: tuple[str, ...] = ()
+    unsure: frozenset[int] = frozenset()
+    mixing: tuple[str, ...] = ()
+
+    @property
+    def wants_separation(self) -> bool:
+        """Whether estimates in which every example has a cotangent of its own say more
+        than others: these would square the sums of several examples' gradients, or take
+        rows for independent that are not."""
+        return bool(self.shared or self.mixing or self.joint & self.unsure)
 
     def collecting(self, fisher: AbstractFisher) -> "Program":
         """The program for an estimate of the curvature. If the estimate has one cotangent
         for several positions of an example at once, each with a column of its own, the
-        gradients at these positions are squared one by one, and no layer is joint.
+        gradients at these positions are squared one by one, and no layer is joint. If it
+        has one for all examples, no layer is joint of which nobody knows for one of the
+        losses which rows are those of an example.
 
         **Raises:** `ValueError`, if it adds up the gradients of several examples where
-        these share a row."""
+        these share a row, or may do so in some of the losses."""
         if self.shared and not fisher.separates_examples:
             raise ValueError(
                 f"What the layers {names(self.shared)} return serves several examples at "
@@ -83,10 +98,23 @@ class Program(NamedTuple):
                 "which draws for every example by itself, so that in the mean only the "
                 "squares are left."
             )
-        if not fisher.joins_positions:
-            return self
-        per_example = tuple(p for p in self.per_example if p[0] not in self.joint)
-        return self._replace(joint=frozenset(), per_example=per_example)
+        if self.mixing and not fisher.separates_examples:
+            raise ValueError(
+                f"The blocks of the layers {names(self.mixing)} add up the gradients of "
+                "an example, but in one of the losses, nobody can tell which rows belong "
+                f"to one of its terms, and `kfac.{fisher.name}` has one cotangent for "
+                "all of these. Keep the axis of the examples in the outputs of every "
+                "loss (do not join it with others); or use `kfac.MonteCarlo()`, which "
+                "draws for every term by itself."
+            )
+        joint = self.joint
+        if fisher.joins_positions:
+            joint = frozenset()
+        elif not fisher.separates_examples:
+            joint -= self.unsure
+        left = self.joint - joint
+        per_example = tuple(p for p in self.per_example if p[0] not in left)
+        return self._replace(joint=joint, per_example=per_example)
 
 
 def analyse(
@@ -96,9 +124,11 @@ def analyse(
     kwargs: Kwargs,
     uses: bool = True,
     trains: bool = False,
+    parts: int = 1,
 ) -> Program:
     """What a loss function does with the tags of a model. With `uses`, no parameters may
-    bypass a tag; with `trains`, the loss function must use every layer.
+    bypass a tag; with `trains`, the loss function must use every layer. The arguments are
+    one of so many `parts` of a batch.
 
     **Raises:** `ValueError`, naming layers by their path, for a program whose curvature
     would not be right.
@@ -124,7 +154,12 @@ def analyse(
     if uses:
         check_uses(trace, trains)
     _check_examples(trace)
-    joint = dict(joint_layers(trace))
+    return _of(trace, lacking, parts)
+
+
+def _of(trace: Trace, lacking: frozenset[int], parts: int) -> Program:
+    """The program that a trace shows."""
+    joint = dict(joint_layers(trace, parts))
     repeated = {n: examples for n, examples in joint.items() if examples is not None}
     per_example = dict(_used_repeatedly(trace)) | repeated
     split = [use.device_axes for use in trace.uses if use.number in per_example]
@@ -132,6 +167,11 @@ def analyse(
     numbers = range(len(trace.layers))
     rows = tuple(tuple(use.rows for use in trace.uses_of(n)) for n in numbers)
     shared = [trace.layers[u.number].path for u in trace.uses if trace.is_shared(u)]
+    unsure = [u.number for u in trace.uses if trace.counts_some(u)]
+    blocks = {n: trace.layers[n].tag.block for n in unsure}
+    mixing = [
+        trace.layers[n].path for n, block in blocks.items() if block.mixes_positions
+    ]
     return Program(
         examples=trace.examples,
         lacking=lacking,
@@ -142,6 +182,8 @@ def analyse(
         joint=frozenset(joint),
         convolves=trace.convolves,
         shared=tuple(dict.fromkeys(shared)),
+        unsure=frozenset(unsure),
+        mixing=tuple(mixing),
     )
 
 
@@ -266,6 +308,7 @@ def _check_examples(trace: Trace) -> None:
             what = f"its block, `kfac.{type(block).__name__}`, tells examples apart"
         if (
             not trace.has_example_axis(use)
+            or trace.is_shared(use)
             or trace.splits_examples(use)
             or trace.is_ambiguous(use)
             or not trace.has_whole_examples(use)

@@ -10,6 +10,9 @@ Where an operation is not understood, what happens to an axis is *unknown*, and 
 claimed of it. Nor is anything claimed of an axis over which a sum is taken: each entry
 may still be used for a single one of the terms, if the other factors of a product, such
 as the edges of a graph, are zero elsewhere.
+
+An array may be used in several ways. What is said of its axes is so in one of them. If
+the others say something else, the axes of terms are *mixed*.
 """
 
 import functools as ft
@@ -21,8 +24,11 @@ from typing import Any, NamedTuple
 
 class Reach(NamedTuple):
     """Which axes of the losses' terms the axes of an array become. Axes of terms are the
-    bits of an integer, the first one the lowest. Above these, at `SUMMED`, are the axes
-    of terms that an axis may become although sums are taken over it.
+    bits of an integer: those of the first loss the lowest, then those of the others.
+    Above these, at `SUMMED`, are the axes of terms that an axis may become although sums
+    are taken over it; then, at `POOLED`, those all along which such a sum is used (a mean
+    over the batch, say); and at `LACKING` those that an axis does not become in one way
+    to the losses, but in another.
 
     **Fields:**
 
@@ -31,11 +37,16 @@ class Reach(NamedTuple):
         outermost, the axes of terms that the rounds of the loop become.
     - `unknown`: the axes of terms of which it is not known which axis or loop becomes
         them.
+    - `terms`: all axes of the terms of the losses that depend on the array.
+    - `mixed`: the axes of terms that in one way to the losses something else becomes
+        than in another, or along which entries are used for other places than their own.
     """
 
     axes: tuple[int, ...]
     loops: tuple[int, ...] = ()
     unknown: int = 0
+    terms: int = 0
+    mixed: int = 0
 
     def moved(self, axes: Sequence[int], lost: int = 0) -> "Reach":
         """The reach of an operand with these `axes`, if `lost` are axes of terms that
@@ -46,13 +57,30 @@ class Reach(NamedTuple):
         """This reach, with the axes of terms that are `lost` unknown."""
         return self._replace(unknown=self.unknown | terms_of(lost))
 
+    def mixing(self, bits: int) -> "Reach":
+        """This reach, with the axes of terms in `bits` mixed."""
+        return self._replace(mixed=self.mixed | terms_of(bits))
+
     @property
     def known(self) -> int:
         """All axes of terms that an axis of the array becomes, or may become."""
         return terms_of(_union(self.axes))
 
+    @property
+    def summed(self) -> int:
+        """What is known of an axis over which a sum is taken, whose result has this
+        reach."""
+        return self.known << SUMMED | self.served << POOLED
 
-SUMMED = 16  # No loss has terms with as many axes.
+    @property
+    def served(self) -> int:
+        """The axes of terms all along which every entry of the array is used."""
+        return self.terms & ~(self.known | terms_of(_union(self.loops)) | self.unknown)
+
+
+SUMMED = 1024  # The terms of all losses do not have as many axes.
+POOLED = 2 * SUMMED
+LACKING = 3 * SUMMED
 
 
 def terms_of(bits: int) -> int:
@@ -70,7 +98,14 @@ def either(a: Reached, b: Reached) -> Reached:
         return a if b is None else b
     axes = tuple(map(operator.or_, a.axes, b.axes))
     loops = tuple(map(operator.or_, a.loops, b.loops))
-    return Reach(axes, loops, a.unknown | b.unknown)
+    unknown, terms, mixed = a.unknown | b.unknown, a.terms | b.terms, a.mixed | b.mixed
+    both = a.terms & b.terms
+    pairs = [*zip(a.axes, b.axes, strict=True), *zip(a.loops, b.loops, strict=True)]
+    for x, y in pairs:
+        mixed |= both & (x ^ y)
+    lacking = [both & ~unknown & (terms_of(x) ^ terms_of(y)) for x, y in pairs]
+    axes = tuple(bits | new << LACKING for bits, new in zip(axes, lacking))
+    return Reach(axes, loops, unknown, terms, mixed)
 
 
 def _union(bits: Sequence[int]) -> int:
@@ -102,12 +137,15 @@ def aligned(call: Call, out: Reach) -> list[Reached]:
             return out.moved(())
         if len(shape) != len(call.result):
             return _lost(shape, out)
-        axes, lost = [], 0
+        axes = []
         for length, result, bits in zip(shape, call.result, out.axes, strict=True):
-            axes.append(bits if length == result else 0)
-            repeated = length == 1 and call.name in _REPEATING
-            lost |= 0 if length == result or repeated else bits
-        return out.moved(axes, lost)
+            if length == result:
+                axes.append(bits)
+            elif length == 1 and call.name in _REPEATING:
+                axes.append(0)
+            else:  # A part of the axis, or of others' place in it.
+                axes.append(terms_of(bits) << SUMMED)
+        return out.moved(axes)
 
     return list(map(operand, call.operands))
 
@@ -185,8 +223,7 @@ def _reduce(call: Call, out: Reach) -> list[Reached]:
     x, *others = call.operands
     rest = iter(out.axes)
     summed = call.params["axes"]
-    mark = out.known << SUMMED
-    axes = [mark if i in summed else next(rest) for i in range(len(x))]
+    axes = [out.summed if i in summed else next(rest) for i in range(len(x))]
     return [out.moved(axes), *[None] * len(others)]
 
 
@@ -202,9 +239,29 @@ def _dot_general(call: Call, out: Reach) -> list[Reached]:
                 axes[axis] = out.axes[place]
                 place += 1
         for axis in summed:
-            axes[axis] = out.known << SUMMED
+            axes[axis] = out.summed
         operands.append(out.moved(axes))
     return operands
+
+
+def _accumulated(call: Call, out: Reach) -> list[Reached]:
+    """Along an axis, entries are used for their own place, and for others."""
+    axis = call.params["axis"]
+    return aligned(call, out.mixing(out.axes[axis]))
+
+
+def _windows(call: Call, out: Reach) -> list[Reached]:
+    """Windows of several entries may begin at any of them: nothing is known of an axis
+    along which there are such windows."""
+    lengths = call.params["window_dimensions"]
+    axes = [bits if n == 1 else 0 for n, bits in zip(lengths, out.axes, strict=True)]
+    lost = _union(out.axes) & ~_union(axes)
+    return aligned(call, out._replace(axes=tuple(axes)).doubting(lost))
+
+
+def _sliced_somewhere(call: Call, out: Reach) -> list[Reached]:
+    """Where a slice begins may be another place in every round of a loop."""
+    return aligned(call, out.doubting(_union(out.loops)))
 
 
 def _convolution(call: Call, out: Reach) -> list[Reached]:
@@ -235,7 +292,9 @@ def _gather(call: Call, out: Reach) -> list[Reached]:
     pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims)
     for axis, place in pairs:
         axes[axis] = out.axes[batch[place]]
-    return [out.moved(axes, _union(out.axes) & ~_union(axes)), _lost(indices, out)]
+    # In every round of a loop, other entries may be looked up.
+    lost = _union(out.axes) & ~_union(axes) | _union(out.loops)
+    return [out.moved(axes, lost), _lost(indices, out)]
 
 
 def _scatter(call: Call, out: Reach) -> list[Reached]:
@@ -274,6 +333,14 @@ RULES: dict[str, Callable] = {
     "conv_general_dilated": _convolution,
     "gather": _gather,
     **dict.fromkeys(("scatter", "scatter-add", "scatter_add"), _scatter),
+    **dict.fromkeys(
+        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _accumulated
+    ),
+    **dict.fromkeys(
+        ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"),
+        _windows,
+    ),
+    "dynamic_slice": _sliced_somewhere,
     **dict.fromkeys(
         "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax "
         "argmin".split(),

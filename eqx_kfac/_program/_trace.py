@@ -9,14 +9,16 @@ that the tag does not see. A tag takes the first bit away from the output of its
 If a result depends on this bit all the same, the parameters reach it by another way than
 through the tag: they *bypass* the tag."""
 
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from .._tag import TaggedLayer
 from ._interpreter import Context, Value
-from ._reach import Reach, SUMMED
+from ._reach import LACKING, POOLED, Reach, SUMMED
 
 
 DATA, STATISTIC = 1, 2
@@ -31,6 +33,13 @@ def parameter_bit(number: int) -> int:
 def unseen_bit(number: int) -> int:
     """The bit of the derivatives of a layer that its tag does not see."""
     return parameter_bit(number) << 1
+
+
+def axes_of_terms(shapes: Sequence[tuple[int, ...]]) -> list[range]:
+    """The places of the axes of each loss's terms among those of all losses."""
+    ends = list(itertools.accumulate(map(len, shapes)))
+    pairs = zip(ends, shapes, strict=True)
+    return [range(end - len(shape), end) for end, shape in pairs]
 
 
 class TagUse(NamedTuple):
@@ -155,7 +164,22 @@ class Trace(NamedTuple):
     def is_reused(self, number: int) -> bool:
         """Whether an example may use the layer of a tag more than once."""
         uses = self.uses_of(number)
-        return len(uses) > 1 or any(map(self.repeats, uses))
+        if len(uses) > 1 or any(map(self.repeats, uses)):
+            return True
+        return not all(map(self.has_own_layers, uses))
+
+    def has_own_layers(self, use: TagUse) -> bool:
+        """Whether each layer of a stack is in its place, for a `vmap` or a loop, as far
+        as the number of layers says: not so if the stack was repeated, or if each example
+        has been given the layer that it asks for."""
+        _, tag, layer = self.layers[use.number]
+        if self.is_conditional(use):
+            return True
+        parameters = parameter_bit(use.number)
+        loops = zip(use.context.loops, use.context.sliced, strict=True)
+        along = [rounds for rounds, sliced in loops if sliced & parameters]
+        lengths = [*along, *use.x.shape[: use.stack]]
+        return sorted(lengths, key=str) == sorted(tag.stack(layer), key=str)
 
     def is_ambiguous(self, use: TagUse) -> bool:
         """Whether a use has example axes, but also a loop around it that goes round as
@@ -167,26 +191,80 @@ class Trace(NamedTuple):
 
     def counts_examples(self, use: TagUse) -> bool | None:
         """Whether the outermost example axis of a use becomes the axis of the examples in
-        the losses; `None` if that is not known."""
-        if use.reach is None or use.example_shape == () or self.examples == (1,):
+        the losses; `None` if that is not known (of one of them)."""
+        found = self._counts(use)
+        return found.pop() if len(found) == 1 else False if False in found else None
+
+    def counts_some(self, use: TagUse) -> bool:
+        """Whether that axis becomes the axis of the examples in one loss, and nobody
+        knows whether it does in another one."""
+        return self._counts(use) == {True, None}
+
+    def _counts(self, use: TagUse) -> set[bool | None]:
+        """What is known of that, of the losses."""
+        if self.examples == (1,):
+            return {None}
+        return {self.counts_examples_of(use, loss) for loss in self._losses(use)}
+
+    def counts_examples_of(self, use: TagUse, loss: int) -> bool | None:
+        """Whether the outermost example axis of a use becomes the axis of the examples in
+        a loss; `None` if that is not known."""
+        if use.reach is None or use.example_shape == ():
             return None
-        own, *inner = use.reach.axes[use.stack :]
-        becomes = self._becomes_examples(use, own)
-        others = [self._becomes_examples(use, x) for x in (*inner, *use.reach.loops)]
+        own, *others = self._row_axes(use)
+        becomes = self._becomes_examples(use, own, loss)
+        others = [self._becomes_examples(use, axis, loss) for axis in others]
         return False if becomes is None and any(others) else becomes
 
-    def _becomes_examples(self, use: TagUse, bits: int) -> bool | None:
-        """Whether an axis, or a loop, of a use becomes that of the examples."""
-        reach = use.reach
-        if reach is None:
+    def _row_axes(self, use: TagUse) -> list[int]:
+        """What is known of the axes of a use along which there may be examples, the
+        outermost example axis first (if it has any), and of its loops."""
+        assert use.reach is not None
+        stack, axes = use.reach.axes[: use.stack], use.reach.axes[use.stack :]
+        # Layers that were looked up for every example are no members of a stack.
+        looked_up = () if self.has_own_layers(use) else stack
+        return [*axes, *looked_up, *use.reach.loops]
+
+    def is_certain(self, use: TagUse) -> bool:
+        """Whether the entries of the outermost example axis of a use are the examples, in
+        their order, in all losses and in all ways to these."""
+        reach, losses = use.reach, self._losses(use, several=False)
+        if reach is None or not losses:
+            return False
+        return all(
+            self.counts_examples_of(use, loss)
+            and not reach.mixed & self._first(use, loss)
+            for loss in losses
+        )
+
+    def _losses(self, use: TagUse, several: bool = True) -> list[int]:
+        """The losses that depend on a use; with `several`, those of them that have
+        several examples, if any has."""
+        if use.reach is None:
+            return []
+        numbered = enumerate(axes_of_terms(self.term_shapes))
+        losses = [i for i, axes in numbered if use.reach.terms >> axes[0] & 1]
+        many = [i for i in losses if self.term_shapes[i][0] > 1]
+        return many if several and many else losses
+
+    def _first(self, use: TagUse, loss: int) -> int:
+        """The bit of the axis of the examples in a loss. (In an ensemble, the terms may
+        have axes of its members before it.)"""
+        places, shape = axes_of_terms(self.term_shapes)[loss], self.term_shapes[loss]
+        if use.reach is None or not use.stack or not self.has_own_layers(use):
+            return 1 << places[0]
+        members = zip(use.reach.axes[: use.stack], places)
+        in_front = len(shape) > use.stack and all(axes >> i & 1 for axes, i in members)
+        return 1 << places[use.stack if in_front else 0]
+
+    def _becomes_examples(self, use: TagUse, bits: int, loss: int) -> bool | None:
+        """Whether an axis, or a loop, of a use becomes that of the examples in a loss."""
+        if use.reach is None:
             return None
-        # In an ensemble, the terms may have axes of its members before the examples.
-        members = reach.axes[: use.stack]
-        in_front = all(axes & 1 << i for i, axes in enumerate(members))
-        first = 1 << use.stack if in_front else 1
+        first = self._first(use, loss)
         if bits & first:
             return True
-        return None if (reach.unknown | bits >> SUMMED) & first else False
+        return None if (use.reach.unknown | bits >> SUMMED) & first else False
 
     def may_be_examples(self, use: TagUse, loop: int) -> bool:
         """Whether the rounds of a loop around a use may be the examples. (Of the loops of
@@ -195,15 +273,29 @@ class Trace(NamedTuple):
             return False
         if use.reach is None or len(use.reach.loops) != len(use.context.loops):
             return True
-        return self._becomes_examples(use, use.reach.loops[loop]) is not False
+        bits = use.reach.loops[loop]
+        found = [self._becomes_examples(use, bits, loss) for loss in self._losses(use)]
+        return any(becomes is not False for becomes in found)
 
     def is_shared(self, use: TagUse) -> bool:
-        """Whether rows of a use serve several examples, for certain: none of its axes,
-        and no loop around it, becomes an axis of examples."""
+        """Whether rows of a use serve several examples of a loss, for certain: none of
+        its axes, and no loop around it, becomes an axis of these; or none does in one way
+        to the loss. (What the rows of all examples are summed for, as in batch
+        normalisation, does not count.)"""
         if use.reach is None or self.splits_examples(use) or self.examples == (1,):
             return False
-        axes = (*use.reach.axes[use.stack :], *use.reach.loops)
-        return all(self._becomes_examples(use, bits) is False for bits in axes or (0,))
+        axes = self._row_axes(use)
+        return any(self._serves(use, axes, loss) for loss in self._losses(use))
+
+    def _serves(self, use: TagUse, axes: list[int], loss: int) -> bool:
+        """Whether rows of a use, with these axes and loops, serve several examples of a
+        loss."""
+        first = self._first(use, loss)
+        becomes = [self._becomes_examples(use, axis, loss) for axis in axes or [0]]
+        own = axes[0] if use.example_shape else 0
+        if own >> LACKING & ~own >> POOLED & first:
+            becomes = becomes[1:]
+        return all(found is False for found in becomes)
 
     def has_example_axis(self, use: TagUse) -> bool:
         """Whether the outermost example axis of a use counts the examples: it is as long,

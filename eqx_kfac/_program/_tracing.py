@@ -36,6 +36,7 @@ from ._interpreter import all_sources, Context, Expressions, Interpreter, Value,
 from ._jaxpr import contains, equations
 from ._run import example_weights, run
 from ._trace import (
+    axes_of_terms,
     DATA,
     may_bypass,
     parameter_bit,
@@ -156,8 +157,8 @@ def _followed(
 ) -> list[TagUse]:
     """The uses of tags in a program, with what their axes become in the `outputs` of the
     losses, each of which begins with the axes of its terms."""
-    each = zip(term_shapes, outputs, strict=True)
-    axes = [len(shape) for shape, tree in each for _ in jtu.tree_leaves(tree)]
+    each = zip(axes_of_terms(term_shapes), outputs, strict=True)
+    axes = [places for places, tree in each for _ in jtu.tree_leaves(tree)]
     reaches = reach_of_uses(program, axes)
     # Both ways through the program meet its tags in the same order.
     assert [use.number for use in uses] == [reach.number for reach in reaches]

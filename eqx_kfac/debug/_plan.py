@@ -103,7 +103,7 @@ def vectors(
     affordable = lambda number: number * pullback <= ALL
     if fisher is None:
         fisher, needed = Exact(), costs.outputs
-        if costs.program.shared:  # A row that serves several examples squares their sum.
+        if costs.program.wants_separation:
             fisher, needed = Exact(example_axes=0), costs.columns
         if not affordable(needed):
             most = 32
