@@ -297,6 +297,7 @@ MUTANTS = [
     M("_program/_program.py", "            or trace.is_shared(use)\n", "", "ways"),
     M("_program/_program.py", "joint -= self.unsure", "pass", "ways"),
     M("_program/_program.py", "if self.mixing and not fisher.separates_examples:", "if False:", "ways"),
+    M("_program/_reach.py", '("psum", "psum_invariant", "pmax", "pmin"), _collective', '("psum", "psum_invariant", "pmax", "pmin"), aligned', "ways models"),
     M("_program/_reach.py", "mixed |= both & (x ^ y)", "pass", "ways"),
     M("_program/_reach.py", "self.served << POOLED", "0", "ways"),
     M("_program/_reach.py", "bits | new << LACKING for", "bits for", "ways"),

@@ -230,8 +230,17 @@ def test_a_mean_over_the_batch_is_not():
         h = jax.vmap(model.layer)(x[:, 0])
         return squared(jnp.tanh(h - jnp.mean(h, axis=0)[None]))
 
+    def named(model, x):
+        def one(row):
+            h = model.layer(row)
+            return jnp.tanh(h - lax.pmean(h, "batch"))
+
+        return squared(jax.vmap(one, axis_name="batch")(x[:, 0]))
+
     for block in (JOINT, kfac.TNT()):
-        factors_of(normalised, heads(block), PAIRS)
+        found = [factors_of(fn, heads(block), PAIRS) for fn in (normalised, named)]
+        for a, b in zip(*map(leaves, found), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12)
 
 
 def test_rounds_over_what_was_made_before_are_not():

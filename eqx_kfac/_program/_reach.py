@@ -99,7 +99,7 @@ def either(a: Reached, b: Reached) -> Reached:
     axes = tuple(map(operator.or_, a.axes, b.axes))
     loops = tuple(map(operator.or_, a.loops, b.loops))
     unknown, terms, mixed = a.unknown | b.unknown, a.terms | b.terms, a.mixed | b.mixed
-    both = a.terms & b.terms
+    both = a.terms & b.terms  # Of other losses, only one of the ways can say anything.
     pairs = [*zip(a.axes, b.axes, strict=True), *zip(a.loops, b.loops, strict=True)]
     for x, y in pairs:
         mixed |= both & (x ^ y)
@@ -143,7 +143,7 @@ def aligned(call: Call, out: Reach) -> list[Reached]:
                 axes.append(bits)
             elif length == 1 and call.name in _REPEATING:
                 axes.append(0)
-            else:  # A part of the axis, or of others' place in it.
+            else:  # Entries have other places in the result, or none.
                 axes.append(terms_of(bits) << SUMMED)
         return out.moved(axes)
 
@@ -221,10 +221,24 @@ def _pad(call: Call, out: Reach) -> list[Reached]:
 
 def _reduce(call: Call, out: Reach) -> list[Reached]:
     x, *others = call.operands
+    return [_before_sum(x, call.params["axes"], out), *[None] * len(others)]
+
+
+def _collective(call: Call, out: Reach) -> list[Reached]:
+    """Sums over devices, and over the axes of `vmap` with a name."""
+    summed = [axis for axis in call.params["axes"] if isinstance(axis, int)]
+    fits = lambda shape: len(shape) == len(out.axes) + len(summed)
+    return [
+        _before_sum(shape, summed, out) if fits(shape) else _lost(shape, out)
+        for shape in call.operands
+    ]
+
+
+def _before_sum(shape: Sequence[int], summed: Sequence[int], out: Reach) -> Reach:
+    """The reach of what is summed (or the like) over some of its axes."""
     rest = iter(out.axes)
-    summed = call.params["axes"]
-    axes = [out.summed if i in summed else next(rest) for i in range(len(x))]
-    return [out.moved(axes), *[None] * len(others)]
+    axes = [out.summed if i in summed else next(rest) for i in range(len(shape))]
+    return out.moved(axes)
 
 
 def _dot_general(call: Call, out: Reach) -> list[Reached]:
@@ -346,4 +360,5 @@ RULES: dict[str, Callable] = {
         "argmin".split(),
         _reduce,
     ),
+    **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), _collective),
 }
