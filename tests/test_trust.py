@@ -12,7 +12,6 @@ import pytest
 
 import eqx_kfac as kfac
 from eqx_kfac._optimizer._extent import init_extent
-from eqx_kfac._optimizer._schedule import early
 
 from .helpers import leaves, make_mesh, normal
 from .plain import AsMatrices, plain_kfac
@@ -568,20 +567,8 @@ def test_periods_begin_short():
         if not same(new.inverse, state.inverse):
             factorised.append(t)
         state = new
-    often = [*range(8), *range(8, 16, 2), *range(16, 32, 4), 32, 40, 48]
-    assert estimated == sorted([*often, 30, 50])
-    assert factorised == [*often, 50]
-
-
-def test_periods_become_longer():
-    """Up to the period, below which there is no power of two any more."""
-    steps = np.arange(1000)
-    due = np.asarray(jax.vmap(lambda step: early(step, 50))(steps))
-    assert np.all(np.flatnonzero(due)[-8:] == [*range(64, 128, 16), *range(128, 256, 32)])
-    assert np.sum(due) == 8 + 5 * 4
-    assert not np.any(jax.vmap(lambda step: early(step, 1))(steps))
-    both = np.asarray(jax.vmap(lambda step: early(step, 32))(steps))
-    assert np.sum(both) == 8 + 4 * 4
+    assert estimated == [0, 1, 2, 4, 8, 10, 20, 30, 40, 50]
+    assert factorised == [0, 1, 2, 4, 8, 16, 32, 50]
 
 
 def test_periods_that_are_given_do_not():

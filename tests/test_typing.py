@@ -86,8 +86,8 @@ def test_print_of_an_optimizer():
     assert len(lines) == 6 and str(kfac.KFAC()) != repr(kfac.KFAC())
     assert lines["learning rate"] == "0.1, momentum 0.9"
     assert lines["damping"] == eqx.tree_pformat(kfac.LayerDamping(), width=999)
-    assert "every 10 steps, more often at first" in lines["curvature"]
-    assert lines["inverse"].startswith("Cholesky(scaled_bias=True) every 50 steps, more")
+    assert "every 10 steps, at first at 0, 1, 2, 4" in lines["curvature"]
+    assert lines["inverse"].startswith("Cholesky(scaled_bias=True) every 50 steps, at")
     rules = said(kfac.KFAC.full_batch())
     assert rules["learning rate"].startswith("and momentum by QuadraticModel(")
     assert rules["averaging"] == rules["norm constraint"] == "none"

@@ -1,6 +1,5 @@
 """What depends on the number of the step: schedules, and work that is not always due."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -114,10 +113,5 @@ class Due(NamedTuple):
 
 def early(step: Int[Array, ""], period: int) -> Bool[Array, ""]:
     """Whether a step is one of the first ones at which work that is due every `period`
-    steps is worth doing more often, for there is more to change while little has been
-    learnt: each of the first eight, then every second, fourth, eighth, ..., as long as
-    that is more often, each time until the number of steps has doubled."""
-    due = jnp.zeros((), bool)
-    for n in itertools.takewhile(lambda n: n < period, (2**i for i in itertools.count())):
-        due |= (step < 8 * n) & (step % n == 0)
-    return due
+    steps is worth doing more often: the powers of two below the period."""
+    return (step & (step - 1) == 0) & (step < period)

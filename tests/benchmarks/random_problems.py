@@ -240,16 +240,11 @@ def steps_of_adam(drawn: Drawn, steps: int) -> int:
         return jax.jit(step).lower(arrays).compile().cost_analysis()["flops"]
 
     ours = with_kfac(loss_fn)
-    # Each less than what is due less often has, and none of the first steps.
+    # Each less than what is due less often has; the powers of two are the first steps.
     nothing, curvature, inverse = (count(ours, at) for at in (1003, 1010, 1050))
-
-    def turns(period):
-        often = [n for n in (1, 2, 4, 8, 16, 32) if n < period]
-        early = {i for n in often for i in range(0, 8 * n, n)}
-        return {*early, *range(0, steps, period)} & {*range(steps)}
-
-    inverses = turns(50)
-    curvatures = turns(10) | inverses
+    early = {0, 1, 2, 4, 8}
+    inverses = {*early, 16, 32, *range(0, steps, 50)} & {*range(steps)}
+    curvatures = ({*early, *range(0, steps, 10)} | inverses) & {*range(steps)}
     total = steps * nothing + len(curvatures) * (curvature - nothing)
     total += len(inverses) * (inverse - curvature)
     return round(total / count(with_adam(loss_fn)))
