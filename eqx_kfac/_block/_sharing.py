@@ -73,9 +73,9 @@ class Joint(AbstractSharing):
     or in a loop, the outputs of the loss function show for every use that its rows are
     those of all examples, in their order, and all examples' gradients, which are then
     written out, have no more than 2,097,152 numbers (8 MB). Where there are no positions,
-    it is `Expand`, too; and for embeddings, tied weights, sides that are too wide, uses
-    on a condition, and in loops over examples. The table of [`eqx_kfac.verify`][] says
-    what is done for each layer.
+    it is `Expand`, too; and for embeddings, tied weights, biases without their weight,
+    sides that are too wide, uses on a condition, and in loops over examples. The table of
+    [`eqx_kfac.verify`][] says what is done for each layer.
 
     ??? cite "Reference"
 

@@ -39,7 +39,7 @@ from .._jax import (
 sum_p = Primitive("kfac_sum")
 once_p = Primitive("kfac_once")
 
-_MANY = 2**12  # Fewer numbers may be computed as often as a compiler likes.
+_LARGE = 2**12  # Fewer numbers may be computed as often as a compiler likes.
 
 
 def with_sums_once(pushforward: Callable, tangents: PyTree[Array]) -> Callable:
@@ -85,7 +85,7 @@ def _is_sum(eqn: Equation) -> bool:
     aval: Aval = eqn.outvars[0].aval
     avals: list[Aval] = [atom.aval for atom in eqn.invars]
     alike = all(a.shape == aval.shape for a in avals)
-    return alike and aval.size >= _MANY and explicit_sharding(aval) is None
+    return alike and aval.size >= _LARGE and explicit_sharding(aval) is None
 
 
 def _never(leaves: Sequence[Array]) -> Bool[Array, ""]:

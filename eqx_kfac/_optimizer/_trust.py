@@ -202,7 +202,7 @@ class TrustRegion(AbstractTrustRegion):
         """The first two right-hand sides, given $c$, the loss, and the number of its
         terms if that is known."""
         full = 1.0 if terms is None else terms / self.full_terms
-        fraction = self.loss_fraction * min(max(1.0, full), _MANY)
+        fraction = self.loss_fraction * min(max(1.0, full), _ENOUGH)
         share = (fraction * jnp.abs(value)).astype(squared_radius.dtype)
         most = jnp.where(share < squared_radius, share, squared_radius)
         return min(1.0, full) * most, most * self.velocity_factor
@@ -234,7 +234,7 @@ class TrustRegion(AbstractTrustRegion):
 
 # From how many times `full_terms` on the number of terms does not matter. It is not noise
 # that bounds steps then, but how far the quadratic model holds.
-_MANY = 2.0
+_ENOUGH = 2.0
 
 # How many times larger than at the step before a region may be. While outputs grow to
 # the size of the targets, the curvature grows as the square of their size, and that of a
