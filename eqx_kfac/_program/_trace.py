@@ -173,13 +173,14 @@ class Trace(NamedTuple):
         as the number of layers says: not so if the stack was repeated, or if each example
         has been given the layer that it asks for."""
         _, tag, layer = self.layers[use.number]
-        if self.is_conditional(use):
+        # Each example has a copy of the layer, or each device a part of the stack.
+        if self.is_conditional(use) or use.device_axes:
             return True
         parameters = parameter_bit(use.number)
         loops = zip(use.context.loops, use.context.sliced, strict=True)
         along = [rounds for rounds, sliced in loops if sliced & parameters]
-        lengths = [*along, *use.x.shape[: use.stack]]
-        return sorted(lengths, key=str) == sorted(tag.stack(layer), key=str)
+        places = math.prod(n for n in along if n is not None)
+        return places * math.prod(use.x.shape[: use.stack]) == math.prod(tag.stack(layer))
 
     def is_ambiguous(self, use: TagUse) -> bool:
         """Whether a use has example axes, but also a loop around it that goes round as
