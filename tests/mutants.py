@@ -293,6 +293,7 @@ MUTANTS = [
     M("_program/_trace.py", "and not reach.mixed & self._first(use, loss)", "", "ways"),
     M("_program/_trace.py", "if own >> LACKING & ~own >> POOLED & first:", "if own >> LACKING & first:", "ways"),
     M("_program/_trace.py", "if own >> LACKING & ~own >> POOLED & first:", "if False:", "ways"),
+    M("_program/_trace.py", "if sum(map(len, shapes)) > SUMMED:", "if False:", "ways"),
     M("_program/_trace.py", "return many if several and many else losses", "return losses[:1]", "ways"),
     M("_program/_program.py", "            or trace.is_shared(use)\n", "", "ways"),
     M("_program/_program.py", "joint -= self.unsure", "pass", "ways"),

@@ -11,6 +11,8 @@ from jax import lax
 
 import eqx_kfac as kfac
 from eqx_kfac._program import _joint
+from eqx_kfac._program._reach import SUMMED
+from eqx_kfac._program._trace import axes_of_terms
 
 from .helpers import close, filled, leaves, normal, relative
 from .reference import from_partial_traces, kron
@@ -188,6 +190,12 @@ def test_terms_of_one_loss_have_the_time_first():
     for block in (kfac.TNT(), kfac.Full()):
         with pytest.raises(ValueError, match="which axis of the layer `.layer` counts"):
             factors_of(time_first, heads(block), TOKENS, APART)
+
+
+def test_more_losses_than_can_be_told_apart():
+    some = axes_of_terms([(N, T), (N,), (N, T)])
+    assert some == [range(0, 2), range(2, 3), range(3, 5)]
+    assert axes_of_terms([(N, T)] * SUMMED) == [range(2)] * SUMMED
 
 
 #

@@ -78,7 +78,7 @@ class Reach(NamedTuple):
         return self.terms & ~(self.known | terms_of(_union(self.loops)) | self.unknown)
 
 
-SUMMED = 1024  # The terms of all losses do not have as many axes.
+SUMMED = 1024  # Terms that are told apart have no more axes.
 POOLED = 2 * SUMMED
 LACKING = 3 * SUMMED
 

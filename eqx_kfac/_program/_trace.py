@@ -36,8 +36,11 @@ def unseen_bit(number: int) -> int:
 
 
 def axes_of_terms(shapes: Sequence[tuple[int, ...]]) -> list[range]:
-    """The places of the axes of each loss's terms among those of all losses."""
+    """The places of the axes of each loss's terms among those of all losses. If there are
+    too many of these, losses are not told apart."""
     ends = list(itertools.accumulate(map(len, shapes)))
+    if sum(map(len, shapes)) > SUMMED:
+        return [range(len(shape)) for shape in shapes]
     pairs = zip(ends, shapes, strict=True)
     return [range(end - len(shape), end) for end, shape in pairs]
 
