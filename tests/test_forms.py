@@ -989,9 +989,9 @@ def cell_ggn(name, cell, xs, head, train):
     return {k: m.T @ m for k, m in flat.items()}
 
 
-def cell_blocks(name, cell, xs, head, train):
-    """The factors of every tag."""
-    model = kfac.convert(cell)
+def cell_blocks(name, cell, xs, head, train, change=lambda model: model):
+    """The factors of every tag, after a change of the model."""
+    model = change(kfac.convert(cell))
     spec = jtu.tree_map_with_path(lambda path, _: train(jtu.keystr(path)[1:]), model)
     trained, frozen = eqx.partition(model, spec)
 
@@ -1087,7 +1087,7 @@ def through_time(name, cell, xs, head):
 @pytest.mark.parametrize("name", CELLS)
 def test_cell_through_time(name):
     cell, xs = recurrent(name), sequence(3)
-    got = cell_blocks(name, cell, xs, CELL_HEAD, EVERYTHING)
+    got = cell_blocks(name, cell, xs, CELL_HEAD, EVERYTHING, expanded)
     expand, exact = through_time(name, cell, xs, CELL_HEAD)
     want = cell_ggn(name, cell, xs, CELL_HEAD, EVERYTHING)
     for tag in expand:
