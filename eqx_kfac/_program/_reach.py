@@ -21,6 +21,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 
 class Reach(NamedTuple):
     """Which axes of the losses' terms the axes of an array become. Axes of terms are the
@@ -221,12 +223,13 @@ def _pad(call: Call, out: Reach) -> list[Reached]:
 
 def _reduce(call: Call, out: Reach) -> list[Reached]:
     x, *others = call.operands
-    return [_before_sum(x, call.params["axes"], out), *[None] * len(others)]
+    summed = list(map(int, call.params["axes"]))
+    return [_before_sum(x, summed, out), *[None] * len(others)]
 
 
 def _collective(call: Call, out: Reach) -> list[Reached]:
     """Sums over devices, and over the axes of `vmap` with a name."""
-    summed = [axis for axis in call.params["axes"] if isinstance(axis, int)]
+    summed = [int(a) for a in call.params["axes"] if isinstance(a, int | np.integer)]
     fits = lambda shape: len(shape) == len(out.axes) + len(summed)
     return [
         _before_sum(shape, summed, out) if fits(shape) else _lost(shape, out)
