@@ -55,6 +55,11 @@ class Reach(NamedTuple):
         became unknown."""
         return self._replace(axes=tuple(axes)).doubting(lost)
 
+    def keeping(self, axes: Sequence[int]) -> "Reach":
+        """The reach of an operand with these `axes`: of what the result's axes become and
+        none of these does, nothing is known."""
+        return self.moved(axes, _union(self.axes) & ~_union(axes))
+
     def doubting(self, lost: int) -> "Reach":
         """This reach, with the axes of terms that are `lost` unknown."""
         return self._replace(unknown=self.unknown | terms_of(lost))
@@ -211,14 +216,14 @@ def _reordered(call: Call, out: Reach) -> list[Reached]:
     """Along some axes, entries change their places."""
     gone = call.params.get("dimensions", (call.params.get("dimension"),))
     axes = [0 if i in gone else bits for i, bits in enumerate(out.axes)]
-    return [out.moved(axes, _union(out.axes) & ~_union(axes)) for _ in call.operands]
+    return [out.keeping(axes) for _ in call.operands]
 
 
 def _pad(call: Call, out: Reach) -> list[Reached]:
     """An axis of which as much is taken away as is added is as long, but shifted."""
     config = call.params["padding_config"]
     axes = [0 if any(c) else bits for c, bits in zip(config, out.axes, strict=True)]
-    return [out.moved(axes, _union(out.axes) & ~_union(axes)), out.moved(())]
+    return [out.keeping(axes), out.moved(())]
 
 
 def _reduce(call: Call, out: Reach) -> list[Reached]:
@@ -272,8 +277,7 @@ def _windows(call: Call, out: Reach) -> list[Reached]:
     along which there are such windows."""
     lengths = call.params["window_dimensions"]
     axes = [bits if n == 1 else 0 for n, bits in zip(lengths, out.axes, strict=True)]
-    lost = _union(out.axes) & ~_union(axes)
-    return aligned(call, out._replace(axes=tuple(axes)).doubting(lost))
+    return aligned(call, out.keeping(axes))
 
 
 def _sliced_somewhere(call: Call, out: Reach) -> list[Reached]:
@@ -310,8 +314,7 @@ def _gather(call: Call, out: Reach) -> list[Reached]:
     for axis, place in pairs:
         axes[axis] = out.axes[batch[place]]
     # In every round of a loop, other entries may be looked up.
-    lost = _union(out.axes) & ~_union(axes) | _union(out.loops)
-    return [out.moved(axes, lost), _lost(indices, out)]
+    return [out.keeping(axes).doubting(_union(out.loops)), _lost(indices, out)]
 
 
 def _scatter(call: Call, out: Reach) -> list[Reached]:
@@ -327,8 +330,7 @@ def _scatter(call: Call, out: Reach) -> list[Reached]:
     pairs = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims)
     for axis, place in pairs:
         axes[batch[place]] = out.axes[axis]
-    lost = _union(out.axes) & ~_union(axes)
-    return [out, _lost(indices, out), out.moved(axes, lost)]
+    return [out, _lost(indices, out), out.keeping(axes)]
 
 
 # Operations that repeat an operand along an axis of length one.

@@ -38,11 +38,10 @@ def unseen_bit(number: int) -> int:
 def axes_of_terms(shapes: Sequence[tuple[int, ...]]) -> list[range]:
     """The places of the axes of each loss's terms among those of all losses. If there are
     too many of these, losses are not told apart."""
-    ends = list(itertools.accumulate(map(len, shapes)))
-    if sum(map(len, shapes)) > SUMMED:
+    ends = [0, *itertools.accumulate(map(len, shapes))]
+    if ends[-1] > SUMMED:
         return [range(len(shape)) for shape in shapes]
-    pairs = zip(ends, shapes, strict=True)
-    return [range(end - len(shape), end) for end, shape in pairs]
+    return list(itertools.starmap(range, itertools.pairwise(ends)))
 
 
 class TagUse(NamedTuple):
@@ -206,19 +205,15 @@ class Trace(NamedTuple):
 
     def _counts(self, use: TagUse) -> set[bool | None]:
         """What is known of that, of the losses."""
-        if self.examples == (1,):
+        if self.examples == (1,) or use.example_shape == ():
             return {None}
-        return {self.counts_examples_of(use, loss) for loss in self._losses(use)}
+        return {self._counts_first(use, first) for first in self._first_axes(use)}
 
-    def counts_examples_of(self, use: TagUse, loss: int) -> bool | None:
-        """Whether the outermost example axis of a use becomes the axis of the examples in
-        a loss; `None` if that is not known."""
-        if use.reach is None or use.example_shape == ():
-            return None
-        own, *others = self._row_axes(use)
-        becomes = self._becomes_examples(use, own, loss)
-        others = [self._becomes_examples(use, axis, loss) for axis in others]
-        return False if becomes is None and any(others) else becomes
+    def _counts_first(self, use: TagUse, first: int) -> bool | None:
+        """Whether the outermost example axis of a use becomes `first`, the axis of the
+        examples in a loss; `None` if that is not known."""
+        own, *others = (_becomes(use, bits, first) for bits in self._row_axes(use))
+        return False if own is None and any(others) else own
 
     def _row_axes(self, use: TagUse) -> list[int]:
         """What is known of the axes of a use along which there may be examples, the
@@ -232,43 +227,34 @@ class Trace(NamedTuple):
     def is_certain(self, use: TagUse) -> bool:
         """Whether the entries of the outermost example axis of a use are the examples, in
         their order, in all losses and in all ways to these."""
-        reach, losses = use.reach, self._losses(use, several=False)
-        if reach is None or not losses:
+        reach, firsts = use.reach, self._first_axes(use, several=False)
+        if reach is None or not firsts:
             return False
-        return all(
-            self.counts_examples_of(use, loss)
-            and not reach.mixed & self._first(use, loss)
-            for loss in losses
-        )
+        return all(self._counts_first(use, f) and not reach.mixed & f for f in firsts)
 
-    def _losses(self, use: TagUse, several: bool = True) -> list[int]:
-        """The losses that depend on a use; with `several`, those of them that have
-        several examples, if any has."""
+    def _first_axes(self, use: TagUse, several: bool = True) -> list[int]:
+        """For each loss that depends on a use, the bit of the axis of its examples; with
+        `several`, of those losses that have several examples, if any has."""
         if use.reach is None:
             return []
-        numbered = enumerate(axes_of_terms(self.term_shapes))
-        losses = [i for i, axes in numbered if use.reach.terms >> axes[0] & 1]
-        many = [i for i in losses if self.term_shapes[i][0] > 1]
-        return many if several and many else losses
+        pairs = zip(axes_of_terms(self.term_shapes), self.term_shapes, strict=True)
+        found = [
+            (shape[0] > 1, 1 << self._place_of_examples(use, axes))
+            for axes, shape in pairs
+            if use.reach.terms >> axes[0] & 1
+        ]
+        many = [first for has_several, first in found if has_several]
+        return many if several and many else [first for _, first in found]
 
-    def _first(self, use: TagUse, loss: int) -> int:
-        """The bit of the axis of the examples in a loss. (In an ensemble, the terms may
-        have axes of its members before it.)"""
-        places, shape = axes_of_terms(self.term_shapes)[loss], self.term_shapes[loss]
-        if use.reach is None or not use.stack or not self.has_own_layers(use):
-            return 1 << places[0]
-        members = zip(use.reach.axes[: use.stack], places)
-        in_front = len(shape) > use.stack and all(axes >> i & 1 for axes, i in members)
-        return 1 << places[use.stack if in_front else 0]
-
-    def _becomes_examples(self, use: TagUse, bits: int, loss: int) -> bool | None:
-        """Whether an axis, or a loop, of a use becomes that of the examples in a loss."""
-        if use.reach is None:
-            return None
-        first = self._first(use, loss)
-        if bits & first:
-            return True
-        return None if (use.reach.unknown | bits >> SUMMED) & first else False
+    def _place_of_examples(self, use: TagUse, axes: range) -> int:
+        """Which of the axes of a loss's terms counts the examples. (In an ensemble, the
+        terms may have axes of its members before it.)"""
+        assert use.reach is not None
+        if use.stack == 0 or len(axes) <= use.stack or not self.has_own_layers(use):
+            return axes[0]
+        members = zip(use.reach.axes[: use.stack], axes)
+        in_front = all(bits >> i & 1 for bits, i in members)
+        return axes[use.stack if in_front else 0]
 
     def may_be_examples(self, use: TagUse, loop: int) -> bool:
         """Whether the rounds of a loop around a use may be the examples. (Of the loops of
@@ -278,7 +264,7 @@ class Trace(NamedTuple):
         if use.reach is None or len(use.reach.loops) != len(use.context.loops):
             return True
         bits = use.reach.loops[loop]
-        found = [self._becomes_examples(use, bits, loss) for loss in self._losses(use)]
+        found = [_becomes(use, bits, first) for first in self._first_axes(use)]
         return any(becomes is not False for becomes in found)
 
     def is_shared(self, use: TagUse) -> bool:
@@ -289,17 +275,7 @@ class Trace(NamedTuple):
         if use.reach is None or self.splits_examples(use) or self.examples == (1,):
             return False
         axes = self._row_axes(use)
-        return any(self._serves(use, axes, loss) for loss in self._losses(use))
-
-    def _serves(self, use: TagUse, axes: list[int], loss: int) -> bool:
-        """Whether rows of a use, with these axes and loops, serve several examples of a
-        loss."""
-        first = self._first(use, loss)
-        becomes = [self._becomes_examples(use, axis, loss) for axis in axes or [0]]
-        own = axes[0] if use.example_shape else 0
-        if own >> LACKING & ~own >> POOLED & first:
-            becomes = becomes[1:]
-        return all(found is False for found in becomes)
+        return any(_serves(use, axes, first) for first in self._first_axes(use))
 
     def has_example_axis(self, use: TagUse) -> bool:
         """Whether the outermost example axis of a use counts the examples: it is as long,
@@ -384,6 +360,25 @@ class Trace(NamedTuple):
             return False
         data = [u.sources & DATA for u in self.uses_of(use.number)]
         return not any(data) and any(u.sources & DATA for u in self.uses)
+
+
+def _becomes(use: TagUse, bits: int, first: int) -> bool | None:
+    """Whether an axis, or a loop, of a use becomes `first`, the axis of the examples in a
+    loss."""
+    assert use.reach is not None
+    if bits & first:
+        return True
+    return None if (use.reach.unknown | bits >> SUMMED) & first else False
+
+
+def _serves(use: TagUse, axes: list[int], first: int) -> bool:
+    """Whether rows of a use, with these axes and loops, serve several of the examples of
+    a loss, along `first`."""
+    becomes = [_becomes(use, bits, first) for bits in axes or [0]]
+    own = axes[0] if use.example_shape else 0
+    if own >> LACKING & ~own >> POOLED & first:
+        becomes = becomes[1:]
+    return all(found is False for found in becomes)
 
 
 def may_bypass(uses: list[TagUse], number: int, covered: int) -> bool:
