@@ -64,9 +64,9 @@ def is_scalar(value: Any) -> bool:
     return is_array and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
 
 
-def check_number(name: str, value: Any, range_: Range, schedule: bool = True) -> Any:
+def check_number(name: str, value: Any, range_: Range, schedule: bool = False) -> Any:
     """`value`, one of numpy's as one of Python's. Raises unless it is a number in its
-    range, a scalar array, or a schedule."""
+    range, a scalar array, or (where there may be one) a `schedule`."""
     value = plain(value)
     if is_number(value) and not range_.has(value):
         raise ValueError(f"`{name}` must be {range_}, but is {value}.")

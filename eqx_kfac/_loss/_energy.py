@@ -71,7 +71,7 @@ class Energy(AbstractLoss):
                 f"[walkers], but have shapes {shape} and {jnp.shape(local_energies)}."
             )
         if clip is not None:
-            check_number("clip", clip, POSITIVE, schedule=False)
+            check_number("clip", clip, POSITIVE)
         self.log_psi = _parts(log_psi, jnp.iscomplexobj(log_psi))
         self.weights = check_weights("Energy", weights, shape)
         energies = jax.lax.stop_gradient(local_energies)

@@ -59,7 +59,7 @@ class HuberLoss(AbstractLoss):
         shape = self.predictions.shape
         self.targets = check_targets(name, targets, shape)
         self.weights = check_weights(name, weights, shape[:-1])
-        self.delta = check_number("delta", delta, POSITIVE, schedule=False)
+        self.delta = check_number("delta", delta, POSITIVE)
 
     @property
     def outputs(self):

@@ -36,7 +36,7 @@ class L2(AbstractObjective):
         **Raises:** `ValueError` for a negative coefficient, `TypeError` for one that is
         not a number.
         """
-        coefficient = check_number("coefficient", coefficient, AT_LEAST_0, False)
+        coefficient = check_number("coefficient", coefficient, AT_LEAST_0)
         self.parameters = masked(empty_tags(model), mask)
         self.coefficient = coefficient
 

@@ -72,7 +72,7 @@ class QuantileLoss(AbstractLoss):
         each = np.ravel(quantiles).tolist() * (
             shape[-1] if np.ndim(quantiles) == 0 else 1
         )
-        checked = [check_number("quantiles", q, BETWEEN_0_AND_1, False) for q in each]
+        checked = [check_number("quantiles", q, BETWEEN_0_AND_1) for q in each]
         if len(checked) != shape[-1]:
             raise ValueError(
                 f"{name}: `quantiles` must be one number, or one for each of the "

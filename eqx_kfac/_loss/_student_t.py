@@ -67,9 +67,9 @@ class StudentTNLL(AbstractLoss):
         self.targets = check_targets(name, targets, shape)
         self.weights = check_weights(name, weights, shape[:-1])
         self.degrees_of_freedom = check_number(
-            "degrees_of_freedom", degrees_of_freedom, POSITIVE, schedule=False
+            "degrees_of_freedom", degrees_of_freedom, POSITIVE
         )
-        self.scale = check_number("scale", scale, POSITIVE, schedule=False)
+        self.scale = check_number("scale", scale, POSITIVE)
 
     @property
     def outputs(self):

@@ -133,22 +133,20 @@ class LevenbergMarquardt(AbstractDamping):
 
         **Raises:** `ValueError` for a number out of its range.
         """
-
-        def number(name, value, range_):
-            return check_number(name, value, range_, schedule=False)
-
-        self.initial = check_number("initial", initial, POSITIVE)
-        self.decay = number("decay", decay, BETWEEN_0_AND_1)
-        self.lower = number("lower", lower, AT_LEAST_0)
-        self.upper = number("upper", upper, AT_LEAST_0)
-        self.minimum = number("minimum", minimum, POSITIVE)
-        self.maximum = number("maximum", maximum, POSITIVE)
+        self.initial = check_number("initial", initial, POSITIVE, schedule=True)
+        self.decay = check_number("decay", decay, BETWEEN_0_AND_1)
+        self.lower = check_number("lower", lower, AT_LEAST_0)
+        self.upper = check_number("upper", upper, AT_LEAST_0)
+        self.minimum = check_number("minimum", minimum, POSITIVE)
+        self.maximum = check_number("maximum", maximum, POSITIVE)
         _check_order("lower", self.lower, "upper", self.upper)
         _check_order("minimum", self.minimum, "maximum", self.maximum)
         self.interval = check_count("interval", interval, 1)
         self.calibration = check_count("calibration", calibration, 0)
         self.negligible = (
-            None if negligible is None else number("negligible", negligible, FRACTION)
+            None
+            if negligible is None
+            else check_number("negligible", negligible, FRACTION)
         )
 
     def due(self, step: Int[Array, ""]) -> Bool[Array, ""]:

@@ -48,7 +48,7 @@ class MaxIncrease(AbstractGuard):
 
         **Raises:** `ValueError` for a number out of its range.
         """
-        self.tolerance = check_number("tolerance", tolerance, AT_LEAST_0, schedule=False)
+        self.tolerance = check_number("tolerance", tolerance, AT_LEAST_0)
 
     def __call__(
         self, value: Float[Array, ""], new_value: Float[Array, ""]

@@ -103,7 +103,7 @@ class MovingAverage(AbstractHyperparameter):
 
         **Raises:** `ValueError` for a number out of its range.
         """
-        self.number = check_number("decay", decay, RANGES.ema)
+        self.number = check_number("decay", decay, RANGES.ema, schedule=True)
         self.burn_in = check_count("burn_in", burn_in, 0)
 
 
@@ -137,7 +137,7 @@ class WeightDecay(AbstractHyperparameter):
 
         **Raises:** `ValueError` for a number out of its range.
         """
-        self.number = check_number("rate", rate, RANGES.weight_decay)
+        self.number = check_number("rate", rate, RANGES.weight_decay, schedule=True)
         self.mask = mask
 
 

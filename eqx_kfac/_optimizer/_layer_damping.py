@@ -113,16 +113,12 @@ class LayerDamping(AbstractLayerDamping):
 
         **Raises:** `ValueError` for a number out of its range.
         """
-        self.max_damping = check_number(
-            "max_damping", max_damping, POSITIVE, schedule=False
-        )
+        self.max_damping = check_number("max_damping", max_damping, POSITIVE)
         self.curvature_fraction = check_number(
-            "curvature_fraction", curvature_fraction, POSITIVE, schedule=False
+            "curvature_fraction", curvature_fraction, POSITIVE
         )
-        self.stiffness = check_number("stiffness", stiffness, POSITIVE, schedule=False)
-        self.loss_power = check_number(
-            "loss_power", loss_power, AT_LEAST_0, schedule=False
-        )
+        self.stiffness = check_number("stiffness", stiffness, POSITIVE)
+        self.loss_power = check_number("loss_power", loss_power, AT_LEAST_0)
         self.few_terms = check_count("few_terms", few_terms, 1)
 
     @property

@@ -89,9 +89,7 @@ class QuadraticModel(AbstractStepRule):
         **Raises:** `ValueError` for a number out of its range.
         """
         self.examples = check_examples(examples)
-        self.damping_ratio = check_number(
-            "damping_ratio", damping_ratio, POSITIVE, schedule=False
-        )
+        self.damping_ratio = check_number("damping_ratio", damping_ratio, POSITIVE)
 
     def __call__(
         self, model: "Quadratic", given: _Given, value: Float[Array, ""]

@@ -176,20 +176,14 @@ class TrustRegion(AbstractTrustRegion):
 
         **Raises:** `ValueError` for a number out of its range.
         """
-        self.squared_radius = check_number(
-            "squared_radius", squared_radius, POSITIVE, schedule=False
-        )
-        self.loss_fraction = check_number(
-            "loss_fraction", loss_fraction, POSITIVE, schedule=False
-        )
+        self.squared_radius = check_number("squared_radius", squared_radius, POSITIVE)
+        self.loss_fraction = check_number("loss_fraction", loss_fraction, POSITIVE)
         self.full_terms = check_count("full_terms", full_terms, 1)
-        self.velocity_factor = check_number(
-            "velocity_factor", velocity_factor, POSITIVE, schedule=False
-        )
+        self.velocity_factor = check_number("velocity_factor", velocity_factor, POSITIVE)
         self.measured_fraction = check_number(
-            "measured_fraction", measured_fraction, POSITIVE, schedule=False
+            "measured_fraction", measured_fraction, POSITIVE
         )
-        self.large_loss = check_number("large_loss", large_loss, POSITIVE, schedule=False)
+        self.large_loss = check_number("large_loss", large_loss, POSITIVE)
 
     @property
     def initial(self) -> Scalar:
@@ -269,7 +263,7 @@ class Window(eqx.Module):
 
         **Raises:** `ValueError` for a number out of its range.
         """
-        self.fraction = check_number("fraction", fraction, POSITIVE, schedule=False)
+        self.fraction = check_number("fraction", fraction, POSITIVE)
 
     def __call__(self, step: Int[Array, ""]) -> Float[Array, ""]:
         r"""$\xi_t$, given `step` $t$."""

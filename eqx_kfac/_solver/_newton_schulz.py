@@ -46,7 +46,7 @@ class NewtonSchulz(AbstractFactoredSolver):
         - `max_iterations`: two matrix products each.
         - `scaled_bias`: as for [`eqx_kfac.Cholesky`][].
         """
-        self.tolerance = check_number("tolerance", tolerance, AT_LEAST_0, schedule=False)
+        self.tolerance = check_number("tolerance", tolerance, AT_LEAST_0)
         check_flag("scaled_bias", scaled_bias)
         self.scaled_bias = scaled_bias
         self.max_iterations = check_count("max_iterations", max_iterations, 1)

@@ -64,7 +64,7 @@ class ConjugateGradient(AbstractSymmetricSolver[lx.AbstractLinearOperator]):
         """
         if max_steps is not None:
             max_steps = check_count("max_steps", max_steps, 1)
-        self.rtol = check_number("rtol", rtol, AT_LEAST_0, schedule=False)
+        self.rtol = check_number("rtol", rtol, AT_LEAST_0)
         self.max_steps = max_steps
 
     def init(

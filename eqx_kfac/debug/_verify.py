@@ -111,7 +111,7 @@ def verify(
     check_order("verify", loss_fn, model, "kfac.verify(loss_fn, model, x, y)")
     check_tagged(model)
     check_whole(fisher, "kfac.verify")
-    check_number("memory", memory, POSITIVE, schedule=False)
+    check_number("memory", memory, POSITIVE)
     problem = Problem(loss_fn, args, kwargs, fisher, key, limit, memory)
     checks = _checks(problem, model)
     doubtful = [c for c in checks if not (c.shared or c.single) and c.is_off(3)]

@@ -65,9 +65,9 @@ def _per_number(eqn: Equation) -> float:
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         shape = eqn.invars[0].aval.shape  # pyright: ignore
-        return 2 * math.prod(shape[axis] for axis in contracted)
+        return 2.0 * math.prod(shape[axis] for axis in contracted)
     if eqn.primitive.name == "conv_general_dilated":
         kernel = eqn.invars[1].aval.shape  # pyright: ignore
         out, *_ = eqn.params["dimension_numbers"].rhs_spec
         return 2 * math.prod(kernel) / kernel[out]
-    return 1
+    return 1.0
