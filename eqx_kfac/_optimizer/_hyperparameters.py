@@ -75,7 +75,7 @@ class AbstractHyperparameter(eqx.Module):
     - `number`: the number, or a function of the step that returns it.
     """
 
-    number: eqx.AbstractVar[Any]
+    number: eqx.AbstractVar[Numeric]
 
 
 class MovingAverage(AbstractHyperparameter):
@@ -180,6 +180,6 @@ def in_range(values: Hyperparameters) -> Bool[Array, ""]:
     return jnp.all((stacked >= 0) & (stacked <= jnp.array(most, float)))
 
 
-def _source(choice: Any) -> float | Array | Callable | None:
+def _source(choice: Any) -> Numeric | None:
     """The number, or the schedule, of a choice."""
     return choice.number if isinstance(choice, AbstractHyperparameter) else choice
