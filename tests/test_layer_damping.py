@@ -133,7 +133,7 @@ BLOCKS = [kfac.Kronecker(), kfac.EKFAC(), kfac.Full(), kfac.Diagonal(), kfac.TNT
 RULES = [  # What is the least: the part of all curvature, the change, or the most.
     kfac.LayerDamping(MOST, curvature_fraction=1e-3, stiffness=1e3, loss_power=0.0),
     kfac.LayerDamping(MOST, curvature_fraction=1e3, stiffness=1e-2, loss_power=0.0),
-    kfac.LayerDamping(MOST, curvature_fraction=1e3, stiffness=1e3, loss_power=0.0),
+    kfac.LayerDamping(MOST, 1e3, 1e3, loss_power=0.0, unmeasured_factor=1.0),
 ]
 
 
@@ -160,6 +160,39 @@ def test_the_fraction_falls_with_the_number_of_terms(rule, terms, part):
     part = part if rule is RULES[0] else 1
     for g, w in zip(got, jtu.tree_leaves(applied(*arguments)), strict=True):
         np.testing.assert_allclose(g, part * w, rtol=1e-12)
+
+
+def loss_with_deviations(model, x, y):
+    outputs = jax.vmap(model)(x)  # They are no natural parameters of this loss.
+    return kfac.NormalNLL(outputs, -outputs, y)
+
+
+def loss_of_a_policy(model, x, y):
+    outputs = jax.vmap(model)(x)
+    return jnp.mean(outputs * y) + kfac.SquaredError(outputs)
+
+
+@pytest.mark.parametrize("factor", [6.0, 0.5])
+@pytest.mark.parametrize(
+    "region, loss, times",
+    [
+        (kfac.TrustRegion(), loss_fn, False),
+        (kfac.TrustRegion(measured_fraction=jnp.inf), loss_fn, True),
+        (1e-3, loss_fn, True),
+        (None, loss_fn, True),
+        (kfac.TrustRegion(), loss_with_deviations, True),
+        (kfac.TrustRegion(), loss_of_a_policy, True),
+    ],
+)
+def test_where_gradients_do_not_bound_a_step(region, loss, times, factor):
+    free = dict(curvature_fraction=1e3, stiffness=1e3, loss_power=0.0)
+    damping = kfac.LayerDamping(MOST, unmeasured_factor=factor, **free)
+    optimizer = kfac.KFAC(0.1, damping=damping, norm_constraint=region)
+    model = make_model()
+    step = eqx.filter_jit(optimizer.step)
+    _, state, _ = step(loss, model, begun(optimizer, model), X, Y, key=jax.random.key(0))
+    for of_layer in jtu.tree_leaves(state.layer_damping):
+        np.testing.assert_allclose(of_layer, MOST * (factor if times else 1), rtol=1e-6)
 
 
 def test_a_step_counts_its_terms():
@@ -287,7 +320,7 @@ def test_a_small_loss(power):
     damping."""
     model, curvature = of_block(kfac.Kronecker())
     rule = as_arrays(
-        kfac.LayerDamping(MOST, curvature_fraction=1e3, stiffness=1e3, loss_power=power)
+        kfac.LayerDamping(MOST, 1e3, 1e3, loss_power=power, unmeasured_factor=1.0)
     )
     for value, part in ((1e-2, 1e-2**power), (-1e-2, 1e-2**power), (3.0, 1.0), (0, None)):
         value = jnp.array(value, float)

@@ -84,7 +84,8 @@ def test_a_trust_region_is_a_norm_constraint(scale, share, terms):
     part = share * np.clip(N / terms, 1, 2)
     constraint = min(size, part * loss) * min(1, N / terms)
     assert (constraint < size) == ((scale < 1 and share < 1) or terms > N)
-    region = kfac.TrustRegion(size, share, terms, jnp.inf, large_loss=jnp.inf)
+    free = dict.fromkeys(["velocity_factor", "measured_fraction", "large_loss"], jnp.inf)
+    region = kfac.TrustRegion(size, share, terms, **free)
     optimizer, *start = from_the_start(jtu.tree_map(jnp.asarray, region))
     got = scaled_step(optimizer, *start, jnp.asarray(scale))
     optimizer, model, state = from_the_start(1.0)
@@ -273,12 +274,16 @@ def damped_product(curvature, model, a, b):
     return sum(jnp.sum(u * (p + 0.1 * v)) for u, p, v in damped)
 
 
-def moving_uphill(cosine, measured):
+def moving_uphill(cosine, fraction):
     """An optimizer, a linear model, the state after one step, and the same state with a
     velocity as long as the natural gradient step, but uphill, with this cosine between
     it and the natural gradient."""
     region = kfac.TrustRegion(
-        1e-3, full_terms=1, velocity_factor=1e6, measured_fraction=measured
+        1e-3,
+        full_terms=1,
+        velocity_factor=1e6,
+        measured_fraction=jnp.inf,
+        uphill_fraction=fraction,
     )
     choices = dict(fisher=EXACT, solver=kfac.Eigh(), norm_constraint=region)
     optimizer = plain_kfac(0.1, damping=0.1, **choices)
@@ -303,8 +308,8 @@ def moving_uphill(cosine, measured):
 @pytest.mark.parametrize("cosine", [-0.4, 0.3, 0.75])
 def test_a_velocity_that_keeps_leading_uphill_is_slowed_down(cosine, before):
     """The part of the loss by which it does is averaged over steps, with zero where the
-    cosine is clear: of the momentum, as much is kept as half of 0.2 is of that."""
-    optimizer, model, state, moving = moving_uphill(cosine, 0.2)
+    cosine is clear: of the momentum, as much is kept as 0.1 is of that."""
+    optimizer, model, state, moving = moving_uphill(cosine, 0.1)
     moving = eqx.tree_at(lambda s: s.extent.uphill, moving, jnp.asarray(before))
     _, after, info = stepped(optimizer, loss_of(1.0), model, moving)
     gradient = eqx.filter_grad(lambda m: loss_of(1.0)(m, X, Y).value)(model)
@@ -460,7 +465,14 @@ def test_the_bound_of_a_measured_length():
     got = jax.vmap(region.of_measured)(values)
     np.testing.assert_allclose(got, [0.05, 0.05, 2.0, 10.0])
     free = kfac.TrustRegion(measured_fraction=jnp.inf)
-    assert jnp.isinf(free.of_measured(values[0])) and free.kept(jnp.ones(())) == 1
+    assert jnp.isinf(free.of_measured(values[0]))
+
+
+def test_what_is_kept_of_a_momentum_that_leads_uphill():
+    uphill = jnp.asarray([-1.0, 0.0, 0.05, 0.3])
+    region = kfac.TrustRegion(uphill_fraction=0.15, measured_fraction=1e-3)
+    np.testing.assert_allclose(jax.vmap(region.kept)(uphill), [1, 1, 1, 0.5])
+    assert kfac.TrustRegion(uphill_fraction=jnp.inf).kept(uphill[-1]) == 1
 
 
 @pytest.mark.parametrize("large, learnt", [(300.0, True), (jnp.inf, False)])
@@ -477,7 +489,7 @@ def test_targets_in_any_unit(large, learnt):
     for t in range(250):
         model, state, info = step(loss_fn, model, state, x, y, key=jax.random.key(t))
     part = float(info.loss) / (0.5 * np.mean(y**2))
-    assert part < 0.3 if learnt else part > 0.9
+    assert part < 0.3 if learnt else part > 0.8
 
 
 def test_a_length_that_overflows_is_forgotten():
@@ -567,8 +579,9 @@ def test_periods_begin_short():
         if not same(new.inverse, state.inverse):
             factorised.append(t)
         state = new
-    assert estimated == [0, 1, 2, 4, 8, 10, 20, 30, 40, 50]
-    assert factorised == [0, 1, 2, 4, 8, 16, 32, 50]
+    first = [0, 1, 2, 3, 4, 6, 8]
+    assert estimated == [*first, 10, 12, 16, 20, 30, 40, 50]
+    assert factorised == [*first, 12, 16, 24, 32, 48, 50]
 
 
 def test_periods_that_are_given_do_not():
@@ -627,9 +640,8 @@ def test_rows_are_used_where_they_can_be():
 
 
 def test_update_is_the_same_step():
-    optimizer = kfac.KFAC(
-        10.0, fisher=EXACT, norm_constraint=kfac.TrustRegion(full_terms=N)
-    )
+    region = kfac.TrustRegion(full_terms=N, measured_fraction=jnp.inf)
+    optimizer = kfac.KFAC(10.0, fisher=EXACT, norm_constraint=region)
     model = make_model()
     state = optimizer.init(model)
     want, _, _ = stepped(optimizer, loss_of(1e-2), model, state)
@@ -647,7 +659,13 @@ def test_update_is_the_same_step():
 
 @pytest.mark.parametrize(
     "name",
-    ["squared_radius", "full_terms", "measured_fraction", "large_loss"],
+    [
+        "squared_radius",
+        "full_terms",
+        "measured_fraction",
+        "uphill_fraction",
+        "large_loss",
+    ],
 )
 def test_numbers_out_of_range(name):
     with pytest.raises(ValueError, match=name):

@@ -6,7 +6,7 @@ curvature with which the gradient was preconditioned, unless they are said to be
 the exact Fisher."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from .._curvature import check_pushes_forward, LinearisedBatch
 from .._custom_types import Model
@@ -38,6 +38,14 @@ class Bounds(PlainModule):
         surrogates: the averaged curvature of a policy is that of earlier policies, and
         has no unit in common with the losses beside it."""
         return self.start.is_surrogate and self.region is not None
+
+    @property
+    def by_gradients(self) -> Bool[Array, ""]:
+        """Whether the whole step is bounded as gradients measure it. They measure the
+        Hessian, which is near the Fisher only if all outputs are natural parameters."""
+        if self.region is None or self.are_measured or not self.start.is_natural:
+            return jnp.zeros((), bool)
+        return jnp.isfinite(self.region.of_measured(self.start.remaining))
 
     def lengths(self, natural: Model, gradient: Model) -> tuple[_Lengths, Extent | None]:
         r"""Learning rate $\alpha$ and momentum $\mu$ as the bounds allow them for

@@ -152,9 +152,9 @@ class KFAC(eqx.Module):
         - `averaging`: $\xi \in [0, 1]$ or `None`: keep an average of the parameters; see
             [`eqx_kfac.averaged`][]. `"auto"` stands for [`eqx_kfac.Window`][]`()`.
         - `curvature_period`: curvature is estimated every so many steps. `"auto"`: every
-            10 steps, but at first at steps 0, 1, 2, 4 and 8.
+            10 steps, but at first at steps 0, 1, 2, 3, 4, 6, 8, 12 and 16.
         - `inverse_period`: curvature is factorised every so many steps. `"auto"`: every
-            50 steps, but at first at steps 0, 1, 2, 4, 8, 16 and 32.
+            50 steps, but at first at steps 0, 1, 2, 3, 4, 6, 8, 12, and so on up to 96.
             [`eqx_kfac.Staggered`][]`(50)`: some layers at every step, in turn.
         - `ema`: $\rho \in [0, 1]$, the decay of the moving average of the curvature; or
             [`eqx_kfac.MovingAverage`][].
@@ -392,7 +392,9 @@ class KFAC(eqx.Module):
         curvature: Model | None,
         value: Float[Array, ""] | None = None,
     ) -> tuple[Model, KFACState]:
-        """A step with gradients and curvature from anywhere, as in optax.
+        """A step with gradients and curvature from anywhere, as in optax. Nothing measures
+        how long steps are here, so a [`eqx_kfac.LayerDamping`][] is larger than in
+        `step`.
 
         **Arguments:**
 

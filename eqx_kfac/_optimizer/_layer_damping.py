@@ -42,6 +42,12 @@ class AbstractLayerDamping(AbstractRule):
         every layer. `value` and `grads` are the loss of the batch and its gradient,
         `terms` the number of its terms if that is known."""
 
+    def unmeasured(self, damping: Float[Array, ""]) -> Float[Array, ""]:
+        """What takes the place of `damping` at a step whose length gradients do not
+        bound: see [`eqx_kfac.AbstractTrustRegion.of_measured`][]. By default, the
+        same."""
+        return damping
+
 
 class LayerDamping(AbstractLayerDamping):
     r"""Damping that is chosen for every layer whenever its curvature is factorised:
@@ -70,6 +76,11 @@ class LayerDamping(AbstractLayerDamping):
     or whose parameters are zero, has $\lambda$; none has less than $10^{-4} \lambda$.
     Pass it to [`eqx_kfac.KFAC`][] as `damping`.
 
+    Less damping mostly makes a step longer than its blocks say, and hardly changes where
+    it leads. So $\lambda$ may be small where gradients bound how long a step is: with an
+    [`eqx_kfac.TrustRegion`][], and outputs that are natural parameters. Elsewhere, and in
+    `update`, it is six times as large.
+
     In the third term, $\hat F_l$, $\nabla_l h$ and $\theta_l$ are those of the weights
     alone, if a layer has any, because a bias does not tell how large the data are. For an
     [`eqx_kfac.Series`][], $\hat F_l$ is the curvature of one time step.
@@ -77,7 +88,7 @@ class LayerDamping(AbstractLayerDamping):
     !!! Example
 
         ```python
-        optimizer = kfac.KFAC(damping=kfac.LayerDamping(0.01))
+        optimizer = kfac.KFAC(damping=kfac.LayerDamping(0.001))
         ```
 
     ??? cite "Reference"
@@ -91,14 +102,16 @@ class LayerDamping(AbstractLayerDamping):
     curvature_fraction: Scalar
     stiffness: Scalar
     loss_power: Scalar
+    unmeasured_factor: Scalar
     few_terms: int = eqx.field(static=True)
 
     def __init__(
         self,
-        max_damping: Scalar = 0.03,
+        max_damping: Scalar = 0.005,
         curvature_fraction: Scalar = 0.1,
         stiffness: Scalar = 0.3,
         loss_power: Scalar = 0.5,
+        unmeasured_factor: Scalar = 6.0,
         few_terms: int = 128,
     ):
         r"""**Arguments:**
@@ -108,6 +121,8 @@ class LayerDamping(AbstractLayerDamping):
             network.
         - `stiffness`: $\kappa > 0$: the larger, the less a layer may move.
         - `loss_power`: $p \ge 0$, the power of the loss. 0 leaves the loss out.
+        - `unmeasured_factor`: how many times larger $\lambda$ is where gradients do not
+            bound the length of a step, $> 0$.
         - `few_terms`: $m$: up to this number of loss terms, their number does not
             matter.
 
@@ -119,12 +134,19 @@ class LayerDamping(AbstractLayerDamping):
         )
         self.stiffness = check_number("stiffness", stiffness, POSITIVE)
         self.loss_power = check_number("loss_power", loss_power, AT_LEAST_0)
+        self.unmeasured_factor = check_number(
+            "unmeasured_factor", unmeasured_factor, POSITIVE
+        )
         self.few_terms = check_count("few_terms", few_terms, 1)
 
     @property
     def initial(self) -> Scalar:
         """The initial value in the state: $\\lambda$."""
         return self.max_damping
+
+    def unmeasured(self, damping: Float[Array, ""]) -> Float[Array, ""]:
+        r"""$\lambda$ where gradients do not bound the length of a step."""
+        return damping * self.unmeasured_factor
 
     def __call__(
         self,

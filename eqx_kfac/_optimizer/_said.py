@@ -91,7 +91,7 @@ def _period(period: int | Staggered, early: bool) -> str:
     if isinstance(period, Staggered):
         return f"in turn, each layer every {period.period} steps"
     often = "at every step" if period == 1 else f"every {period} steps"
-    return often + ", at first at 0, 1, 2, 4, ..." * early
+    return often + ", at first at 0, 1, 2, 3, 4, 6, ..." * early
 
 
 def _loss(state: Any) -> str:

@@ -113,5 +113,7 @@ class Due(NamedTuple):
 
 def early(step: Int[Array, ""], period: int) -> Bool[Array, ""]:
     """Whether a step is one of the first ones at which work that is due every `period`
-    steps is worth doing more often: the powers of two below the period."""
-    return (step & (step - 1) == 0) & (step < period)
+    steps is worth doing more often: 0, 1, 2, 3, 4, 6, 8, 12, and so on, twice until the
+    number of steps has doubled, as long as that is less than two periods."""
+    lowest = step & -step  # The largest power of two that divides it.
+    return ((step == lowest) | (step == 3 * lowest)) & (step < 2 * period)

@@ -90,9 +90,13 @@ class Trial(PlainModule):
             return None
         if due.turns > 1:  # With layers in turn, some are factorised at every step.
             due = due._replace(period=1)
-        remaining, grads = self.start.remaining, self.grads
-        arguments = state.damping, self.curvature, self.model, remaining, grads
-        compute = ft.partial(rule, *arguments, self.start.terms)
+
+        def compute():
+            measured = self._bounds.by_gradients
+            damping = jnp.where(measured, state.damping, rule.unmeasured(state.damping))
+            loss = self.start.remaining, self.grads, self.start.terms
+            return rule(damping, self.curvature, self.model, *loss)
+
         learns = self.finite & self.start.teaches
         return due.when(compute, state.layer_damping, learns)
 

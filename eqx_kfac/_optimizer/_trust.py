@@ -122,9 +122,8 @@ class TrustRegion(AbstractTrustRegion):
     quadratic model from which the velocity came does not hold any more. Where the
     gradient of a batch is mostly noise, that cosine is small, however steep the way; but
     noise does not persist. So if a velocity leads uphill by a part $u$ of the loss, on an
-    average of the last steps (`extent.uphill`), the step uses only $q / (2 u)$ times
-    $\mu$, or all of it if that is less. (The longest velocity that the third constraint
-    allows leads uphill by $q / 2$ at its end if it crosses a minimum in the middle.)
+    average of the last steps (`extent.uphill`), the step uses only $u_0 / u$ times
+    $\mu$, or all of it if that is less.
 
     !!! Example
 
@@ -149,6 +148,7 @@ class TrustRegion(AbstractTrustRegion):
     full_terms: int = eqx.field(static=True)
     velocity_factor: Scalar
     measured_fraction: Scalar
+    uphill_fraction: Scalar
     large_loss: Scalar
 
     def __init__(
@@ -157,7 +157,8 @@ class TrustRegion(AbstractTrustRegion):
         loss_fraction: Scalar = 5e-3,
         full_terms: int = 128,
         velocity_factor: Scalar = 8.0,
-        measured_fraction: Scalar = 0.2,
+        measured_fraction: Scalar = 0.05,
+        uphill_fraction: Scalar = 0.1,
         large_loss: Scalar = 300.0,
     ):
         r"""**Arguments:**
@@ -169,7 +170,9 @@ class TrustRegion(AbstractTrustRegion):
         - `velocity_factor`: $k > 0$, for the whole step; `jnp.inf` leaves the velocity
             alone.
         - `measured_fraction`: $q > 0$, a fraction of the loss, for the whole step as
-            gradients measure it; `jnp.inf`: nothing of what they measure matters.
+            gradients measure it; `jnp.inf`: it has no such bound.
+        - `uphill_fraction`: $u_0 > 0$, a fraction of the loss, by which the velocity may
+            lead uphill before less of it is kept; `jnp.inf`: all of it is.
         - `large_loss`: $h_0 > 0$, in nats: with a squared error that is larger, $c$ is
             as many times larger; `jnp.inf`: it never is. (Of up to 100 outputs; of
             $k > 100$, $k / 100$ times as many nats.)
@@ -183,6 +186,7 @@ class TrustRegion(AbstractTrustRegion):
         self.measured_fraction = check_number(
             "measured_fraction", measured_fraction, POSITIVE
         )
+        self.uphill_fraction = check_number("uphill_fraction", uphill_fraction, POSITIVE)
         self.large_loss = check_number("large_loss", large_loss, POSITIVE)
 
     @property
@@ -223,7 +227,7 @@ class TrustRegion(AbstractTrustRegion):
 
     def kept(self, uphill: Float[Array, ""]) -> Float[Array, ""]:
         """The part of the momentum that is used, given $u$."""
-        return jnp.minimum(1, self.measured_fraction / 2 / jnp.maximum(uphill, 1e-30))
+        return jnp.minimum(1, self.uphill_fraction / jnp.maximum(uphill, 1e-30))
 
 
 # From how many times `full_terms` on the number of terms does not matter. It is not noise

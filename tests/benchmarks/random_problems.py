@@ -240,10 +240,10 @@ def steps_of_adam(drawn: Drawn, steps: int) -> int:
         return jax.jit(step).lower(arrays).compile().cost_analysis()["flops"]
 
     ours = with_kfac(loss_fn)
-    # Each less than what is due less often has; the powers of two are the first steps.
+    # Each less than what is due less often has; and the first steps, with more work.
     nothing, curvature, inverse = (count(ours, at) for at in (1003, 1010, 1050))
-    early = {0, 1, 2, 4, 8}
-    inverses = {*early, 16, 32, *range(0, steps, 50)} & {*range(steps)}
+    early = {0, 1, 2, 3, 4, 6, 8, 12, 16}
+    inverses = {*early, 24, 32, 48, 64, 96, *range(0, steps, 50)} & {*range(steps)}
     curvatures = ({*early, *range(0, steps, 10)} | inverses) & {*range(steps)}
     total = steps * nothing + len(curvatures) * (curvature - nothing)
     total += len(inverses) * (inverse - curvature)
