@@ -392,8 +392,8 @@ class KFAC(eqx.Module):
         curvature: Model | None,
         value: Float[Array, ""] | None = None,
     ) -> tuple[Model, KFACState]:
-        """A step with gradients and curvature from anywhere, as in optax. Nothing measures
-        how long steps are here, so a [`eqx_kfac.LayerDamping`][] is larger than in
+        """A step with gradients and curvature from anywhere, as in optax. Nothing
+        measures how long steps are here: a [`eqx_kfac.LayerDamping`][] is larger than in
         `step`.
 
         **Arguments:**
