@@ -163,10 +163,10 @@ def test_kfac_takes_the_steps_of_step(solver):
 
 def test_kfac_takes_the_steps_of_the_recommended_step():
     """With the rules of `KFAC()`, which need the parameters and the value. (How many
-    terms the loss has, `update` is not told.)"""
+    terms the loss has, and what kind of loss it is, `update` is not told.)"""
     rules = ("damping", "norm_constraint", "averaging", "inverse_period")
     auto = dict.fromkeys(rules, "auto") | dict(weight_decay=1e-2)
-    region = kfac.TrustRegion(full_terms=8)
+    region = kfac.TrustRegion(full_terms=8, measured_fraction=jnp.inf)
     choices = dict(curvature_period=1, weight_decay=1e-2, norm_constraint=region)
     optimizer = kfac.KFAC(fisher=kfac.Exact(), **choices)
     step = eqx.filter_jit(optimizer.step)

@@ -145,7 +145,9 @@ def trainer(race: Race) -> Callable[[float, int, int], Outcome]:
         return race.loss_fn(model, memory, *batch)
 
     def optimizer(fraction):
-        region = kfac.TrustRegion(measured_fraction=fraction, uphill_fraction=2 * fraction)
+        region = kfac.TrustRegion(
+            measured_fraction=fraction, uphill_fraction=2 * fraction
+        )
         return kfac.KFAC(norm_constraint=region)
 
     @eqx.filter_jit
