@@ -42,8 +42,9 @@ class Bounds(PlainModule):
     @property
     def by_gradients(self) -> Bool[Array, ""]:
         """Whether the whole step is bounded as gradients measure it. They measure the
-        Hessian, which is near the Fisher only if all outputs are natural parameters."""
-        if self.region is None or self.are_measured or not self.start.is_natural:
+        Hessian, which is near the Fisher only if all outputs are natural parameters. (Of
+        a surrogate, any part of the loss that remains is infinite.)"""
+        if self.region is None or not self.start.is_natural:
             return jnp.zeros((), bool)
         return jnp.isfinite(self.region.of_measured(self.start.remaining))
 
