@@ -478,7 +478,7 @@ def test_what_is_kept_of_a_momentum_that_leads_uphill():
 @pytest.mark.parametrize("large, learnt", [(300.0, True), (jnp.inf, False)])
 def test_targets_in_any_unit(large, learnt):
     """Temperatures in kelvins, or prices."""
-    x, y = normal(128, D, seed=2), 5e3 * np.sin(normal(128, D, seed=2)[:, :1])
+    x, y = normal(128, D, seed=2), 1e4 * np.sin(normal(128, D, seed=2)[:, :1])
 
     def loss_fn(model, x, y):
         return kfac.SquaredError(jax.vmap(model)(x), y)
@@ -489,7 +489,7 @@ def test_targets_in_any_unit(large, learnt):
     for t in range(250):
         model, state, info = step(loss_fn, model, state, x, y, key=jax.random.key(t))
     part = float(info.loss) / (0.5 * np.mean(y**2))
-    assert part < 0.3 if learnt else part > 0.8
+    assert part < 0.3 if learnt else part > 0.9
 
 
 def test_a_length_that_overflows_is_forgotten():

@@ -41,12 +41,19 @@ class Bounds(PlainModule):
 
     @property
     def by_gradients(self) -> Bool[Array, ""]:
-        """Whether the whole step is bounded as gradients measure it. They measure the
-        Hessian, which is near the Fisher only if all outputs are natural parameters. (Of
-        a surrogate, any part of the loss that remains is infinite.)"""
+        """Whether the whole step is bounded as gradients measure it."""
+        most = self._most_as_measured
+        return jnp.zeros((), bool) if most is None else jnp.isfinite(most)
+
+    @property
+    def _most_as_measured(self) -> Float[Array, ""] | None:
+        """The bound on the length of the whole step as gradients measure it; `None` if
+        that says nothing. They measure the Hessian, which is near the Fisher only if all
+        outputs are natural parameters. (Of a surrogate, any part of the loss that remains
+        is infinite.)"""
         if self.region is None or not self.start.is_natural:
-            return jnp.zeros((), bool)
-        return jnp.isfinite(self.region.of_measured(self.start.remaining))
+            return None
+        return self.region.of_measured(self.start.remaining)
 
     def lengths(self, natural: Model, gradient: Model) -> tuple[_Lengths, Extent | None]:
         r"""Learning rate $\alpha$ and momentum $\mu$ as the bounds allow them for
@@ -129,10 +136,10 @@ class Bounds(PlainModule):
         length = momentum**2 * previous - 2 * momentum * rate * slope + rate**2 * norm
         extent = Extent(length, momentum * slope, coupling, uphill, growth)
         scale = _at_most(most_of_velocity, length)
-        if self.start.is_natural:
-            # Gradients measure the Hessian, which only then is near the Fisher.
-            most = region.of_measured(remaining).astype(length.dtype)
-            scale = jnp.minimum(scale, _at_most(most, coupling * length))
+        most = self._most_as_measured
+        if most is not None:
+            measured = _at_most(most.astype(length.dtype), coupling * length)
+            scale = jnp.minimum(scale, measured)
         return (scale * rate, scale * momentum), extent.scaled(scale)
 
     def _growth(self, extent: Extent, region: AbstractTrustRegion) -> Float[Array, ""]:

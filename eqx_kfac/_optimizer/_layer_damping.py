@@ -79,7 +79,7 @@ class LayerDamping(AbstractLayerDamping):
     Less damping mostly makes a step longer than its blocks say, and hardly changes where
     it leads. So $\lambda$ may be small where gradients bound how long a step is: with an
     [`eqx_kfac.TrustRegion`][], and outputs that are natural parameters. Elsewhere, and in
-    `update`, it is six times as large.
+    `update`, it is `unmeasured_factor` times as large.
 
     In the third term, $\hat F_l$, $\nabla_l h$ and $\theta_l$ are those of the weights
     alone, if a layer has any, because a bias does not tell how large the data are. For an

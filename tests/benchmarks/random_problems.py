@@ -240,11 +240,16 @@ def steps_of_adam(drawn: Drawn, steps: int) -> int:
         return jax.jit(step).lower(arrays).compile().cost_analysis()["flops"]
 
     ours = with_kfac(loss_fn)
-    # Each less than what is due less often has; and the first steps, with more work.
+    # Each less than what is due less often has.
     nothing, curvature, inverse = (count(ours, at) for at in (1003, 1010, 1050))
-    early = {0, 1, 2, 3, 4, 6, 8, 12, 16}
-    inverses = {*early, 24, 32, 48, 64, 96, *range(0, steps, 50)} & {*range(steps)}
-    curvatures = ({*early, *range(0, steps, 10)} | inverses) & {*range(steps)}
+    doubling = {number * 2**n for number in (1, 3) for n in range(9)}  # At first.
+
+    def due(period: int) -> set[int]:
+        early = {t for t in doubling if t < 2 * period}
+        return (early | {*range(0, steps, period)}) & {*range(steps)}
+
+    inverses = due(50)
+    curvatures = due(10) | inverses
     total = steps * nothing + len(curvatures) * (curvature - nothing)
     total += len(inverses) * (inverse - curvature)
     return round(total / count(with_adam(loss_fn)))
