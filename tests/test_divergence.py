@@ -285,9 +285,11 @@ def test_curvature_and_damping_follow_only_what_is_like_the_rest(scale, shift):
             (old.layer_damping, new.layer_damping),
             (old.extent.coupling, new.extent.coupling),
             (old.extent.uphill, new.extent.uphill),
+            (old.extent.fallen, new.extent.fallen),
+            (old.extent.promised, new.extent.promised),
         )
     ]
-    assert followed == ([True] * 4 if shift == 0.1 else [False] * 4)
+    assert followed == ([True] * 6 if shift == 0.1 else [False] * 6)
 
 
 def test_first_curvature_is_that_of_any_batch():

@@ -390,6 +390,7 @@ def test_the_velocity_of_a_step_uphill_is_forgotten():
     moving = state._replace(velocity=away)
     _, state, info = stepped(optimizer, loss_of(1.0), model, moving)
     assert info.faults.increase and state.extent.squared_length == 0
+    assert state.extent.descent == 0
 
 
 class AddedUp(eqx.Module):
@@ -405,10 +406,11 @@ class AddedUp(eqx.Module):
         return sum(layer(x) for layer in self.layers)
 
 
-def nothing_but(measured):
+def nothing_but(measured, lasting=1.0):
     """A trust region whose other bounds are never reached."""
     free = dict(loss_fraction=jnp.inf, velocity_factor=jnp.inf, full_terms=1)
-    return kfac.TrustRegion(1e6, **free, measured_fraction=measured)
+    given = dict(measured_fraction=measured, lasting_factor=lasting)
+    return kfac.TrustRegion(1e6, **free, **given)
 
 
 def couplings(number, measured=jnp.inf, steps=6):
@@ -466,6 +468,104 @@ def test_the_bound_of_a_measured_length():
     np.testing.assert_allclose(got, [0.05, 0.05, 2.0, 10.0])
     free = kfac.TrustRegion(measured_fraction=jnp.inf)
     assert jnp.isinf(free.of_measured(values[0]))
+
+
+def batches(same):
+    """Inputs and targets; the same at every step, or new noise."""
+    for t in range(16):
+        yield (X, Y) if same else (normal(N, D, seed=t), 3 * normal(N, K, seed=99 + t))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_how_much_of_a_descent_lasts(same):
+    """What steps promise their own batches is compared with what losses fall by. With one
+    batch, all of it lasts, and the measured length may become four times as large a part
+    of the loss; with batches of noise, nothing lasts."""
+    region = nothing_but(0.02, lasting=4.0)
+    choices = dict(fisher=EXACT, solver=kfac.Eigh(), norm_constraint=region)
+    optimizer = plain_kfac(0.1, damping=1e-2, **choices)
+    model, loss_fn = AddedUp(2), loss_of(1.0)
+    state, step = optimizer.init(model), eqx.filter_jit(optimizer.step)
+    gradient = eqx.filter_jit(eqx.filter_grad(lambda m, x, y: loss_fn(m, x, y).value))
+    fallen, promised, before, promise, widenings, parts = 0.0, 1.0, None, 0.0, [], []
+    for x, y in batches(same):
+        slopes = gradient(model, x, y)
+        model, state, info = step(loss_fn, model, state, x, y)
+        loss = float(info.loss)
+        if before is not None:
+            fallen = 0.9 * fallen + 0.1 * (before - loss) / max(before, loss)
+            promised = 0.9 * promised + 0.1 * min(max(promise / before, 0), 1)
+        extent = jtu.tree_map(float, state.extent)
+        np.testing.assert_allclose(extent.fallen, fallen, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(extent.promised, promised, rtol=1e-9)
+        np.testing.assert_allclose(extent.lasting, fallen / promised, rtol=1e-9)
+        pairs = zip(leaves(state.velocity), leaves(slopes), strict=True)
+        promise = -float(sum(jnp.sum(v * g) for v, g in pairs))
+        promise -= 0.5 * extent.squared_length
+        part = min(max((fallen / promised - 0.2) / 0.3, 0), 1)
+        widenings.append(1 + 3 * part)
+        length = extent.coupling * extent.squared_length
+        parts.append(length / (0.02 * widenings[-1] * loss))
+        before = loss
+    assert max(parts) <= 1 + 1e-9 and sum(p > 1 - 1e-9 for p in parts) >= 2
+    assert (max(widenings) > 2) if same else (max(widenings) == 1)
+
+
+def test_by_how_much_the_loss_counts_more_where_descent_lasts():
+    region = kfac.TrustRegion(lasting_factor=7.0)
+    lasting = jnp.asarray([-3.0, 0.2, 0.35, 0.5, 9.0])
+    np.testing.assert_allclose(jax.vmap(region.widening)(lasting), [1, 1, 4, 7, 7])
+    assert kfac.TrustRegion(lasting_factor=1).widening(lasting[-1]) == 1
+    with pytest.raises(ValueError, match="lasting_factor.*at least 1"):
+        kfac.TrustRegion(lasting_factor=0.5)
+
+
+def test_what_is_told_by_two_losses():
+    given = dict(fallen=0.4, promised=0.5, descent=0.3, squared_length=0.2)
+    extent = dataclasses.replace(
+        init_extent(), **{name: jnp.asarray(value) for name, value in given.items()}
+    )
+    for before, value, fall, promise in [
+        (1.0, 0.5, 0.5, 0.2),
+        (0.5, 1.0, -0.5, 0.4),
+        (-0.5, -1.0, 0.5, 0.4),  # Of densities.
+        (0.1, -0.1, 2.0, 1.0),
+        (0.0, 0.5, 0.4, 0.5),  # There has been no loss before.
+        (0.5, 0.0, 1.0, 0.4),
+        (jnp.inf, 0.5, 0.4, 0.5),
+        (0.5, jnp.nan, 0.4, 0.5),
+    ]:
+        got = extent.descents_given(jnp.asarray(before), jnp.asarray(value))
+        want = 0.9 * 0.4 + 0.1 * fall, 0.9 * 0.5 + 0.1 * promise
+        np.testing.assert_allclose(got, want, err_msg=f"{before}, {value}")
+    overflown = dataclasses.replace(extent, descent=jnp.asarray(jnp.inf))
+    got = overflown.descents_given(jnp.asarray(1.0), jnp.asarray(0.5))
+    np.testing.assert_allclose(got, (0.4, 0.5))
+
+
+def test_all_data_in_every_batch_are_fitted_sooner():
+    x = normal(64, D, seed=2)
+    y = np.argmax(np.sin(x[:, :3] + x[:, 1:]), 1)
+
+    def loss_fn(model, x, y):
+        return kfac.SoftmaxCrossEntropy(jax.vmap(model)(x), y)
+
+    params, static = eqx.partition(make_model(32, 2), eqx.is_array)
+
+    @eqx.filter_jit
+    def train(factor):
+        optimizer = kfac.KFAC(norm_constraint=kfac.TrustRegion(lasting_factor=factor))
+
+        def body(carry, key):
+            model = eqx.combine(carry[0], static)
+            model, state, info = optimizer.step(loss_fn, model, carry[1], x, y, key=key)
+            return (eqx.filter(model, eqx.is_array), state), info.loss
+
+        start = params, optimizer.init(eqx.combine(params, static))
+        return jax.lax.scan(body, start, jax.random.split(KEY, 60))[1]
+
+    narrow, wide = map(np.asarray, (train(1.0), train(10.0)))
+    assert np.all(np.diff(wide[20:]) < 0) and wide[-1] < 0.5 * narrow[-1]
 
 
 def test_what_is_kept_of_a_momentum_that_leads_uphill():

@@ -5,6 +5,8 @@ Squared lengths are $\langle \delta, \hat F \delta \rangle$, with $\hat F$ the d
 curvature with which the gradient was preconditioned, unless they are said to be those of
 the exact Fisher."""
 
+import dataclasses
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -42,18 +44,17 @@ class Bounds(PlainModule):
     @property
     def by_gradients(self) -> Bool[Array, ""]:
         """Whether the whole step is bounded as gradients measure it."""
-        most = self._most_as_measured
+        most = self._most_as_measured(self.start.remaining)
         return jnp.zeros((), bool) if most is None else jnp.isfinite(most)
 
-    @property
-    def _most_as_measured(self) -> Float[Array, ""] | None:
-        """The bound on the length of the whole step as gradients measure it; `None` if
-        that says nothing. They measure the Hessian, which is near the Fisher only if all
-        outputs are natural parameters. (Of a surrogate, any part of the loss that remains
-        is infinite.)"""
+    def _most_as_measured(self, remaining: Float[Array, ""]) -> Float[Array, ""] | None:
+        """The bound on the length of the whole step as gradients measure it, given what
+        is left to be gained; `None` if they say nothing of that length. They measure the
+        Hessian, which is near the Fisher only if all outputs are natural parameters. (Of
+        a surrogate, any part of what remains is infinite.)"""
         if self.region is None or not self.start.is_natural:
             return None
-        return self.region.of_measured(self.start.remaining)
+        return self.region.of_measured(remaining)
 
     def lengths(self, natural: Model, gradient: Model) -> tuple[_Lengths, Extent | None]:
         r"""Learning rate $\alpha$ and momentum $\mu$ as the bounds allow them for
@@ -106,51 +107,65 @@ class Bounds(PlainModule):
     ) -> tuple[_Lengths, Extent]:
         r"""Lengths within all bounds of a region, given
         $\langle \hat F^{-1} \nabla h, \nabla h \rangle$; and the extent of the step."""
-        state, extent = self.state, self.state.extent
-        assert extent is not None  # A state has one if there is a region.
+        state, start = self.state, self.start
+        assert state.extent is not None  # A state has one if there is a region.
         rate, momentum = state.learning_rate, state.momentum
-        remaining = self.start.remaining
-        growth = self._growth(extent, region)
-        constraint = growth.astype(state.norm_constraint.dtype) * state.norm_constraint
-        bounds = region(constraint, remaining, self.start.terms)
-        most, most_of_velocity = map(state.rollback.narrowed, bounds)
-        rate = _at_most(most, rate**2 * norm) * rate
         # The slope of the loss along the previous update.
         slope = tree_dot(state.velocity, gradient).astype(rate.dtype)
         # The curvature may have changed since the previous update was measured; but the
         # inequality of Cauchy and Schwarz holds in every metric.
-        previous = jnp.maximum(extent.squared_length, slope**2 / _positive(norm))
+        previous = jnp.maximum(state.extent.squared_length, slope**2 / _positive(norm))
         kept = _kept(slope, previous, norm)
         # What a single gradient says clearly is done at once, and need not persist.
-        unclear = jnp.where(kept < 1, 0, slope)
-        # The gradient of a batch that is unlike all others says nothing of the velocity.
-        coupling, uphill = tree_where(
-            self.start.teaches,
-            (extent.coupling_given(slope), extent.uphill_given(unclear, remaining)),
-            (extent.coupling, extent.uphill),
-        )
-        kept = kept * region.kept(uphill).astype(kept.dtype)
+        extent = self._learnt(region, slope, jnp.where(kept < 1, 0, slope))
+        kept = kept * region.kept(extent.uphill).astype(kept.dtype)
         momentum = momentum * kept.astype(momentum.dtype)
+        constraint = extent.growth.astype(state.norm_constraint.dtype)
+        constraint *= state.norm_constraint
+        wider = region.widening(extent.lasting).astype(start.remaining.dtype)
+        remaining = wider * start.remaining
+        bounds = region(constraint, remaining, start.terms)
+        most, most_of_velocity = map(state.rollback.narrowed, bounds)
+        rate = _at_most(most, rate**2 * norm) * rate
         # The square of the sum. As F (F^-1 g) = g, the inner product of its two parts is
         # the slope, and no product with F is needed.
         length = momentum**2 * previous - 2 * momentum * rate * slope + rate**2 * norm
-        extent = Extent(length, momentum * slope, coupling, uphill, growth)
         scale = _at_most(most_of_velocity, length)
-        most = self._most_as_measured
+        most = self._most_as_measured(remaining)
         if most is not None:
-            measured = _at_most(most.astype(length.dtype), coupling * length)
+            measured = _at_most(most.astype(length.dtype), extent.coupling * length)
             scale = jnp.minimum(scale, measured)
+        rest = momentum * slope
+        extent = dataclasses.replace(
+            extent, squared_length=length, slope=rest, descent=rate * norm - rest
+        )
         return (scale * rate, scale * momentum), extent.scaled(scale)
 
-    def _growth(self, extent: Extent, region: AbstractTrustRegion) -> Float[Array, ""]:
-        """How many times larger the squared radius is than it was given. It only changes
-        where the objective consists of squared errors, which are as large as the unit of
-        the targets makes them, and not after a batch that is unlike all others."""
-        start = self.start
-        if start.squares == 0:
-            return extent.growth
-        growth = region.growth(extent.growth, start.remaining, start.squares)
-        return jnp.where(start.teaches, growth, extent.growth)
+    def _learnt(
+        self,
+        region: AbstractTrustRegion,
+        slope: Float[Array, ""],
+        unclear: Float[Array, ""],
+    ) -> Extent:
+        """The extent of the previous update, with what this batch says of it, given its
+        slope, and the same or zero if that is clear by itself. A batch that is unlike all
+        others says nothing."""
+        start, extent = self.start, self.state.extent
+        assert extent is not None
+        growth, remaining = extent.growth, start.remaining
+        # Only squared errors are as large as the unit of the targets makes them.
+        if start.squares > 0:
+            growth = region.growth(growth, remaining, start.squares)
+        fallen, promised = extent.descents_given(self.state.rollback.loss, remaining)
+        learnt = dataclasses.replace(
+            extent,
+            coupling=extent.coupling_given(slope),
+            uphill=extent.uphill_given(unclear, remaining),
+            fallen=fallen,
+            promised=promised,
+            growth=growth,
+        )
+        return tree_where(start.teaches, learnt, extent)
 
 
 def _at_most(most: Float[Array, ""], length: Float[Array, ""]) -> Float[Array, ""]:

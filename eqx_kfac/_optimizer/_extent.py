@@ -1,5 +1,7 @@
 """How long the velocity is: as the curvature has it, and as gradients say."""
 
+import dataclasses
+
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -33,21 +35,45 @@ class Extent(eqx.Module):
     with zero for a slope that is clear by itself: one for which the step uses less of the
     momentum at once (see [`eqx_kfac.TrustRegion`][]).
 
+    A step promises its own batch a descent, as the quadratic model has it. How much of
+    that is noise is told by the loss of the next batch, $h'$: of the descent, a part
+    $\ell = f / p$ lasts, with averages of what losses fall by from batch to batch, and of
+    what was promised,
+
+    $$f \leftarrow \frac{9}{10} f + \frac{1}{10} \frac{h - h'}{\max(|h|, |h'|)}, \qquad
+    p \leftarrow \frac{9}{10} p + \frac{1}{10} \operatorname{clip}\Bigl(
+    \frac{-\langle \delta, \nabla h \rangle - \frac12 \langle \delta, \hat F \delta
+    \rangle}{|h|}, 0, 1\Bigr).$$
+
+    At first, $f = 0$ and $p = 1$. Where most of a gradient is noise, $\ell$ is near zero;
+    where every batch is all of the data, between a third and one, or above.
+
     **Fields:**
 
     - `squared_length`: $\langle \delta, \hat F \delta \rangle$.
     - `slope`: $\langle \mu \delta_\text{prev}, \nabla h \rangle$ before the step.
+    - `descent`: $-\langle \delta, \nabla h \rangle$ before the step.
     - `coupling`: $\kappa$.
     - `uphill`: $u$.
+    - `fallen`: $f$.
+    - `promised`: $p$.
     - `growth`: how many times larger than given the radius of the region is, because of
         the unit of the targets.
     """
 
     squared_length: Float[Array, ""]
     slope: Float[Array, ""]
+    descent: Float[Array, ""]
     coupling: Float[Array, ""]
     uphill: Float[Array, ""]
+    fallen: Float[Array, ""]
+    promised: Float[Array, ""]
     growth: Float[Array, ""]
+
+    @property
+    def lasting(self) -> Float[Array, ""]:
+        r"""$\ell$, the part of the promised descent that lasts."""
+        return self.fallen / jnp.maximum(self.promised, 1e-30)
 
     def coupling_given(self, slope: Float[Array, ""]) -> Float[Array, ""]:
         r"""$\kappa$, given the slope along $\delta$ after the step. (Nothing is learnt
@@ -68,15 +94,32 @@ class Extent(eqx.Module):
         part = jnp.where(jnp.isfinite(part), jnp.clip(part, -1, 1), self.uphill)
         return 0.8 * self.uphill + 0.2 * part
 
+    def descents_given(
+        self, before: Float[Array, ""], value: Float[Array, ""]
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """$f$ and $p$, given the loss before the last step, and the one after it, of
+        another batch. (Losses of zero, or numbers that overflow, say nothing.)"""
+        before, value = (h.astype(self.descent.dtype) for h in (before, value))
+        promise = self.descent - 0.5 * self.squared_length
+        larger = jnp.maximum(jnp.abs(before), jnp.abs(value))
+        known = (before != 0) & jnp.isfinite(larger) & jnp.isfinite(promise)
+        part = (before - value) / jnp.where(known, larger, 1)
+        promise = jnp.clip(promise / jnp.where(known, jnp.abs(before), 1), 0, 1)
+        fallen = jnp.where(known, 0.9 * self.fallen + 0.1 * part, self.fallen)
+        promised = jnp.where(known, 0.9 * self.promised + 0.1 * promise, self.promised)
+        return fallen, promised
+
     def scaled(self, factor: Float[Array, ""]) -> "Extent":
         """The extent of `factor` times the velocity. (Zero times a length that has
         overflowed is zero.)"""
         factor = factor.astype(self.slope.dtype)
         times = lambda factor, a: jnp.where(factor > 0, factor * a, 0)
-        squared_length = times(factor**2, self.squared_length)
-        slope = times(factor, self.slope)
-        same = self.coupling, self.uphill, self.growth
-        return Extent(squared_length, slope, *same)
+        return dataclasses.replace(
+            self,
+            squared_length=times(factor**2, self.squared_length),
+            slope=times(factor, self.slope),
+            descent=times(factor, self.descent),
+        )
 
     def stopped(self, flag: Bool[Array, ""]) -> "Extent":
         """The extent after the velocity was set to zero, if `flag` is true."""
@@ -88,7 +131,10 @@ def init_extent() -> Extent:
     return Extent(
         squared_length=jnp.zeros((), float),
         slope=jnp.zeros((), float),
+        descent=jnp.zeros((), float),
         coupling=jnp.ones((), float),
         uphill=jnp.zeros((), float),
+        fallen=jnp.zeros((), float),
+        promised=jnp.ones((), float),
         growth=jnp.ones((), float),
     )

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._checks import check_count, check_number, POSITIVE
+from .._checks import check_count, check_number, POSITIVE, Range
 from .._custom_types import Scalar
 from ._hyperparameters import AbstractRule
 
@@ -49,6 +49,12 @@ class AbstractTrustRegion(AbstractRule):
         after steps measure it, given the loss. By default, nothing."""
         return jnp.full_like(value, jnp.inf)
 
+    def widening(self, lasting: Float[Array, ""]) -> Float[Array, ""]:
+        r"""How many times the loss counts where it is given to `__call__` and
+        `of_measured`, given the part $\ell$ of what steps promise their own batches that
+        lasts to the next ones (see [`eqx_kfac.Extent`][]). By default, once."""
+        return jnp.ones_like(lasting)
+
     def kept(self, uphill: Float[Array, ""]) -> Float[Array, ""]:
         r"""What the momentum is multiplied by, given the part $u$ of the loss by which
         the velocity has led uphill in the last steps (see [`eqx_kfac.Extent`][]). By
@@ -62,7 +68,7 @@ class TrustRegion(AbstractTrustRegion):
 
     $$\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle \le c_h \min(1, N / m),
     \qquad \langle \delta, \hat F \delta \rangle \le k c_h, \qquad
-    c_h = \min\bigl(g c, \, r |h| \operatorname{clip}(N / m, 1, 2)\bigr)$$
+    c_h = \min\bigl(g c, \, r w |h| \operatorname{clip}(N / m, 1, 2)\bigr)$$
 
     with $h$ the loss of the batch (in nats) and $N$ the number of its terms. Either
     left-hand side is about twice a Kullback-Leibler divergence between the model
@@ -107,7 +113,7 @@ class TrustRegion(AbstractTrustRegion):
     A third constraint is on the length of the velocity as gradients measure it, which may
     be many times the length in the blocks, which know nothing of each other,
 
-    $$\kappa \, \langle \delta, \hat F \delta \rangle \le q |h|,$$
+    $$\kappa \, \langle \delta, \hat F \delta \rangle \le q w |h|,$$
 
     with $\kappa$ the average over the last steps, of gradients before and after each, of
     $(\langle \delta, \nabla h' \rangle - \langle \mu \delta_\text{prev}, \nabla h
@@ -116,6 +122,16 @@ class TrustRegion(AbstractTrustRegion):
     the Hessian, which is near the Fisher if the outputs of all losses are natural
     parameters (logits, the means of a fixed variance). If they are not, as with a
     variance that is learnt, or if nobody knows, as in `update`, there is no such bound.
+
+    A part of the loss is little where gradients are hardly noise, as those of a batch
+    that is all of the data. Then what a step promises its own batch lasts: the loss of
+    the next batch is lower. So both parts of the loss are $w$ times as much,
+
+    $$w = 1 + (a - 1) \operatorname{clip}\Bigl(
+    \frac{\ell - 0.2}{0.5 - 0.2}, 0, 1\Bigr),$$
+
+    with $\ell$ the part of the promised descent that lasts, on an average of the last
+    steps (`extent.lasting`).
 
     If a velocity leads uphill, so that its cosine with $\hat F^{-1} \nabla h$ in the
     metric of $\hat F$ is $\cos > 1/2$, the step uses only $2 - 2 \cos$ times $\mu$: the
@@ -149,6 +165,7 @@ class TrustRegion(AbstractTrustRegion):
     velocity_factor: Scalar
     measured_fraction: Scalar
     uphill_fraction: Scalar
+    lasting_factor: Scalar
     large_loss: Scalar
 
     def __init__(
@@ -159,6 +176,7 @@ class TrustRegion(AbstractTrustRegion):
         velocity_factor: Scalar = 8.0,
         measured_fraction: Scalar = 0.05,
         uphill_fraction: Scalar = 0.1,
+        lasting_factor: Scalar = 10.0,
         large_loss: Scalar = 300.0,
     ):
         r"""**Arguments:**
@@ -173,6 +191,8 @@ class TrustRegion(AbstractTrustRegion):
             gradients measure it; `jnp.inf`: it has no such bound.
         - `uphill_fraction`: $u_0 > 0$, a fraction of the loss, by which the velocity may
             lead uphill before less of it is kept; `jnp.inf`: all of it is.
+        - `lasting_factor`: $a \ge 1$: how many times as much both parts of the loss
+            may become where the descent lasts to the next batch; 1: they never do.
         - `large_loss`: $h_0 > 0$, in nats: with a squared error that is larger, $c$ is
             as many times larger; `jnp.inf`: it never is. (Of up to 100 outputs; of
             $k > 100$, $k / 100$ times as many nats.)
@@ -187,6 +207,7 @@ class TrustRegion(AbstractTrustRegion):
             "measured_fraction", measured_fraction, POSITIVE
         )
         self.uphill_fraction = check_number("uphill_fraction", uphill_fraction, POSITIVE)
+        self.lasting_factor = check_number("lasting_factor", lasting_factor, Range(1))
         self.large_loss = check_number("large_loss", large_loss, POSITIVE)
 
     @property
@@ -225,10 +246,19 @@ class TrustRegion(AbstractTrustRegion):
         """The third right-hand side, given the loss."""
         return jnp.abs(value) * self.measured_fraction
 
+    def widening(self, lasting: Float[Array, ""]) -> Float[Array, ""]:
+        r"""$w$, given $\ell$."""
+        part = (lasting - _NOISE) / (_SIGNAL - _NOISE)
+        return 1 + jnp.clip(part, 0, 1) * (self.lasting_factor - 1)
+
     def kept(self, uphill: Float[Array, ""]) -> Float[Array, ""]:
         """The part of the momentum that is used, given $u$."""
         return jnp.minimum(1, self.uphill_fraction / jnp.maximum(uphill, 1e-30))
 
+
+# Up to which part of a descent that lasts to the next batch its gradient is taken for
+# noise, and from which on for one without any.
+_NOISE, _SIGNAL = 0.2, 0.5
 
 # From how many times `full_terms` on the number of terms does not matter. It is not noise
 # that bounds steps then, but how far the quadratic model holds.
