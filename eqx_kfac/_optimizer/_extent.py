@@ -1,4 +1,5 @@
-"""How long the velocity is: as the curvature has it, and as gradients say."""
+"""How long the velocity is, as the curvature has it and as gradients say, and how much of
+the descent that it promises lasts."""
 
 import dataclasses
 
@@ -21,8 +22,8 @@ class Extent(eqx.Module):
 
     up to the difference between Hessian and Fisher. The new part of the velocity,
     $-\alpha \hat F^{-1} \nabla h$, was made of the gradient before the step, and is in
-    line with the noise of its batch. Nobody knows how much of that slope is noise,
-    so the formula leaves it out. Hence $\kappa$ is rather too small than too
+    line with the noise of its batch. A single step cannot tell how much of that slope is
+    noise, so the formula leaves it out. Hence $\kappa$ is rather too small than too
     large, by at most the descent that the new part promised.
 
     A velocity that leads uphill for several steps is too long as well, although its slope
@@ -46,7 +47,7 @@ class Extent(eqx.Module):
     \rangle}{|h|}, 0, 1\Bigr).$$
 
     At first, $f = 0$ and $p = 1$. Where most of a gradient is noise, $\ell$ is near zero;
-    where every batch is all of the data, between a third and one, or above.
+    where every batch is all of the data, mostly between a third and one, or above.
 
     **Fields:**
 
