@@ -286,10 +286,11 @@ def test_curvature_and_damping_follow_only_what_is_like_the_rest(scale, shift):
             (old.extent.coupling, new.extent.coupling),
             (old.extent.uphill, new.extent.uphill),
             (old.extent.fallen, new.extent.fallen),
+            (old.extent.fallen_square, new.extent.fallen_square),
             (old.extent.promised, new.extent.promised),
         )
     ]
-    assert followed == ([True] * 6 if shift == 0.1 else [False] * 6)
+    assert followed == ([True] * 7 if shift == 0.1 else [False] * 7)
 
 
 def test_first_curvature_is_that_of_any_batch():

@@ -37,17 +37,23 @@ class Extent(eqx.Module):
     momentum at once (see [`eqx_kfac.TrustRegion`][]).
 
     A step promises its own batch a descent, as the quadratic model has it. How much of
-    that is noise is told by the loss of the next batch, $h'$: of the descent, a part
-    $\ell = f / p$ lasts, with averages of what losses fall by from batch to batch, and of
-    what was promised,
+    that is noise is told by the loss of the next batch, $h'$. With averages of what
+    losses fall by from batch to batch, of its square, and of what was promised,
 
-    $$f \leftarrow \frac{9}{10} f + \frac{1}{10} \frac{h - h'}{\max(|h|, |h'|)}, \qquad
+    $$d = \frac{h - h'}{\max(|h|, |h'|)}, \qquad
+    f \leftarrow \frac{9}{10} f + \frac{1}{10} d, \qquad
+    s \leftarrow \frac{9}{10} s + \frac{1}{10} d^2, \qquad
     p \leftarrow \frac{9}{10} p + \frac{1}{10} \operatorname{clip}\Bigl(
     \frac{-\langle \delta, \nabla h \rangle - \frac12 \langle \delta, \hat F \delta
-    \rangle}{|h|}, 0, 1\Bigr).$$
+    \rangle}{|h|}, 0, 1\Bigr),$$
 
-    At first, $f = 0$ and $p = 1$. Where most of a gradient is noise, $\ell$ is near zero;
-    where every batch is all of the data, mostly between a third and one, or above.
+    a part of the descent lasts that is at least (by two standard errors of $f$, if all
+    $d$ are independent)
+
+    $$\ell = \frac{1}{p} \Bigl(f - 2 \sqrt{(s - f^2) / 19}\Bigr).$$
+
+    At first, $f = s = 0$ and $p = 1$. Where most of a gradient is noise, $\ell$ is below
+    zero; where every batch is all of the data, mostly between a third and one, or above.
 
     **Fields:**
 
@@ -57,6 +63,7 @@ class Extent(eqx.Module):
     - `coupling`: $\kappa$.
     - `uphill`: $u$.
     - `fallen`: $f$.
+    - `fallen_square`: $s$.
     - `promised`: $p$.
     - `growth`: how many times larger than given the radius of the region is, because of
         the unit of the targets.
@@ -68,13 +75,17 @@ class Extent(eqx.Module):
     coupling: Float[Array, ""]
     uphill: Float[Array, ""]
     fallen: Float[Array, ""]
+    fallen_square: Float[Array, ""]
     promised: Float[Array, ""]
     growth: Float[Array, ""]
 
     @property
     def lasting(self) -> Float[Array, ""]:
-        r"""$\ell$, the part of the promised descent that lasts."""
-        return self.fallen / jnp.maximum(self.promised, 1e-30)
+        r"""$\ell$, the part of the promised descent that lasts at least."""
+        # An average with weights that fall by 0.9 has 0.1 / 1.9 of the variance.
+        variance = jnp.maximum(self.fallen_square - self.fallen**2, 0) / 19
+        least = self.fallen - 2 * jnp.sqrt(variance)
+        return least / jnp.maximum(self.promised, 1e-30)
 
     def coupling_given(self, slope: Float[Array, ""]) -> Float[Array, ""]:
         r"""$\kappa$, given the slope along $\delta$ after the step. (Nothing is learnt
@@ -97,18 +108,24 @@ class Extent(eqx.Module):
 
     def descents_given(
         self, before: Float[Array, ""], value: Float[Array, ""]
-    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """$f$ and $p$, given the loss before the last step, and the one after it, of
+    ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+        """$f$, $s$ and $p$, given the loss before the last step, and the one after it, of
         another batch. (Losses of zero, or numbers that overflow, say nothing.)"""
         before, value = (h.astype(self.descent.dtype) for h in (before, value))
         promise = self.descent - 0.5 * self.squared_length
         larger = jnp.maximum(jnp.abs(before), jnp.abs(value))
         known = (before != 0) & jnp.isfinite(larger) & jnp.isfinite(promise)
-        part = (before - value) / jnp.where(known, larger, 1)
+        fall = (before - value) / jnp.where(known, larger, 1)
         promise = jnp.clip(promise / jnp.where(known, jnp.abs(before), 1), 0, 1)
-        fallen = jnp.where(known, 0.9 * self.fallen + 0.1 * part, self.fallen)
-        promised = jnp.where(known, 0.9 * self.promised + 0.1 * promise, self.promised)
-        return fallen, promised
+
+        def averaged(average, new):
+            return jnp.where(known, 0.9 * average + 0.1 * new, average)
+
+        return (
+            averaged(self.fallen, fall),
+            averaged(self.fallen_square, fall**2),
+            averaged(self.promised, promise),
+        )
 
     def scaled(self, factor: Float[Array, ""]) -> "Extent":
         """The extent of `factor` times the velocity. (Zero times a length that has
@@ -136,6 +153,7 @@ def init_extent() -> Extent:
         coupling=jnp.ones((), float),
         uphill=jnp.zeros((), float),
         fallen=jnp.zeros((), float),
+        fallen_square=jnp.zeros((), float),
         promised=jnp.ones((), float),
         growth=jnp.ones((), float),
     )
