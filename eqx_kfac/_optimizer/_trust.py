@@ -52,7 +52,7 @@ class AbstractTrustRegion(AbstractRule):
     def widening(self, lasting: Float[Array, ""]) -> Float[Array, ""]:
         r"""How many times the loss counts where it is given to `__call__` and
         `of_measured`, given the part $\ell$ of what steps promise their own batches that
-        lasts to the next ones (see [`eqx_kfac.Extent`][]). By default, once."""
+        lasts at least to the next ones (see [`eqx_kfac.Extent`][]). By default, once."""
         return jnp.ones_like(lasting)
 
     def kept(self, uphill: Float[Array, ""]) -> Float[Array, ""]:
@@ -130,8 +130,8 @@ class TrustRegion(AbstractTrustRegion):
     $$w = 1 + (a - 1) \operatorname{clip}\Bigl(
     \frac{\ell - 0.2}{0.5 - 0.2}, 0, 1\Bigr),$$
 
-    with $\ell$ the part of the promised descent that lasts, on an average of the last
-    steps (`extent.lasting`).
+    with $\ell$ the part of the promised descent that lasts at least, on an average of the
+    last steps (`extent.lasting`).
 
     If a velocity leads uphill, so that its cosine with $\hat F^{-1} \nabla h$ in the
     metric of $\hat F$ is $\cos > 1/2$, the step uses only $2 - 2 \cos$ times $\mu$: the
