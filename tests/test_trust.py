@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+import operator
 
 import equinox as eqx
 import jax
@@ -470,14 +471,16 @@ def test_the_bound_of_a_measured_length():
     assert jnp.isinf(free.of_measured(values[0]))
 
 
-def batches(same):
+def batches(repeated):
     """Inputs and targets; the same at every step, or new noise."""
     for t in range(30):
-        yield (X, Y) if same else (normal(N, D, seed=t), 3 * normal(N, K, seed=99 + t))
+        yield (
+            (X, Y) if repeated else (normal(N, D, seed=t), 3 * normal(N, K, seed=99 + t))
+        )
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_how_much_of_a_descent_lasts(same):
+@pytest.mark.parametrize("repeated", [True, False])
+def test_how_much_of_a_descent_lasts(repeated):
     """What steps promise their own batches is compared with what losses fall by. With one
     batch, all of it lasts, and the measured length may become four times as large a part
     of the loss; with batches of noise, nothing lasts."""
@@ -489,7 +492,7 @@ def test_how_much_of_a_descent_lasts(same):
     gradient = eqx.filter_jit(eqx.filter_grad(lambda m, x, y: loss_fn(m, x, y).value))
     fallen, square, promised, before, promise = 0.0, 0.0, 1.0, None, 0.0
     widenings, parts = [], []
-    for x, y in batches(same):
+    for x, y in batches(repeated):
         slopes = gradient(model, x, y)
         model, state, info = step(loss_fn, model, state, x, y)
         loss = float(info.loss)
@@ -513,7 +516,7 @@ def test_how_much_of_a_descent_lasts(same):
         parts.append(length / (0.01 * widenings[-1] * loss))
         before = loss
     assert max(parts) <= 1 + 1e-9 and sum(p > 1 - 1e-9 for p in parts) >= 2
-    assert (max(widenings) > 2) if same else (max(widenings) == 1)
+    assert (max(widenings) > 2) if repeated else (max(widenings) == 1)
 
 
 def test_by_how_much_the_loss_counts_more_where_descent_lasts():
@@ -531,6 +534,7 @@ def test_what_is_told_by_two_losses():
     extent = dataclasses.replace(
         init_extent(), **{name: jnp.asarray(value) for name, value in given.items()}
     )
+    averages = operator.attrgetter("fallen", "fallen_square", "promised")
     for before, value, fall, promise in [
         (1.0, 0.5, 0.5, 0.2),  # Of the averages, a tenth is new.
         (0.5, 1.0, -0.5, 0.4),
@@ -538,7 +542,7 @@ def test_what_is_told_by_two_losses():
         (0.1, -0.1, 2.0, 1.0),
         (0.5, 0.0, 1.0, 0.4),
     ]:
-        got = extent.descents_given(jnp.asarray(before), jnp.asarray(value))
+        got = averages(extent.between(jnp.asarray(before), jnp.asarray(value)))
         new = np.array([fall, fall**2, promise])
         want = 0.9 * np.array([0.4, 0.3, 0.5]) + 0.1 * new
         np.testing.assert_allclose(got, want, err_msg=f"{before}, {value}")
@@ -549,7 +553,7 @@ def test_what_is_told_by_two_losses():
         (extent, 0.5, jnp.nan),
         (overflown, 1.0, 0.5),
     ]:
-        got = extent.descents_given(jnp.asarray(before), jnp.asarray(value))
+        got = averages(extent.between(jnp.asarray(before), jnp.asarray(value)))
         np.testing.assert_allclose(got, (0.4, 0.3, 0.5))
 
 
@@ -561,9 +565,7 @@ def test_a_fall_within_the_noise_of_losses_does_not_last(rate, noise):
     found, extent = [], init_extent()
     for before, value in zip(losses, losses[1:]):
         extent = dataclasses.replace(extent, descent=jnp.asarray(0.5 * before))
-        told = extent.descents_given(jnp.asarray(before), jnp.asarray(value))
-        names = "fallen", "fallen_square", "promised"
-        extent = dataclasses.replace(extent, **dict(zip(names, told)))
+        extent = extent.between(jnp.asarray(before), jnp.asarray(value))
         found.append(float(extent.lasting))
     if noise == 0:
         np.testing.assert_allclose(found[-1], (1 - np.exp(-rate)) / 0.5, atol=1e-7)

@@ -156,15 +156,10 @@ class Bounds(PlainModule):
         # Only squared errors are as large as the unit of the targets makes them.
         if start.squares > 0:
             growth = region.growth(growth, remaining, start.squares)
-        falls = extent.descents_given(self.state.rollback.loss, remaining)
-        fallen, fallen_square, promised = falls
         learnt = dataclasses.replace(
-            extent,
+            extent.between(self.state.rollback.loss, remaining),
             coupling=extent.coupling_given(slope),
             uphill=extent.uphill_given(unclear, remaining),
-            fallen=fallen,
-            fallen_square=fallen_square,
-            promised=promised,
             growth=growth,
         )
         return tree_where(start.teaches, learnt, extent)

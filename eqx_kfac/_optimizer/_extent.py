@@ -106,11 +106,10 @@ class Extent(eqx.Module):
         part = jnp.where(jnp.isfinite(part), jnp.clip(part, -1, 1), self.uphill)
         return 0.8 * self.uphill + 0.2 * part
 
-    def descents_given(
-        self, before: Float[Array, ""], value: Float[Array, ""]
-    ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
-        """$f$, $s$ and $p$, given the loss before the last step, and the one after it, of
-        another batch. (Losses of zero, or numbers that overflow, say nothing.)"""
+    def between(self, before: Float[Array, ""], value: Float[Array, ""]) -> "Extent":
+        """The extent with $f$, $s$ and $p$, given the loss before the last step, and the
+        one after it, of another batch. (Losses of zero, or numbers that overflow, say
+        nothing.)"""
         before, value = (h.astype(self.descent.dtype) for h in (before, value))
         promise = self.descent - 0.5 * self.squared_length
         larger = jnp.maximum(jnp.abs(before), jnp.abs(value))
@@ -121,10 +120,11 @@ class Extent(eqx.Module):
         def averaged(average, new):
             return jnp.where(known, 0.9 * average + 0.1 * new, average)
 
-        return (
-            averaged(self.fallen, fall),
-            averaged(self.fallen_square, fall**2),
-            averaged(self.promised, promise),
+        return dataclasses.replace(
+            self,
+            fallen=averaged(self.fallen, fall),
+            fallen_square=averaged(self.fallen_square, fall**2),
+            promised=averaged(self.promised, promise),
         )
 
     def scaled(self, factor: Float[Array, ""]) -> "Extent":
