@@ -32,6 +32,7 @@ OPTIMIZERS = {
     "fallback": lambda: kfac.KFAC(fallback=optax.adam(1e-3)),
     "eigenvectors": lambda: kfac.KFAC(solver=kfac.Eigh()),
     "in turn": lambda: kfac.KFAC(inverse_period=kfac.Staggered(5)),
+    "schedule-free": lambda: kfac.KFAC(averaging=kfac.ScheduleFree()),
 }
 
 

@@ -97,6 +97,7 @@ MODELS = {
 EXACT = kfac.Exact()
 OPTIMIZERS = {
     "default": kfac.KFAC(),
+    "schedule-free": kfac.KFAC(averaging=kfac.ScheduleFree()),
     "eigh": plain_kfac(0.1, 0.9, 0.1, solver=kfac.Eigh(), inverse_period=1, fisher=EXACT),
     "iterated": plain_kfac(
         0.1, solver=kfac.NewtonSchulz(1e-14), inverse_period=1, fisher=EXACT

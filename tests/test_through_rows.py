@@ -182,6 +182,7 @@ CHOICES = {
     "packed": dict(packed=True, inverse_period=2),
     "in-turn": dict(inverse_period=kfac.Staggered(2)),
     "norm-constraint": dict(norm_constraint=1e-2, weight_decay=0.1, averaging=0.9),
+    "schedule-free": dict(norm_constraint=1e-2, averaging=kfac.ScheduleFree()),
     "adaptive": dict(
         learning_rate=kfac.QuadraticModel(),
         momentum=kfac.QuadraticModel(),

@@ -23,6 +23,7 @@ from ._quadratic import (
 )
 from ._rollback import Rollback as Rollback
 from ._schedule import Staggered as Staggered
+from ._schedule_free import Ahead as Ahead, ScheduleFree as ScheduleFree
 from ._state import (
     averaged as averaged,
     AveragedParameters as AveragedParameters,

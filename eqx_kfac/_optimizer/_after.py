@@ -14,7 +14,7 @@ from .._tag import partition_tagged
 from ._choices import Rules
 from ._hyperparameters import WeightDecay
 from ._proposal import Proposal
-from ._state import count, Info, KFACState
+from ._state import AveragedParameters, count, Info, KFACState
 
 
 def after(
@@ -38,11 +38,10 @@ def after(
     # A velocity that led uphill starts again from zero: it would lead there for ever.
     uphill = info.faults.update | info.faults.increase | back
     velocity = proposal.velocity_after(info.rejected, uphill)
-    updates = _decayed_updates(
-        velocity, proposal, model, state, info.rejected, weight_decay
-    )
+    step = proposal.taken(info.rejected, velocity)
+    updates = _decayed_updates(step, proposal, model, state, info.rejected, weight_decay)
     iterates, numbers = state.averaged_parameters, state.hyperparameters
-    if iterates is not None and numbers.averaging is not None:
+    if isinstance(iterates, AveragedParameters) and numbers.averaging is not None:
         new = eqx.apply_updates(model, updates)
         iterates = iterates.add(new, numbers.averaging, ~info.rejected)
         iterates = tree_where(back, iterates.at(rollback.params), iterates)
@@ -72,7 +71,7 @@ def after(
 
 
 def _decayed_updates(
-    velocity: Model,
+    step: Model,
     proposal: Proposal,
     model: Model,
     state: KFACState,
@@ -81,10 +80,8 @@ def _decayed_updates(
 ) -> Model:
     """The updates, with decoupled weight decay of the tagged parameters; zeros if the
     step is `rejected`."""
-    taken = 1 - rejected.astype(proposal.lengths.dtype)
-    updates = jtu.tree_map(lambda v: taken.astype(v.dtype) * v, velocity)
     nothing = jtu.tree_map(jnp.zeros_like, proposal.others)
-    updates = eqx.combine(updates, tree_where(rejected, nothing, proposal.others))
+    updates = eqx.combine(step, tree_where(rejected, nothing, proposal.others))
     weight_decay = state.hyperparameters.weight_decay
     if weight_decay is None:
         return updates

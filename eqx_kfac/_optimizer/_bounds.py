@@ -6,6 +6,7 @@ curvature with which the gradient was preconditioned, unless they are said to be
 the exact Fisher."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -16,13 +17,18 @@ from .._inner_products import tree_dot
 from .._misc import tree_where
 from .._module import PlainModule
 from ._extent import Extent
+from ._schedule_free import Dealing, Lengths
 from ._start import Start
 from ._state import KFACState
 from ._trust import AbstractTrustRegion
 
 
-# Learning rate and momentum.
-_Lengths = tuple[Float[Array, ""], Float[Array, ""]]
+class Bounded(NamedTuple):
+    """What the natural gradient and the previous velocity are multiplied by."""
+
+    step: Lengths
+    velocity: Lengths | None = None  # `None`: the velocity is the step.
+    extent: Extent | None = None  # If there is a trust region.
 
 
 class Bounds(PlainModule):
@@ -33,6 +39,7 @@ class Bounds(PlainModule):
     state: KFACState
     start: Start
     linearised: LinearisedBatch | None
+    dealing: Dealing | None  # `None`: a gradient's part of the velocity decays.
 
     @property
     def are_measured(self) -> bool:
@@ -56,20 +63,33 @@ class Bounds(PlainModule):
             return None
         return self.region.of_measured(remaining)
 
-    def lengths(self, natural: Model, gradient: Model) -> tuple[_Lengths, Extent | None]:
+    def lengths(self, natural: Model, gradient: Model) -> Bounded:
         r"""Learning rate $\alpha$ and momentum $\mu$ as the bounds allow them for
         $\delta = \mu \delta_\text{prev} - \alpha \hat F^{-1} \nabla h$, given
         $\hat F^{-1} \nabla h$ and $\nabla h$; and the extent of $\delta$ if there is a
         trust region. Bounds that are measured come afterwards: see `measured_part`."""
-        state, given = self.state, (self.state.learning_rate, self.state.momentum)
+        state, rate = self.state, self.state.learning_rate
+        one = jnp.ones_like(rate)
         if state.norm_constraint is None:
-            return given, None
-        norm = tree_dot(natural, gradient).astype(given[0].dtype)
+            return Bounded(*self._dealt(rate, one, one))
+        norm = tree_dot(natural, gradient).astype(rate.dtype)
         if self.region is None:
-            return self._within_number(norm), None
+            return Bounded(*self._dealt(self._within_number(norm), one, one))
         if self.are_measured:
-            return given, state.extent
+            return Bounded(*self._dealt(rate, one, one), state.extent)
         return self._within_region(self.region, norm, gradient)
+
+    def _dealt(
+        self, rate: Float[Array, ""], kept: Float[Array, ""], scale: Float[Array, ""]
+    ) -> tuple[Lengths, Lengths | None]:
+        """The lengths of the step and of the next velocity, given the learning rate, the
+        part of the momentum that is kept, and by which factor the step is shorter."""
+        momentum = self.state.momentum * kept.astype(self.state.momentum.dtype)
+        if self.dealing is None:
+            return (scale * rate, scale * momentum), None
+        first, second = self.dealing.of_step(rate, kept)
+        velocity = self.dealing.of_velocity(rate, kept, scale)
+        return (scale * first, scale * second), velocity
 
     def measured_part(self, velocity: Model) -> Float[Array, ""]:
         r"""The part of a step that may be taken, such that
@@ -94,32 +114,31 @@ class Bounds(PlainModule):
         ]
         return jnp.minimum(*parts)
 
-    def _within_number(self, norm: Float[Array, ""]) -> _Lengths:
-        r"""Lengths such that $\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h \rangle$ is
-        at most the norm constraint, given the inner product."""
+    def _within_number(self, norm: Float[Array, ""]) -> Float[Array, ""]:
+        r"""The learning rate such that $\alpha^2 \langle \hat F^{-1} \nabla h, \nabla h
+        \rangle$ is at most the norm constraint, given the inner product."""
         state, rate = self.state, self.state.learning_rate
         most = state.rollback.narrowed(state.norm_constraint)
-        scale = _at_most(most, rate**2 * norm)
-        return scale * rate, state.momentum
+        return _at_most(most, rate**2 * norm) * rate
 
     def _within_region(
         self, region: AbstractTrustRegion, norm: Float[Array, ""], gradient: Model
-    ) -> tuple[_Lengths, Extent]:
+    ) -> Bounded:
         r"""Lengths within all bounds of a region, given
         $\langle \hat F^{-1} \nabla h, \nabla h \rangle$; and the extent of the step."""
         state, start = self.state, self.start
         assert state.extent is not None  # A state has one if there is a region.
-        rate, momentum = state.learning_rate, state.momentum
-        # The slope of the loss along the previous update.
+        rate, one = state.learning_rate, jnp.ones_like(state.learning_rate)
+        # The slope of the loss along the previous velocity.
         slope = tree_dot(state.velocity, gradient).astype(rate.dtype)
-        # The curvature may have changed since the previous update was measured; but the
+        # The curvature may have changed since the previous velocity was measured; but the
         # inequality of Cauchy and Schwarz holds in every metric.
         previous = jnp.maximum(state.extent.squared_length, slope**2 / _positive(norm))
+        metric = _Metric(norm, slope, previous)
         kept = _kept(slope, previous, norm)
         # What a single gradient says clearly is done at once, and need not persist.
         extent = self._learnt(region, slope, jnp.where(kept < 1, 0, slope))
         kept = kept * region.kept(extent.uphill).astype(kept.dtype)
-        momentum = momentum * kept.astype(momentum.dtype)
         constraint = extent.growth.astype(state.norm_constraint.dtype)
         constraint *= state.norm_constraint
         wider = region.widening(extent.lasting).astype(start.remaining.dtype)
@@ -127,19 +146,17 @@ class Bounds(PlainModule):
         bounds = region(constraint, remaining, start.terms)
         most, most_of_velocity = map(state.rollback.narrowed, bounds)
         rate = _at_most(most, rate**2 * norm) * rate
-        # The square of the sum. As F (F^-1 g) = g, the inner product of its two parts is
-        # the slope, and no product with F is needed.
-        length = momentum**2 * previous - 2 * momentum * rate * slope + rate**2 * norm
+        whole, _ = self._dealt(rate, kept, one)
+        length = metric.inner(whole, whole)
         scale = _at_most(most_of_velocity, length)
         most = self._most_as_measured(remaining)
         if most is not None:
             measured = _at_most(most.astype(length.dtype), extent.coupling * length)
             scale = jnp.minimum(scale, measured)
-        rest = momentum * slope
-        extent = dataclasses.replace(
-            extent, squared_length=length, slope=rest, descent=rate * norm - rest
-        )
-        return (scale * rate, scale * momentum), extent.scaled(scale)
+        step, velocity = self._dealt(rate, kept, scale)
+        if velocity is None:
+            return Bounded(step, None, metric.extent(extent, whole).scaled(scale))
+        return Bounded(step, velocity, metric.extent_of_both(extent, step, velocity))
 
     def _learnt(
         self,
@@ -163,6 +180,42 @@ class Bounds(PlainModule):
             growth=growth,
         )
         return tree_where(start.teaches, learnt, extent)
+
+
+class _Metric(NamedTuple):
+    """Inner products in the metric of the curvature, of vectors that consist of the
+    natural gradient and the previous velocity."""
+
+    norm: Float[Array, ""]  # Of the natural gradient with itself: with the gradient.
+    slope: Float[Array, ""]  # Of the natural gradient with the velocity.
+    previous: Float[Array, ""]  # Of the velocity with itself.
+
+    def inner(self, first: Lengths, second: Lengths) -> Float[Array, ""]:
+        """As $F (F^{-1} g) = g$, no product with $F$ is needed."""
+        (rate, momentum), (other_rate, other_momentum) = first, second
+        mixed = momentum * other_rate + other_momentum * rate
+        squares = rate * other_rate * self.norm
+        return momentum * other_momentum * self.previous - mixed * self.slope + squares
+
+    def extent(self, extent: Extent, step: Lengths) -> Extent:
+        """The extent of a step, which is the next velocity."""
+        rest = step[1] * self.slope
+        return dataclasses.replace(
+            extent,
+            squared_length=self.inner(step, step),
+            slope=rest,
+            descent=step[0] * self.norm - rest,
+        )
+
+    def extent_of_both(self, extent: Extent, step: Lengths, velocity: Lengths) -> Extent:
+        """The extent of a step, and of another velocity after it."""
+        return dataclasses.replace(
+            self.extent(extent, step),
+            squared_length=self.inner(velocity, velocity),
+            slope=velocity[1] * self.slope,
+            step_length=self.inner(step, step),
+            along=self.inner(velocity, step),
+        )
 
 
 def _at_most(most: Float[Array, ""], length: Float[Array, ""]) -> Float[Array, ""]:

@@ -4,6 +4,8 @@ are mappings from the names of arguments to what was passed for them."""
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+import equinox as eqx
+
 from .._checks import check_count, check_instance, check_number
 from .._custom_types import Choices, Model
 from .._fisher import AbstractFisher
@@ -21,10 +23,11 @@ from ._layer_damping import AbstractLayerDamping, LayerDamping
 from ._quadratic import AbstractStepRule
 from ._said import on_one_line
 from ._schedule import Staggered
+from ._schedule_free import ScheduleFree
 from ._trust import AbstractTrustRegion, TrustRegion, Window
 
 
-_Rule = TypeVar("_Rule", bound=AbstractRule)
+_Rule = TypeVar("_Rule", bound=eqx.Module)
 
 
 class Option(NamedTuple):
@@ -81,7 +84,7 @@ OPTIONS: dict[str, Option] = dict(
     ),
     guard=Option(_part(AbstractGuard, "kfac.MaxIncrease()"), optional=True),
     weight_decay=Option(_number, (WeightDecay,), optional=True),
-    averaging=Option(_number, optional=True, auto=(Window(), None)),
+    averaging=Option(_number, (ScheduleFree,), optional=True, auto=(Window(), None)),
     curvature_period=Option(_period, auto=(10, 1)),
     inverse_period=Option(_period, (Staggered,), auto=(50, 5)),
     ema=Option(_number, (MovingAverage,)),
@@ -90,13 +93,15 @@ OPTIONS: dict[str, Option] = dict(
 
 
 class Rules(NamedTuple):
-    """What chooses numbers anew; `None` where it is a number, or a schedule."""
+    """What chooses numbers anew; `None` where it is a number, or a schedule. And how a
+    step is dealt out, if that is not by its momentum."""
 
     learning_rate: AbstractStepRule | None
     momentum: AbstractStepRule | None
     damping: AbstractDamping | None
     layer_damping: AbstractLayerDamping | None
     norm_constraint: AbstractTrustRegion | None
+    schedule_free: ScheduleFree | None
 
     @property
     def step(self) -> AbstractStepRule | None:
@@ -122,6 +127,7 @@ def rules_of(choices: Choices) -> Rules:
         damping=rule("damping", AbstractDamping),
         layer_damping=rule("damping", AbstractLayerDamping),
         norm_constraint=rule("norm_constraint", AbstractTrustRegion),
+        schedule_free=rule("averaging", ScheduleFree),
     )
 
 
@@ -206,6 +212,12 @@ def _check_together(choices: Choices, rules: Rules) -> None:
             "A `kfac.TrustRegion` bounds the whole step, with the momentum that is "
             "given; a `kfac.QuadraticModel()` chooses another one. Give a number for "
             "`momentum`, or for `norm_constraint` a number or `None`."
+        )
+    if rules.step is not None and rules.schedule_free is not None:
+        raise ValueError(
+            "`kfac.ScheduleFree` deals out steps whose learning rate and momentum are "
+            "given; a `kfac.QuadraticModel()` chooses others. Give numbers for both, or "
+            "for `averaging` a number, `kfac.Window()` or `None`."
         )
     if rules.step is not None and rules.layer_damping is not None:
         raise ValueError(

@@ -20,7 +20,9 @@ class Extent(eqx.Module):
     \frac{\langle \delta, \nabla h' \rangle - \langle \mu \delta_\text{prev}, \nabla h
     \rangle} {\langle \delta, \hat F \delta \rangle}\Bigr),$$
 
-    up to the difference between Hessian and Fisher. The new part of the velocity,
+    up to the difference between Hessian and Fisher. (With [`eqx_kfac.ScheduleFree`][],
+    the velocity is another vector, $m$. Then the slopes are those along $m$, over
+    $\langle m, \hat F \delta \rangle$.) The new part of the velocity,
     $-\alpha \hat F^{-1} \nabla h$, was made of the gradient before the step, and is in
     line with the noise of its batch. A single step cannot tell how much of that slope is
     noise, so the formula leaves it out. Hence $\kappa$ is rather too small than too
@@ -67,6 +69,9 @@ class Extent(eqx.Module):
     - `promised`: $p$.
     - `growth`: how many times larger than given the radius of the region is, because of
         the unit of the targets.
+    - `step_length`, `along`: $\langle \delta, \hat F \delta \rangle$ and
+        $\langle m, \hat F \delta \rangle$ if the velocity is the $m$ of
+        [`eqx_kfac.ScheduleFree`][], and not the last step, $\delta$; else `None`.
     """
 
     squared_length: Float[Array, ""]
@@ -78,6 +83,8 @@ class Extent(eqx.Module):
     fallen_square: Float[Array, ""]
     promised: Float[Array, ""]
     growth: Float[Array, ""]
+    step_length: Float[Array, ""] | None = None
+    along: Float[Array, ""] | None = None
 
     @property
     def lasting(self) -> Float[Array, ""]:
@@ -88,10 +95,11 @@ class Extent(eqx.Module):
         return least / jnp.maximum(self.promised, 1e-30)
 
     def coupling_given(self, slope: Float[Array, ""]) -> Float[Array, ""]:
-        r"""$\kappa$, given the slope along $\delta$ after the step. (Nothing is learnt
-        from a velocity of zero, nor from numbers that overflow.)"""
-        moving = self.squared_length > 0
-        ratio = (slope - self.slope) / jnp.where(moving, self.squared_length, 1)
+        r"""$\kappa$, given the slope along the velocity after the step. (A velocity of
+        zero, or numbers that overflow, say nothing.)"""
+        length = self.squared_length if self.along is None else self.along
+        moving = length > 0
+        ratio = (slope - self.slope) / jnp.where(moving, length, 1)
         known = moving & jnp.isfinite(ratio)
         ratio = jnp.where(known, jnp.maximum(ratio, 1), self.coupling)
         return 0.5 * (self.coupling + ratio)
@@ -111,7 +119,8 @@ class Extent(eqx.Module):
         one after it, of another batch. (Losses of zero, or numbers that overflow, say
         nothing.)"""
         before, value = (h.astype(self.descent.dtype) for h in (before, value))
-        promise = self.descent - 0.5 * self.squared_length
+        length = self.squared_length if self.step_length is None else self.step_length
+        promise = self.descent - 0.5 * length
         larger = jnp.maximum(jnp.abs(before), jnp.abs(value))
         known = (before != 0) & jnp.isfinite(larger) & jnp.isfinite(promise)
         fall = (before - value) / jnp.where(known, larger, 1)
@@ -132,11 +141,14 @@ class Extent(eqx.Module):
         overflowed is zero.)"""
         factor = factor.astype(self.slope.dtype)
         times = lambda factor, a: jnp.where(factor > 0, factor * a, 0)
+        both = lambda a: None if a is None else times(factor**2, a)
         return dataclasses.replace(
             self,
             squared_length=times(factor**2, self.squared_length),
             slope=times(factor, self.slope),
             descent=times(factor, self.descent),
+            step_length=both(self.step_length),
+            along=both(self.along),
         )
 
     def stopped(self, flag: Bool[Array, ""]) -> "Extent":
@@ -144,8 +156,9 @@ class Extent(eqx.Module):
         return self.scaled(jnp.where(flag, 0.0, 1.0))
 
 
-def init_extent() -> Extent:
+def init_extent(schedule_free: bool = False) -> Extent:
     """The extent of no velocity. (Of distinct arrays, so that each may be donated.)"""
+    number = lambda: jnp.zeros((), float) if schedule_free else None
     return Extent(
         squared_length=jnp.zeros((), float),
         slope=jnp.zeros((), float),
@@ -156,4 +169,6 @@ def init_extent() -> Extent:
         fallen_square=jnp.zeros((), float),
         promised=jnp.ones((), float),
         growth=jnp.ones((), float),
+        step_length=number(),
+        along=number(),
     )

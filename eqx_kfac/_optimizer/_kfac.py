@@ -150,7 +150,8 @@ class KFAC(eqx.Module):
             \leftarrow \theta + \delta - \alpha \beta \theta$; for some of the parameters
             only: [`eqx_kfac.WeightDecay`][].
         - `averaging`: $\xi \in [0, 1]$ or `None`: keep an average of the parameters; see
-            [`eqx_kfac.averaged`][]. `"auto"` stands for [`eqx_kfac.Window`][]`()`.
+            [`eqx_kfac.averaged`][]. `"auto"` stands for [`eqx_kfac.Window`][]`()`. Or
+            [`eqx_kfac.ScheduleFree`][]`()`: gradients are those near the average.
         - `curvature_period`: curvature is estimated every so many steps. `"auto"`: every
             10 steps, but at first at steps 0, 1, 2, 3, 4, 6, 8, 12 and 16.
         - `inverse_period`: curvature is factorised every so many steps. `"auto"`: every
@@ -295,7 +296,7 @@ class KFAC(eqx.Module):
             velocity=jtu.tree_map(zeros_split_as, tagged),
             layer_damping=init_layer_damping(self._rules.layer_damping, curvature, model),
             fallback=init_fallback(model, self.fallback),
-            averaged_parameters=None if self.averaging is None else init_average(model),
+            averaged_parameters=init_average(self.averaging, model),
             rollback=init_rollback(model),
         )
         state = beside(state, model)
@@ -305,10 +306,11 @@ class KFAC(eqx.Module):
     def _init_with(self, **trees: Any) -> KFACState:
         """The initial state, given the `trees` in it that depend on the model."""
         step = jnp.zeros((), jnp.int32)
-        bounded = self._rules.norm_constraint is not None
+        rules = self._rules
+        bounded = rules.norm_constraint is not None
         return KFACState(
             step=step,
-            extent=init_extent() if bounded else None,
+            extent=init_extent(rules.schedule_free is not None) if bounded else None,
             weight=jnp.zeros((), float),
             refactorise=jnp.zeros((), bool),
             rejected=jnp.zeros((), jnp.int32),

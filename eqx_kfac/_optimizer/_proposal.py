@@ -22,6 +22,8 @@ class Proposal(NamedTuple):
     # What the velocity is made of: learning rate and momentum as they are used, the
     # natural gradient, and the previous update, all of the parameters that tags cover.
     lengths: Float[Array, "2"]
+    # The same of the velocity after the step, if that is not the step.
+    lasting: Float[Array, "2"] | None
     natural: Model
     before: Model
     others: Model  # The update of all other parameters, from the `fallback`.
@@ -57,9 +59,20 @@ class Proposal(NamedTuple):
         loop for each value of the flag, and for three flags eight of them.)"""
         finite = lambda a: jnp.where(jnp.isfinite(a), a, 0)
         old = jnp.stack([jnp.zeros_like(stopped), ~stopped]).astype(self.lengths.dtype)
-        lengths = jnp.where(rejected, old, self.lengths)
+        new = self.lengths if self.lasting is None else self.lasting
+        lengths = jnp.where(rejected, old, new)
         natural, before = jtu.tree_map(finite, (self.natural, self.before))
         return velocity(lengths, natural, before)
+
+    def taken(self, rejected: Bool[Array, ""], after: Model) -> Model:
+        """The update of the parameters that tags cover, or zero if the step is
+        `rejected`, given the velocity `after` it."""
+        zero = 1 - rejected.astype(self.lengths.dtype)
+        if self.lasting is None:
+            return jtu.tree_map(lambda v: zero.astype(v.dtype) * v, after)
+        stopped = jnp.ones_like(rejected)
+        step = self._replace(lasting=None)
+        return step.velocity_after(rejected, stopped)
 
 
 def velocity(lengths: Float[Array, "2"], natural: Model, before: Model) -> Model:

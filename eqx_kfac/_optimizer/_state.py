@@ -18,6 +18,7 @@ from ._extent import Extent
 from ._hyperparameters import Hyperparameters
 from ._rollback import Rollback
 from ._said import shown, state_said
+from ._schedule_free import Ahead, ScheduleFree
 
 
 _Model = TypeVar("_Model")
@@ -191,7 +192,8 @@ class KFACState(NamedTuple):
     - `inverse`: the same, with the factorisation of the damped factors.
     - `weight`: the total weight of the moving average; 0 before the first estimate in
         which any layer has curvature.
-    - `velocity`: the previous update of the tagged layers; zero after one that was
+    - `velocity`: the previous update of the tagged layers (or how far these are ahead
+        of their average, with [`eqx_kfac.ScheduleFree`][]); zero after one that was
         rejected because it led uphill.
     - `extent`: how long `velocity` is in the metric of the curvature
         ([`eqx_kfac.Extent`][]), if a `TrustRegion` bounds it.
@@ -218,7 +220,7 @@ class KFACState(NamedTuple):
     extent: Extent | None
     layer_damping: Model | None
     fallback: Any
-    averaged_parameters: AveragedParameters | None
+    averaged_parameters: AveragedParameters | Ahead | None
     rollback: Rollback
     hyperparameters: Hyperparameters
     refactorise: Bool[Array, ""]
@@ -345,8 +347,12 @@ class Info(eqx.Module):
         return f"Info({', '.join(said)})"
 
 
-def init_average(model: Model) -> AveragedParameters:
-    """An average of which no iterate is part yet."""
+def init_average(averaging: Any, model: Model) -> AveragedParameters | Ahead | None:
+    """An average of which no iterate is part yet, as `averaging` wants it."""
+    if averaging is None:
+        return None
+    if isinstance(averaging, ScheduleFree):
+        return Ahead()
 
     def zeros(p):
         dtype = p.dtype if jnp.iscomplexobj(p) else accumulator(p.dtype)
@@ -388,17 +394,14 @@ def averaged(model: _Model, state: KFACState) -> _Model:
         R. Grosse, ICML 2015, section 13 of the long version.
     """
     iterates = state.averaged_parameters
+    if isinstance(iterates, Ahead):
+        return _less_velocity(model, state.velocity)
     if iterates is None:
         raise ValueError(
             "This optimizer does not average its iterates. Construct it with "
             "`kfac.KFAC(..., averaging=0.99)` (or 1 for the mean of all)."
         )
-    missing = sorted(set(iterates.mean) - set(by_path(model)))
-    if missing:
-        raise ValueError(
-            f"The state has averages of {names(missing)}, which the model does not have. "
-            "Give the model (or the part of it that is trained) that `step` returned."
-        )
+    _check_has(model, iterates.mean)
 
     def choose(path, leaf):
         mean = iterates.mean.get(jtu.keystr(path))
@@ -407,6 +410,26 @@ def averaged(model: _Model, state: KFACState) -> _Model:
         return jnp.where(iterates.weight == 0, leaf, mean.astype(leaf.dtype))
 
     return jtu.tree_map_with_path(choose, model)
+
+
+def _less_velocity(model: _Model, velocity: Model) -> _Model:
+    ahead = by_path(velocity)
+    _check_has(model, ahead)
+
+    def choose(path, leaf):
+        by = ahead.get(jtu.keystr(path))
+        return leaf if by is None else leaf - by
+
+    return jtu.tree_map_with_path(choose, model)
+
+
+def _check_has(model: Model, mean: dict[str, Array]) -> None:
+    missing = sorted(set(mean) - set(by_path(model)))
+    if missing:
+        raise ValueError(
+            f"The state has averages of {names(missing)}, which the model does not have. "
+            "Give the model (or the part of it that is trained) that `step` returned."
+        )
 
 
 def init_faults() -> Faults:

@@ -34,6 +34,7 @@ from ._guard import AbstractGuard
 from ._proposal import Proposal, velocity
 from ._quadratic import Quadratic, quadratic
 from ._schedule import Due
+from ._schedule_free import Dealing
 from ._start import Start
 from ._state import Faults, Info, KFACState
 
@@ -123,11 +124,12 @@ class Trial(PlainModule):
         the updates of the parameters that no tag covers."""
         state, natural = self.state, self._natural_gradient(inverse, strength)
         # Learning rate and momentum, as the bounds and then as a rule will have them.
-        bounded, extent = self._bounds.lengths(natural, self._gradient)
-        (scale, momentum), predicted = self._chosen_lengths(damping, natural, bounded)
+        given, after, extent = self._bounds.lengths(natural, self._gradient)
+        (scale, momentum), predicted = self._chosen_lengths(damping, natural, given)
         before = state.velocity
         # Both numbers in one array: what a GPU does to two of them are two kernels.
         lengths = jax.lax.optimization_barrier(jnp.stack([scale, momentum]))
+        lasting = None if after is None else jnp.stack(after)
         squares = _squared_norm(lengths, natural, before)
         if self._bounds.are_measured:
             # On the whole step, momentum included, which is only known here.
@@ -135,12 +137,15 @@ class Trial(PlainModule):
             squares *= part.astype(squares.dtype) ** 2
             lengths = part.astype(lengths.dtype) * lengths
             extent = None if extent is None else extent.scaled(part)
+            # What was left of the velocity does not depend on how long the step is.
+            if lasting is not None:
+                lasting = lasting.at[0].multiply(part.astype(lasting.dtype))
         # The state keeps what was chosen, not what the bounds have made of it.
         learning_rate = state.learning_rate if self.rules.learning_rate is None else scale
         momentum = state.momentum if self.rules.momentum is None else momentum
         chosen = damping, learning_rate, momentum
         return Proposal(
-            *chosen, lengths, natural, before, others, squares, extent, predicted
+            *chosen, lengths, lasting, natural, before, others, squares, extent, predicted
         )
 
     def evaluate(self, proposal: Proposal) -> Evaluation:
@@ -242,8 +247,11 @@ class Trial(PlainModule):
 
     @property
     def _bounds(self) -> Bounds:
-        region = self.rules.norm_constraint
-        return Bounds(region, self.state, self.start, self.linearised)
+        region, state = self.rules.norm_constraint, self.state
+        dealing = None
+        if self.rules.schedule_free is not None:
+            dealing = Dealing.of(state.momentum, state.averaging)
+        return Bounds(region, state, self.start, self.linearised, dealing)
 
     def _natural_gradient(self, inverse: Model, strength: Any) -> Model:
         r"""$\hat F^{-1} \nabla h$, as parts of one row for devices that look at that."""

@@ -1,0 +1,284 @@
+"""Steps that are dealt out over a growing window: a base iterate, its average, and the
+point between them at which gradients are taken."""
+
+import dataclasses
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import pytest
+
+import eqx_kfac as kfac
+from eqx_kfac._optimizer._schedule_free import Dealing
+
+from .helpers import assert_near, leaves, normal, raises, relative, stepped
+from .models import mlp, regressor
+from .plain import plain_kfac
+
+
+X, Y = normal(12, 3, seed=1), normal(12, 2, seed=2)
+EXACT = dict(damping=0.1, fisher=kfac.Exact(), inverse_period=1)
+ALWAYS = optax.constant_schedule
+
+
+def loss_fn(model, x, y):
+    return kfac.SquaredError(jax.vmap(model)(x), y)
+
+
+def batch(t):
+    return np.asarray(X) + 0.1 * t, np.asarray(Y) * np.cos(t)
+
+
+def blend(a, b, share):
+    """Of the inexact arrays of two models."""
+    mixed = lambda p, q: (1 - share) * p + share * q if eqx.is_inexact_array(p) else p
+    return jtu.tree_map(mixed, a, b)
+
+
+def reference(rate, momentum, decay, constraint, number):
+    """The points at which gradients are taken, and the averages, from steps without
+    momentum and average: each with the curvature of all steps so far."""
+    whole = rate / (1 - momentum)
+    most = None if constraint is None else constraint / (1 - momentum) ** 2
+    optimizer = plain_kfac(whole, 0.0, norm_constraint=most, **EXACT)
+    point = base = average = regressor()
+    state, found = optimizer.init(point), []
+    for t in range(number):
+        moved, state, _ = stepped(optimizer, loss_fn, point, state, *batch(t))
+        add = lambda z, new, old: z + new - old if eqx.is_inexact_array(z) else z
+        base = jtu.tree_map(add, base, moved, point)
+        average = blend(average, base, 1 - decay(t))
+        point = blend(base, average, momentum)
+        found.append((point, average))
+    return found
+
+
+@pytest.mark.parametrize("constraint", [None, 1e-4])
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("decay", ["window", 0.8, 0.0])
+def test_gradients_are_between_base_and_average(decay, momentum, constraint):
+    number = 9
+    window = (lambda t: 0.3 * t / (1 + 0.3 * t)) if decay == "window" else ALWAYS(decay)
+    chosen = kfac.Window(0.3) if decay == "window" else decay
+    optimizer = plain_kfac(
+        0.1,
+        momentum,
+        norm_constraint=constraint,
+        averaging=kfac.ScheduleFree(chosen),
+        **EXACT,
+    )
+    model = regressor()
+    state = optimizer.init(model)
+    for t, (point, average) in enumerate(
+        reference(0.1, momentum, window, constraint, number)
+    ):
+        model, state, _ = stepped(optimizer, loss_fn, model, state, *batch(t))
+        assert_near(model, point, 1e-11)
+        assert_near(kfac.averaged(model, state), average, 1e-11)
+    together = momentum == 0.0 or decay == 0.0
+    assert (relative(leaves(model), leaves(base_of(model, state, momentum))) < 1e-9) == (
+        together
+    )
+
+
+def base_of(model, state, momentum):
+    """z = x + m / (1 - mu)."""
+    average = kfac.averaged(model, state)
+    return blend(average, model, 1 / (1 - momentum))
+
+
+def test_momentum_that_decays_is_something_else():
+    models = []
+    for averaging in (kfac.ScheduleFree(0.9), 0.9):
+        optimizer = plain_kfac(0.1, 0.9, averaging=averaging, **EXACT)
+        model = regressor()
+        state = optimizer.init(model)
+        for t in range(4):
+            model, state, _ = stepped(optimizer, loss_fn, model, state, *batch(t))
+        models.append((model, kfac.averaged(model, state)))
+    (ours, our_average), (theirs, their_average) = models
+    assert relative(leaves(ours), leaves(theirs)) > 1e-3
+    assert relative(leaves(our_average), leaves(their_average)) > 1e-3
+
+
+def inner(a, b, operator, damping):
+    """With the damped curvature, of two trees shaped like the model."""
+    trees = operator.mv(b), b
+    product = jtu.tree_map(lambda c, d: c + damping * d, *trees)
+    return sum(np.vdot(p, q) for p, q in zip(leaves(a), leaves(product), strict=True))
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_the_extent_is_that_of_step_and_velocity(tight):
+    """The curvature stays the same: one batch, a network that is linear."""
+    model = kfac.convert(eqx.nn.Linear(3, 2, key=jax.random.key(0)))
+    region = kfac.TrustRegion(
+        1e9, 1e9, velocity_factor=1e-12 if tight else 1e9, measured_fraction=jnp.inf
+    )
+    optimizer = plain_kfac(
+        0.1,
+        0.9,
+        norm_constraint=region,
+        averaging=kfac.ScheduleFree(kfac.Window(0.5)),
+        solver=kfac.Eigh(),
+        **EXACT,
+    )
+    state = optimizer.init(model)
+    for _ in range(4):
+        before, old = model, state.velocity
+        model, state, _ = stepped(optimizer, loss_fn, model, state, X, Y)
+        operator = kfac.analysis.BlockDiagonalOperator(state.curvature, model)
+        product = ft.partial(inner, operator=operator, damping=0.1)
+        arrays = lambda tree: eqx.filter(tree, eqx.is_inexact_array)
+        step = jtu.tree_map(jnp.subtract, arrays(model), arrays(before))
+        gradient = arrays(eqx.filter_grad(lambda m: loss_fn(m, X, Y).value)(before))
+        dot = lambda a: sum(np.vdot(*pair) for pair in zip(leaves(a), leaves(gradient)))
+        extent, new = state.extent, state.velocity
+        assert_near(extent.squared_length, product(new, new), 1e-9)
+        assert_near(extent.step_length, product(step, step), 1e-9)
+        assert_near(extent.along, product(new, step), 1e-9)
+        assert_near(extent.descent, -dot(step), 1e-9)
+        kept = extent.slope / dot(old) if dot(old) else 0.0
+        assert 0 <= kept < 1
+    assert relative(extent.along, extent.step_length) > 1e-3
+    assert relative(extent.along, extent.squared_length) > 1e-3
+
+
+@pytest.mark.parametrize("number", [1, 6])
+def test_a_step_is_as_long_as_the_region_allows(number):
+    radius = 1e-6
+    region = kfac.TrustRegion(radius, 1e9, velocity_factor=2.0)
+    choices = dict(norm_constraint=region, averaging=kfac.ScheduleFree(), **EXACT)
+    optimizer = plain_kfac(10.0, 0.9, **choices)
+    model, lengths = mlp(jax.random.key(0)), []
+    state = optimizer.init(model)
+    for _ in range(number):
+        model, state, _ = stepped(optimizer, loss_fn, model, state, X, Y)
+        lengths.append(float(state.extent.step_length))
+    assert np.all(np.array(lengths) <= 2 * radius * (1 + 1e-9))
+    np.testing.assert_allclose(lengths[0], 2 * radius)
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0])
+@pytest.mark.parametrize("kept", [0.0, 0.6, 1.0])
+def test_the_average_moves_by_what_is_not_ahead_any_more(scale, kept):
+    r"""With all of the velocity and a whole step, the average moves by $c / (1 - \mu)$
+    times the new velocity before it decays."""
+    momentum, decay, rate = (jnp.asarray(a) for a in (0.8, 0.7, 0.1))
+    dealing = Dealing.of(momentum, decay)
+    step = [scale * n for n in dealing.of_step(rate, jnp.asarray(kept))]
+    velocity = dealing.of_velocity(rate, jnp.asarray(kept), jnp.asarray(scale))
+    of_average = step[0] - velocity[0], step[1] - velocity[1] + kept
+    whole = 0.3 / 0.2
+    if scale == 1:
+        np.testing.assert_allclose(of_average[0], whole * 0.1)
+    np.testing.assert_allclose(of_average[1], scale * kept * whole)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("region", ["auto", None])
+def test_a_rejected_step_moves_neither_model_nor_average(bad, region):
+    optimizer = plain_kfac(
+        0.01, norm_constraint=region, averaging=kfac.ScheduleFree(), **EXACT
+    )
+    model = regressor()
+    state = optimizer.init(model)
+    for t in range(3):
+        model, state, _ = stepped(optimizer, loss_fn, model, state, *batch(t))
+    x = np.asarray(X) * bad
+    after, later, info = stepped(optimizer, loss_fn, model, state, x, Y)
+    assert bool(info.rejected) and bool(info.faults.loss)
+    assert_near(after, model, 0)
+    assert_near(later.velocity, state.velocity, 0)
+    averages = kfac.averaged(after, later), kfac.averaged(model, state)
+    assert_near(*averages, 0)
+    again, _, info = stepped(optimizer, loss_fn, after, later, *batch(4))
+    assert not bool(info.rejected)
+    assert relative(leaves(again), leaves(after)) > 1e-6
+
+
+def test_the_average_before_the_first_step_is_the_model():
+    model, optimizer = regressor(), kfac.KFAC(averaging=kfac.ScheduleFree())
+    state = optimizer.init(model)
+    assert state.averaged_parameters == kfac.Ahead()
+    assert not jtu.tree_leaves(state.averaged_parameters)  # It needs no memory.
+    assert_near(kfac.averaged(model, state), model, 0)
+    assert state.extent.along is not None
+    assert kfac.KFAC().init(model).extent.along is None
+
+
+class Shifted(eqx.Module):
+    """A parameter that no tag covers, beside a layer."""
+
+    layer: kfac.Linear
+    shift: jax.Array
+
+    def __call__(self, x):
+        return self.layer(x) + self.shift
+
+
+def test_parameters_of_the_fallback_are_not_averaged():
+    layer = kfac.Linear(3, 2, key=jax.random.key(0))
+    model = Shifted(layer, jnp.zeros(2))
+    choices = dict(fallback=optax.sgd(0.1), averaging=kfac.ScheduleFree())
+    optimizer = plain_kfac(0.01, **choices, **EXACT)
+    state = optimizer.init(model)
+    for t in range(3):
+        model, state, _ = stepped(optimizer, loss_fn, model, state, *batch(t))
+    average = kfac.averaged(model, state)
+    assert_near(average.shift, model.shift, 0)
+    assert relative(average.layer.weight, model.layer.weight) > 1e-4
+    with raises(ValueError, "The state has averages of", "layer.weight"):
+        kfac.averaged(dataclasses.replace(model, layer=None), state)
+
+
+def test_it_is_the_same_in_optax():
+    choices = dict(averaging=kfac.ScheduleFree(), damping=0.1, inverse_period=1)
+    ours = plain_kfac(0.1, fisher=kfac.Exact(), **choices)
+    theirs = kfac.optax_kfac(0.1, 0.9, **choices)
+    value_and_all = kfac.value_grad_and_curvature(loss_fn, fisher=kfac.Exact())
+    model = other = regressor()
+    state = ours.init(model)
+    opt_state = theirs.init(eqx.filter(other, eqx.is_inexact_array))
+    for t in range(4):
+        model, state, _ = stepped(ours, loss_fn, model, state, *batch(t))
+        _, grads, curvature = eqx.filter_jit(value_and_all)(other, *batch(t))
+        params = eqx.filter(other, eqx.is_inexact_array)
+        updates, opt_state = eqx.filter_jit(theirs.update)(
+            grads, opt_state, params, curvature=curvature
+        )
+        other = eqx.apply_updates(other, updates)
+    assert_near(other, model, 1e-10)
+    assert_near(kfac.averaged(other, opt_state), kfac.averaged(model, state), 1e-10)
+
+
+def test_what_it_cannot_be():
+    rule = kfac.QuadraticModel()
+    with raises(ValueError, "`kfac.ScheduleFree` deals out", "Give numbers"):
+        kfac.KFAC(rule, rule, averaging=kfac.ScheduleFree())
+    with raises(ValueError, "`decay` must be in [0, 1]"):
+        kfac.ScheduleFree(1.5)
+    with raises(TypeError, "`decay` must be a number or a schedule"):
+        kfac.ScheduleFree(kfac.Window)
+    with raises(TypeError, "`averaging` must be a number"):
+        kfac.KFAC(averaging=kfac.ScheduleFree)
+
+
+def excess(averaging, steps=150):
+    """How far above its least a loss is whose targets are mostly noise: that of the
+    averaged model on all data."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2048, 4))
+    y = np.sin(x[:, :1]) + 10 * rng.standard_t(3, size=(2048, 1))
+    model = kfac.convert(eqx.nn.MLP(4, 1, 16, 2, jnp.tanh, key=jax.random.key(0)))
+    optimizer = kfac.KFAC(averaging=averaging, fisher=kfac.Exact())
+    state = optimizer.init(model)
+    step = eqx.filter_jit(optimizer.step)
+    for t in range(steps):
+        part = rng.integers(0, len(x), 64)
+        model, state, _ = step(loss_fn, model, state, x[part], y[part])
+    return float(loss_fn(kfac.averaged(model, state), x, y).value)
