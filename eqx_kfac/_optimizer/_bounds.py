@@ -191,7 +191,8 @@ class _Metric(NamedTuple):
     previous: Float[Array, ""]  # Of the velocity with itself.
 
     def inner(self, first: Lengths, second: Lengths) -> Float[Array, ""]:
-        """As $F (F^{-1} g) = g$, no product with $F$ is needed."""
+        r"""The inner product of two vectors, given what they consist of. No product with
+        $\hat F$ is needed, because $\hat F (\hat F^{-1} \nabla h) = \nabla h$."""
         (rate, momentum), (other_rate, other_momentum) = first, second
         mixed = momentum * other_rate + other_momentum * rate
         squares = rate * other_rate * self.norm

@@ -1,7 +1,7 @@
 """Does it matter that the end is known, where targets are noisy? Counts, quantiles, and a
 mean with its spread, each of a network that cannot fit the noise: `KFAC()`, `KFAC()` with
-a learning rate that falls along a cosine, and Adam with the best of five rates, which
-fall, too.
+a learning rate that falls along a cosine, `KFAC()` that needs no such rate because
+gradients are near the average, and Adam with the best of five rates, which fall, too.
 
     python tests/benchmarks/noise.py
     python tests/benchmarks/noise.py --toy    # does everything run?
@@ -89,6 +89,10 @@ def quantiles() -> Callable:
     return race("quantiles", loss, 6, 3, *data)
 
 
+def free() -> kfac.KFAC:
+    return kfac.KFAC(averaging=kfac.ScheduleFree())
+
+
 def methods(steps: int) -> list[races.Method]:
     falling = optax.cosine_decay_schedule(0.1, steps)
     adam = races.with_optax(lambda: optax.adam(1.0))
@@ -97,6 +101,7 @@ def methods(steps: int) -> list[races.Method]:
         races.Method(
             "`KFAC(cosine)`", (None,), races.with_kfac(lambda: kfac.KFAC(falling))
         ),
+        races.Method("`KFAC(averaging=ScheduleFree())`", (None,), races.with_kfac(free)),
         races.Method("Adam", RATES, adam),
     ]
 
