@@ -174,6 +174,7 @@ def test_the_average_moves_by_what_is_not_ahead_any_more(scale, kept):
     velocity = dealing.of_velocity(rate, jnp.asarray(kept), jnp.asarray(scale))
     of_average = step[0] - velocity[0], step[1] - velocity[1] + kept
     whole = 0.3 / 0.2
+    np.testing.assert_allclose(velocity[0], (1 - 0.3 * scale) * scale * 0.1)
     if scale == 1:
         np.testing.assert_allclose(of_average[0], whole * 0.1)
     np.testing.assert_allclose(of_average[1], scale * kept * whole)
@@ -266,19 +267,3 @@ def test_what_it_cannot_be():
         kfac.ScheduleFree(kfac.Window)
     with raises(TypeError, "`averaging` must be a number"):
         kfac.KFAC(averaging=kfac.ScheduleFree)
-
-
-def excess(averaging, steps=150):
-    """How far above its least a loss is whose targets are mostly noise: that of the
-    averaged model on all data."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(2048, 4))
-    y = np.sin(x[:, :1]) + 10 * rng.standard_t(3, size=(2048, 1))
-    model = kfac.convert(eqx.nn.MLP(4, 1, 16, 2, jnp.tanh, key=jax.random.key(0)))
-    optimizer = kfac.KFAC(averaging=averaging, fisher=kfac.Exact())
-    state = optimizer.init(model)
-    step = eqx.filter_jit(optimizer.step)
-    for t in range(steps):
-        part = rng.integers(0, len(x), 64)
-        model, state, _ = step(loss_fn, model, state, x[part], y[part])
-    return float(loss_fn(kfac.averaged(model, state), x, y).value)
