@@ -15,7 +15,16 @@ import pytest
 import eqx_kfac as kfac
 from eqx_kfac._optimizer._schedule_free import Dealing
 
-from .helpers import assert_near, leaves, normal, raises, relative, stepped
+from .helpers import (
+    assert_near,
+    leaves,
+    member,
+    normal,
+    raises,
+    relative,
+    scanned,
+    stepped,
+)
 from .models import mlp, regressor
 from .plain import plain_kfac
 
@@ -210,6 +219,101 @@ def test_the_average_before_the_first_step_is_the_model():
     assert_near(kfac.averaged(model, state), model, 0)
     assert state.extent.along is not None
     assert kfac.KFAC().init(model).extent.along is None
+
+
+def surrogate(model, x, y):
+    """An objective beside a loss without targets."""
+    out = jax.vmap(model)(x)
+    return jnp.mean(jnp.sum(out * y, axis=1)) + kfac.SquaredError(out)
+
+
+def test_a_step_of_a_surrogate_is_a_part_of_one():
+    """Bounds that are measured shorten what the gradient adds to the velocity, too."""
+    choices = dict(averaging=kfac.ScheduleFree(0.8), **EXACT)
+    region = kfac.TrustRegion(1e-6)
+    optimizer = plain_kfac(1.0, 0.9, norm_constraint=region, **choices)
+    model = regressor()
+    state = optimizer.init(model)
+    new, state, info = stepped(optimizer, surrogate, model, state, X, Y)
+    assert not bool(info.rejected)
+    free = plain_kfac(1.0, 0.9, **choices)
+    far, other, _ = stepped(free, surrogate, model, free.init(model), X, Y)
+    moved = [jtu.tree_map(jnp.subtract, *map(arrays_of, (m, model))) for m in (new, far)]
+    part = np.vdot(*map(ravelled, moved)) / np.vdot(
+        ravelled(moved[1]), ravelled(moved[1])
+    )
+    assert 0 < part < 0.1
+    assert_near(ravelled(moved[0]), part * ravelled(moved[1]), 1e-9)
+    assert_near(ravelled(state.velocity), part * ravelled(other.velocity), 1e-9)
+    first = 0.9 * 0.2 / 0.1
+    assert_near(ravelled(state.velocity), 0.8 / (1 + first) * ravelled(moved[0]), 1e-9)
+
+
+def arrays_of(model):
+    return eqx.filter(model, eqx.is_inexact_array)
+
+
+def ravelled(tree):
+    return np.concatenate([np.ravel(leaf) for leaf in leaves(tree)])
+
+
+def losses_of(averaging, dtype=jnp.float64, steps=6):
+    model = kfac.cast(regressor(), dtype)
+    optimizer = kfac.KFAC(averaging=averaging, fisher=kfac.Exact())
+    state = optimizer.init(model)
+    x, y = np.asarray(X, dtype), np.asarray(Y, dtype)
+    for _ in range(steps):
+        model, state, info = stepped(optimizer, loss_fn, model, state, x, y)
+        assert not bool(info.rejected)
+    return model, state, loss_fn(kfac.averaged(model, state), x, y).value
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float64])
+def test_the_average_has_the_type_of_the_model(dtype):
+    model, state, value = losses_of(kfac.ScheduleFree(), dtype)
+    average = kfac.averaged(model, state)
+    assert {leaf.dtype for leaf in leaves(average)} == {jnp.dtype(dtype)}
+    first = loss_fn(kfac.cast(regressor(), dtype), np.asarray(X, dtype), Y.astype(dtype))
+    assert float(value) < float(first.value)
+
+
+def test_ensembles_and_loops():
+    optimizer = kfac.KFAC(averaging=kfac.ScheduleFree(), fisher=kfac.Exact())
+    models = [regressor(seed) for seed in (0, 1)]
+
+    @eqx.filter_jit
+    @eqx.filter_vmap(in_axes=(eqx.if_array(0), None))
+    def of_all(model, number):
+        state = optimizer.init(model)
+        params, state, _ = scanned(optimizer, loss_fn, model, state, X, Y, length=number)
+        model = eqx.combine(params, model)
+        return arrays_of(model), arrays_of(kfac.averaged(model, state))
+
+    members = jtu.tree_map(
+        lambda *a: jnp.stack(a) if eqx.is_array(a[0]) else a[0], *models
+    )
+    together = of_all(members, 5)
+    for index, model in enumerate(models):
+        state = optimizer.init(model)
+        for _ in range(5):
+            model, state, _ = stepped(optimizer, loss_fn, model, state, X, Y)
+        alone = arrays_of(model), arrays_of(kfac.averaged(model, state))
+        assert_near(member(together, index), alone, 1e-9)
+
+
+def test_where_the_parameters_go_back_they_are_the_average():
+    optimizer = plain_kfac(
+        0.01, norm_constraint="auto", averaging=kfac.ScheduleFree(), **EXACT
+    )
+    model = regressor()
+    state = optimizer.init(model)
+    for t in range(3):
+        model, state, _ = stepped(optimizer, loss_fn, model, state, *batch(t))
+    for _ in range(4):  # Losses that have diverged.
+        model, state, info = stepped(optimizer, loss_fn, model, state, X, 1e4 + Y)
+    assert bool(info.faults.divergence)
+    assert_near(kfac.averaged(model, state), model, 0)
+    assert all(not np.any(leaf) for leaf in leaves(state.velocity))
 
 
 class Shifted(eqx.Module):
