@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import eqx_kfac as kfac
+from eqx_kfac._optimizer._extent import init_extent
 from eqx_kfac._optimizer._schedule_free import Dealing
 
 from .helpers import (
@@ -155,6 +156,18 @@ def test_the_extent_is_that_of_step_and_velocity(tight):
         assert 0 <= kept < 1
     assert relative(extent.along, extent.step_length) > 1e-3
     assert relative(extent.along, extent.squared_length) > 1e-3
+
+
+def test_what_gradients_and_losses_say_is_of_the_step():
+    given = dict(squared_length=5.0, step_length=3.0, along=2.0, slope=0.5, descent=4.0)
+    numbers = {name: jnp.asarray(value) for name, value in given.items()}
+    extent = dataclasses.replace(init_extent(schedule_free=True), **numbers)
+    found = extent.coupling_given(jnp.asarray(6.5))
+    np.testing.assert_allclose(found, (1 + (6.5 - 0.5) / 2) / 2)
+    later = extent.between(jnp.asarray(10.0), jnp.asarray(9.0))
+    np.testing.assert_allclose(later.promised, 0.9 + 0.1 * (4 - 3 / 2) / 10)
+    half = extent.scaled(jnp.asarray(0.5))
+    np.testing.assert_allclose([half.step_length, half.along], [3 / 4, 2 / 4])
 
 
 @pytest.mark.parametrize("number", [1, 6])
