@@ -84,8 +84,9 @@ class Bounds(PlainModule):
     ) -> tuple[Lengths, Lengths | None]:
         """The lengths of the step and of the next velocity, given the learning rate, the
         part of the momentum that is kept, and by which factor the step is shorter."""
-        momentum = self.state.momentum * kept.astype(self.state.momentum.dtype)
         if self.dealing is None:
+            momentum = self.state.momentum
+            momentum *= kept.astype(momentum.dtype)
             return (scale * rate, scale * momentum), None
         first, second = self.dealing.of_step(rate, kept)
         velocity = self.dealing.of_velocity(rate, kept, scale)

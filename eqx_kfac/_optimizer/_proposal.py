@@ -23,7 +23,7 @@ class Proposal(NamedTuple):
     # natural gradient, and the previous update, all of the parameters that tags cover.
     lengths: Float[Array, "2"]
     # The same of the velocity after the step, if that is not the step.
-    lasting: Float[Array, "2"] | None
+    remembered: Float[Array, "2"] | None
     natural: Model
     before: Model
     others: Model  # The update of all other parameters, from the `fallback`.
@@ -59,7 +59,7 @@ class Proposal(NamedTuple):
         loop for each value of the flag, and for three flags eight of them.)"""
         finite = lambda a: jnp.where(jnp.isfinite(a), a, 0)
         old = jnp.stack([jnp.zeros_like(stopped), ~stopped]).astype(self.lengths.dtype)
-        new = self.lengths if self.lasting is None else self.lasting
+        new = self.lengths if self.remembered is None else self.remembered
         lengths = jnp.where(rejected, old, new)
         natural, before = jtu.tree_map(finite, (self.natural, self.before))
         return velocity(lengths, natural, before)
@@ -67,12 +67,11 @@ class Proposal(NamedTuple):
     def taken(self, rejected: Bool[Array, ""], after: Model) -> Model:
         """The update of the parameters that tags cover, or zero if the step is
         `rejected`, given the velocity `after` it."""
-        zero = 1 - rejected.astype(self.lengths.dtype)
-        if self.lasting is None:
-            return jtu.tree_map(lambda v: zero.astype(v.dtype) * v, after)
-        stopped = jnp.ones_like(rejected)
-        step = self._replace(lasting=None)
-        return step.velocity_after(rejected, stopped)
+        if self.remembered is not None:
+            step = self._replace(remembered=None)
+            return step.velocity_after(rejected, stopped=jnp.ones_like(rejected))
+        part = 1 - rejected.astype(self.lengths.dtype)
+        return jtu.tree_map(lambda v: part.astype(v.dtype) * v, after)
 
 
 def velocity(lengths: Float[Array, "2"], natural: Model, before: Model) -> Model:

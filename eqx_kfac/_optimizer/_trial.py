@@ -124,12 +124,12 @@ class Trial(PlainModule):
         the updates of the parameters that no tag covers."""
         state, natural = self.state, self._natural_gradient(inverse, strength)
         # Learning rate and momentum, as the bounds and then as a rule will have them.
-        given, after, extent = self._bounds.lengths(natural, self._gradient)
+        given, later, extent = self._bounds.lengths(natural, self._gradient)
         (scale, momentum), predicted = self._chosen_lengths(damping, natural, given)
         before = state.velocity
         # Both numbers in one array: what a GPU does to two of them are two kernels.
         lengths = jax.lax.optimization_barrier(jnp.stack([scale, momentum]))
-        lasting = None if after is None else jnp.stack(after)
+        remembered = None if later is None else jnp.stack(later)
         squares = _squared_norm(lengths, natural, before)
         if self._bounds.are_measured:
             # On the whole step, momentum included, which is only known here.
@@ -138,15 +138,14 @@ class Trial(PlainModule):
             lengths = part.astype(lengths.dtype) * lengths
             extent = None if extent is None else extent.scaled(part)
             # What was left of the velocity does not depend on how long the step is.
-            if lasting is not None:
-                lasting = lasting.at[0].multiply(part.astype(lasting.dtype))
+            if remembered is not None:
+                remembered = remembered.at[0].multiply(part.astype(remembered.dtype))
         # The state keeps what was chosen, not what the bounds have made of it.
         learning_rate = state.learning_rate if self.rules.learning_rate is None else scale
         momentum = state.momentum if self.rules.momentum is None else momentum
         chosen = damping, learning_rate, momentum
-        return Proposal(
-            *chosen, lengths, lasting, natural, before, others, squares, extent, predicted
-        )
+        velocities = lengths, remembered, natural, before
+        return Proposal(*chosen, *velocities, others, squares, extent, predicted)
 
     def evaluate(self, proposal: Proposal) -> Evaluation:
         """What a step does to the loss, as far as that is to be known."""
