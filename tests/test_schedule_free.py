@@ -18,9 +18,11 @@ from eqx_kfac._optimizer._schedule_free import Dealing
 
 from .helpers import (
     assert_near,
+    flat,
     leaves,
     member,
     normal,
+    params_of,
     raises,
     relative,
     scanned,
@@ -143,9 +145,8 @@ def test_the_extent_is_that_of_step_and_velocity(tight):
         model, state, _ = stepped(optimizer, loss_fn, model, state, X, Y)
         operator = kfac.analysis.BlockDiagonalOperator(state.curvature, model)
         product = ft.partial(inner, operator=operator, damping=0.1)
-        arrays = lambda tree: eqx.filter(tree, eqx.is_inexact_array)
-        step = jtu.tree_map(jnp.subtract, arrays(model), arrays(before))
-        gradient = arrays(eqx.filter_grad(lambda m: loss_fn(m, X, Y).value)(before))
+        step = jtu.tree_map(jnp.subtract, params_of(model), params_of(before))
+        gradient = eqx.filter_grad(lambda m: loss_fn(m, X, Y).value)(before)
         dot = lambda a: sum(np.vdot(*pair) for pair in zip(leaves(a), leaves(gradient)))
         extent, new = state.extent, state.velocity
         assert_near(extent.squared_length, product(new, new), 1e-9)
@@ -251,43 +252,28 @@ def test_a_step_of_a_surrogate_is_a_part_of_one():
     assert not bool(info.rejected)
     free = plain_kfac(1.0, 0.9, **choices)
     far, other, _ = stepped(free, surrogate, model, free.init(model), X, Y)
-    moved = [jtu.tree_map(jnp.subtract, *map(arrays_of, (m, model))) for m in (new, far)]
-    part = np.vdot(*map(ravelled, moved)) / np.vdot(
-        ravelled(moved[1]), ravelled(moved[1])
-    )
+    moved = [jtu.tree_map(jnp.subtract, *map(params_of, (m, model))) for m in (new, far)]
+    part = np.vdot(*map(flat, moved)) / np.vdot(flat(moved[1]), flat(moved[1]))
     assert 0 < part < 0.1
-    assert_near(ravelled(moved[0]), part * ravelled(moved[1]), 1e-9)
-    assert_near(ravelled(state.velocity), part * ravelled(other.velocity), 1e-9)
+    assert_near(flat(moved[0]), part * flat(moved[1]), 1e-9)
+    assert_near(flat(state.velocity), part * flat(other.velocity), 1e-9)
     first = 0.9 * 0.2 / 0.1
-    assert_near(ravelled(state.velocity), 0.8 / (1 + first) * ravelled(moved[0]), 1e-9)
-
-
-def arrays_of(model):
-    return eqx.filter(model, eqx.is_inexact_array)
-
-
-def ravelled(tree):
-    return np.concatenate([np.ravel(leaf) for leaf in leaves(tree)])
-
-
-def losses_of(averaging, dtype=jnp.float64, steps=6):
-    model = kfac.cast(regressor(), dtype)
-    optimizer = kfac.KFAC(averaging=averaging, fisher=kfac.Exact())
-    state = optimizer.init(model)
-    x, y = np.asarray(X, dtype), np.asarray(Y, dtype)
-    for _ in range(steps):
-        model, state, info = stepped(optimizer, loss_fn, model, state, x, y)
-        assert not bool(info.rejected)
-    return model, state, loss_fn(kfac.averaged(model, state), x, y).value
+    assert_near(flat(state.velocity), 0.8 / (1 + first) * flat(moved[0]), 1e-9)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float64])
 def test_the_average_has_the_type_of_the_model(dtype):
-    model, state, value = losses_of(kfac.ScheduleFree(), dtype)
+    start = model = kfac.cast(regressor(), dtype)
+    optimizer = kfac.KFAC(averaging=kfac.ScheduleFree(), fisher=kfac.Exact())
+    state = optimizer.init(model)
+    x, y = np.asarray(X, dtype), np.asarray(Y, dtype)
+    for _ in range(6):
+        model, state, info = stepped(optimizer, loss_fn, model, state, x, y)
+        assert not bool(info.rejected)
     average = kfac.averaged(model, state)
     assert {leaf.dtype for leaf in leaves(average)} == {jnp.dtype(dtype)}
-    first = loss_fn(kfac.cast(regressor(), dtype), np.asarray(X, dtype), Y.astype(dtype))
-    assert float(value) < float(first.value)
+    after, before = (float(loss_fn(m, x, y).value) for m in (average, start))
+    assert after < before
 
 
 def test_ensembles_and_loops():
@@ -300,7 +286,7 @@ def test_ensembles_and_loops():
         state = optimizer.init(model)
         params, state, _ = scanned(optimizer, loss_fn, model, state, X, Y, length=number)
         model = eqx.combine(params, model)
-        return arrays_of(model), arrays_of(kfac.averaged(model, state))
+        return params_of(model), params_of(kfac.averaged(model, state))
 
     members = jtu.tree_map(
         lambda *a: jnp.stack(a) if eqx.is_array(a[0]) else a[0], *models
@@ -310,7 +296,7 @@ def test_ensembles_and_loops():
         state = optimizer.init(model)
         for _ in range(5):
             model, state, _ = stepped(optimizer, loss_fn, model, state, X, Y)
-        alone = arrays_of(model), arrays_of(kfac.averaged(model, state))
+        alone = params_of(model), params_of(kfac.averaged(model, state))
         assert_near(member(together, index), alone, 1e-9)
 
 
@@ -361,11 +347,11 @@ def test_it_is_the_same_in_optax():
     value_and_all = kfac.value_grad_and_curvature(loss_fn, fisher=kfac.Exact())
     model = other = regressor()
     state = ours.init(model)
-    opt_state = theirs.init(eqx.filter(other, eqx.is_inexact_array))
+    opt_state = theirs.init(params_of(other))
     for t in range(4):
         model, state, _ = stepped(ours, loss_fn, model, state, *batch(t))
         _, grads, curvature = eqx.filter_jit(value_and_all)(other, *batch(t))
-        params = eqx.filter(other, eqx.is_inexact_array)
+        params = params_of(other)
         updates, opt_state = eqx.filter_jit(theirs.update)(
             grads, opt_state, params, curvature=curvature
         )

@@ -156,7 +156,7 @@ class Bounds(PlainModule):
             scale = jnp.minimum(scale, measured)
         step, velocity = self._dealt(rate, kept, scale)
         if velocity is None:
-            return Bounded(step, None, metric.extent(extent, whole).scaled(scale))
+            return Bounded(step, None, metric.extent(extent, whole, whole).scaled(scale))
         return Bounded(step, velocity, metric.extent_of_both(extent, step, velocity))
 
     def _learnt(
@@ -199,22 +199,19 @@ class _Metric(NamedTuple):
         squares = rate * other_rate * self.norm
         return momentum * other_momentum * self.previous - mixed * self.slope + squares
 
-    def extent(self, extent: Extent, step: Lengths) -> Extent:
-        """The extent of a step, which is the next velocity."""
-        rest = step[1] * self.slope
+    def extent(self, extent: Extent, step: Lengths, velocity: Lengths) -> Extent:
+        """The extent of a step, and of the velocity after it."""
         return dataclasses.replace(
             extent,
-            squared_length=self.inner(step, step),
-            slope=rest,
-            descent=step[0] * self.norm - rest,
+            squared_length=self.inner(velocity, velocity),
+            slope=velocity[1] * self.slope,
+            descent=step[0] * self.norm - step[1] * self.slope,
         )
 
     def extent_of_both(self, extent: Extent, step: Lengths, velocity: Lengths) -> Extent:
-        """The extent of a step, and of another velocity after it."""
+        """The same, if the velocity after a step is not that step."""
         return dataclasses.replace(
-            self.extent(extent, step),
-            squared_length=self.inner(velocity, velocity),
-            slope=velocity[1] * self.slope,
+            self.extent(extent, step, velocity),
             step_length=self.inner(step, step),
             along=self.inner(velocity, step),
         )

@@ -4,8 +4,6 @@ are mappings from the names of arguments to what was passed for them."""
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-import equinox as eqx
-
 from .._checks import check_count, check_instance, check_number
 from .._custom_types import Choices, Model
 from .._fisher import AbstractFisher
@@ -27,7 +25,7 @@ from ._schedule_free import ScheduleFree
 from ._trust import AbstractTrustRegion, TrustRegion, Window
 
 
-_Rule = TypeVar("_Rule", bound=eqx.Module)
+_Rule = TypeVar("_Rule", bound=AbstractRule | AbstractHyperparameter)
 
 
 class Option(NamedTuple):

@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
-from .._custom_types import Model
+from .._custom_types import Model, Numeric
 from .._devices import zeros_split_as
 from .._jax import Tracer
 from .._misc import accumulator, by_path, names
@@ -200,7 +200,8 @@ class KFACState(NamedTuple):
     - `layer_damping`: the damping of each layer as last chosen by a `LayerDamping`, if
         there is one.
     - `fallback`: the state of the optax optimizer for parameters that no tag covers.
-    - `averaged_parameters`: the average of the parameters, if there is one.
+    - `averaged_parameters`: the average of the parameters, if there is one; with
+        [`eqx_kfac.ScheduleFree`][], [`eqx_kfac.Ahead`][].
     - `rollback`: the last good parameters, for a loss that diverges.
     - `hyperparameters`: the hyper-parameters, each as last chosen if a rule or a schedule
         chooses it (the damping: that of the next step). Each is also a property:
@@ -347,7 +348,9 @@ class Info(eqx.Module):
         return f"Info({', '.join(said)})"
 
 
-def init_average(averaging: Any, model: Model) -> AveragedParameters | Ahead | None:
+def init_average(
+    averaging: Numeric | ScheduleFree | None, model: Model
+) -> AveragedParameters | Ahead | None:
     """An average of which no iterate is part yet, as `averaging` wants it."""
     if averaging is None:
         return None
@@ -394,42 +397,29 @@ def averaged(model: _Model, state: KFACState) -> _Model:
         R. Grosse, ICML 2015, section 13 of the long version.
     """
     iterates = state.averaged_parameters
-    if isinstance(iterates, Ahead):
-        return _less_velocity(model, state.velocity)
     if iterates is None:
         raise ValueError(
             "This optimizer does not average its iterates. Construct it with "
             "`kfac.KFAC(..., averaging=0.99)` (or 1 for the mean of all)."
         )
-    _check_has(model, iterates.mean)
-
-    def choose(path, leaf):
-        mean = iterates.mean.get(jtu.keystr(path))
-        if mean is None:
-            return leaf
-        return jnp.where(iterates.weight == 0, leaf, mean.astype(leaf.dtype))
-
-    return jtu.tree_map_with_path(choose, model)
-
-
-def _less_velocity(model: _Model, velocity: Model) -> _Model:
-    ahead = by_path(velocity)
-    _check_has(model, ahead)
-
-    def choose(path, leaf):
-        by = ahead.get(jtu.keystr(path))
-        return leaf if by is None else leaf - by
-
-    return jtu.tree_map_with_path(choose, model)
-
-
-def _check_has(model: Model, mean: dict[str, Array]) -> None:
-    missing = sorted(set(mean) - set(by_path(model)))
+    ahead = isinstance(iterates, Ahead)
+    known = by_path(state.velocity) if ahead else iterates.mean
+    missing = sorted(set(known) - set(by_path(model)))
     if missing:
         raise ValueError(
             f"The state has averages of {names(missing)}, which the model does not have. "
             "Give the model (or the part of it that is trained) that `step` returned."
         )
+
+    def choose(path, leaf):
+        found = known.get(jtu.keystr(path))
+        if found is None:
+            return leaf
+        if isinstance(iterates, Ahead):
+            return leaf - found
+        return jnp.where(iterates.weight == 0, leaf, found.astype(leaf.dtype))
+
+    return jtu.tree_map_with_path(choose, model)
 
 
 def init_faults() -> Faults:

@@ -124,16 +124,17 @@ class Trial(PlainModule):
         the updates of the parameters that no tag covers."""
         state, natural = self.state, self._natural_gradient(inverse, strength)
         # Learning rate and momentum, as the bounds and then as a rule will have them.
-        given, later, extent = self._bounds.lengths(natural, self._gradient)
+        bounds = self._bounds
+        given, later, extent = bounds.lengths(natural, self._gradient)
         (scale, momentum), predicted = self._chosen_lengths(damping, natural, given)
         before = state.velocity
         # Both numbers in one array: what a GPU does to two of them are two kernels.
         lengths = jax.lax.optimization_barrier(jnp.stack([scale, momentum]))
         remembered = None if later is None else jnp.stack(later)
         squares = _squared_norm(lengths, natural, before)
-        if self._bounds.are_measured:
+        if bounds.are_measured:
             # On the whole step, momentum included, which is only known here.
-            part = self._bounds.measured_part(velocity(lengths, natural, before))
+            part = bounds.measured_part(velocity(lengths, natural, before))
             squares *= part.astype(squares.dtype) ** 2
             lengths = part.astype(lengths.dtype) * lengths
             extent = None if extent is None else extent.scaled(part)
