@@ -159,6 +159,22 @@ def test_tree_map_params(name):
         assert_same(optax.tree.get(marked, like_params), params)
 
 
+@pytest.mark.parametrize("averaging", ["auto", 0.9, kfac.ScheduleFree()], ids=str)
+def test_tree_map_params_of_a_state_with_all_parts(averaging):
+    """The average is a dictionary by paths, and so is no tree like the parameters."""
+    optimizer = kfac.optax_kfac(
+        damping="auto", norm_constraint="auto", averaging=averaging
+    )
+    params, value, grads, curvature = estimated("kfac")
+    extra = dict(curvature=curvature, value=value)
+    state = optimizer.init(params)
+    _, state = jax.jit(optimizer.update)(grads, state, params, **extra)
+    doubled = optax.tree.map_params(optimizer, lambda v: 2 * v, state)
+    twice = jtu.tree_map(lambda v: 2 * v, state.velocity)
+    assert any(map(np.any, arrays(twice)))
+    assert_same(doubled, state._replace(velocity=twice))
+
+
 @faces
 def test_tree_get_and_set(name):
     optimizer = make(name)

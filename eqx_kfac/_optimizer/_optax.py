@@ -234,8 +234,8 @@ class _KFAC:
             leaf = trees["curvature"]
             state = optimizer._init_with(
                 velocity=params,
-                layer_damping=None,
-                averaged_parameters=None,
+                layer_damping=None if optimizer._rules.layer_damping is None else leaf,
+                averaged_parameters=None if optimizer.averaging is None else leaf,
                 rollback=leaf,
                 known=leaf,
                 **trees,
