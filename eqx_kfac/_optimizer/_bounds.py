@@ -147,6 +147,8 @@ class Bounds(PlainModule):
         bounds = region(constraint, remaining, start.terms)
         most, most_of_velocity = map(state.rollback.narrowed, bounds)
         rate = _at_most(most, rate**2 * norm) * rate
+        part = region.of_promised(extent.learnt).astype(rate.dtype)
+        rate = jnp.minimum(rate, _promising(part, remaining, norm))
         whole, _ = self._dealt(rate, kept, one)
         length = metric.inner(whole, whole)
         scale = _at_most(most_of_velocity, length)
@@ -175,7 +177,7 @@ class Bounds(PlainModule):
         if start.squares > 0:
             growth = region.growth(growth, remaining, start.squares)
         learnt = dataclasses.replace(
-            extent.between(self.state.rollback.loss, remaining),
+            extent.between(self.state.rollback.loss, remaining).after(remaining),
             coupling=extent.coupling_given(slope),
             uphill=extent.uphill_given(unclear, remaining),
             growth=growth,
@@ -221,6 +223,16 @@ def _at_most(most: Float[Array, ""], length: Float[Array, ""]) -> Float[Array, "
     """The factor in (0, 1] by which a vector is to be scaled such that its squared length
     is at most `most`."""
     return jnp.minimum(1, jnp.sqrt(most / _positive(length)))
+
+
+def _promising(
+    part: Float[Array, ""], remaining: Float[Array, ""], norm: Float[Array, ""]
+) -> Float[Array, ""]:
+    r"""The learning rate with which the new part of a step promises its own batch a part
+    of the loss that remains, given $\langle \hat F^{-1} \nabla h, \nabla h \rangle$; any,
+    if the part is infinite."""
+    promised = part * jnp.abs(remaining).astype(part.dtype)
+    return jnp.where(jnp.isinf(part), part, promised / _positive(norm))
 
 
 def _kept(

@@ -57,6 +57,11 @@ class Extent(eqx.Module):
     At first, $f = s = 0$ and $p = 1$. Where most of a gradient is noise, $\ell$ is below
     zero; where every batch is all of the data, mostly between a third and one, or above.
 
+    How much has been learnt is told by the first loss, $h_1$, and an average of the last
+    ones,
+
+    $$\bar h \leftarrow \frac{9}{10} \bar h + \frac{1}{10} h.$$
+
     **Fields:**
 
     - `squared_length`: $\langle \delta, \hat F \delta \rangle$.
@@ -69,6 +74,8 @@ class Extent(eqx.Module):
     - `promised`: $p$.
     - `growth`: how many times larger than given the radius of the region is, because of
         the unit of the targets.
+    - `first_loss`: $h_1$; 0 before there has been any loss.
+    - `recent_loss`: $\bar h$.
     - `step_length`, `along`: $\langle \delta, \hat F \delta \rangle$ and
         $\langle m, \hat F \delta \rangle$ if the velocity is the $m$ of
         [`eqx_kfac.ScheduleFree`][], and not the last step, $\delta$; else `None`.
@@ -83,6 +90,8 @@ class Extent(eqx.Module):
     fallen_square: Float[Array, ""]
     promised: Float[Array, ""]
     growth: Float[Array, ""]
+    first_loss: Float[Array, ""]
+    recent_loss: Float[Array, ""]
     step_length: Float[Array, ""] | None = None
     along: Float[Array, ""] | None = None
 
@@ -93,6 +102,15 @@ class Extent(eqx.Module):
         variance = jnp.maximum(self.fallen_square - self.fallen**2, 0) / 19
         least = self.fallen - 2 * jnp.sqrt(variance)
         return least / jnp.maximum(self.promised, 1e-30)
+
+    @property
+    def learnt(self) -> Float[Array, ""]:
+        r"""How many times smaller than the first loss the last ones are,
+        $h_1 / \bar h$: at least 1, and at most 1,000, as where one of them is not
+        positive."""
+        positive = (self.first_loss > 0) & (self.recent_loss > 0)
+        ratio = self.first_loss / jnp.where(positive, self.recent_loss, 1)
+        return jnp.minimum(jnp.where(positive, jnp.maximum(ratio, 1), 1_000), 1_000)
 
     def coupling_given(self, slope: Float[Array, ""]) -> Float[Array, ""]:
         r"""$\kappa$, given the slope along the velocity after the step. (A velocity of
@@ -136,6 +154,18 @@ class Extent(eqx.Module):
             promised=averaged(self.promised, promise),
         )
 
+    def after(self, value: Float[Array, ""]) -> "Extent":
+        r"""The extent with $h_1$ and $\bar h$, given the loss. (A first loss of zero, or
+        one that is not finite, says nothing.)"""
+        value = value.astype(self.first_loss.dtype)
+        finite, began = jnp.isfinite(value), self.first_loss != 0
+        recent = jnp.where(began, 0.9 * self.recent_loss + 0.1 * value, value)
+        return dataclasses.replace(
+            self,
+            first_loss=jnp.where(began | ~finite, self.first_loss, value),
+            recent_loss=jnp.where(finite, recent, self.recent_loss),
+        )
+
     def scaled(self, factor: Float[Array, ""]) -> "Extent":
         """The extent of `factor` times the velocity. (Zero times a length that has
         overflowed is zero.)"""
@@ -169,6 +199,8 @@ def init_extent(schedule_free: bool = False) -> Extent:
         fallen_square=jnp.zeros((), float),
         promised=jnp.ones((), float),
         growth=jnp.ones((), float),
+        first_loss=jnp.zeros((), float),
+        recent_loss=jnp.zeros((), float),
         step_length=number(),
         along=number(),
     )

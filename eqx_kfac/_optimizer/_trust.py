@@ -55,6 +55,13 @@ class AbstractTrustRegion(AbstractRule):
         lasts at least to the next ones (see [`eqx_kfac.Extent`][]). By default, once."""
         return jnp.ones_like(lasting)
 
+    def of_promised(self, learnt: Float[Array, ""]) -> Float[Array, ""]:
+        r"""An upper bound on $\alpha \langle \hat F^{-1} \nabla h, \nabla h \rangle$,
+        what the new part of a step promises its own batch, as a part of the loss, given
+        how many times smaller than the first loss the last ones are (see
+        [`eqx_kfac.Extent`][]). By default, nothing."""
+        return jnp.full_like(learnt, jnp.inf)
+
     def kept(self, uphill: Float[Array, ""]) -> Float[Array, ""]:
         r"""What the momentum is multiplied by, given the part $u$ of the loss by which
         the velocity has led uphill in the last steps (see [`eqx_kfac.Extent`][]). By
@@ -133,6 +140,18 @@ class TrustRegion(AbstractTrustRegion):
     with $\ell$ the part of the promised descent that lasts at least, on an average of the
     last steps (`extent.lasting`).
 
+    What a gradient promises its own batch may be many times what there is to be gained,
+    where a batch says little of many parameters, as of the rows of an embedding. The
+    noise of so long steps would be larger than the loss. A network that has learnt most
+    of what there was to learn is known not to suffer from that; so the bound
+
+    $$\alpha \langle \hat F^{-1} \nabla h, \nabla h \rangle \le p w |h| \,
+    \max(1, h_1 / \bar h)^6$$
+
+    is for the beginning, and for targets that are mostly noise, with $h_1$ the first loss
+    and $\bar h$ an average of the last ones (`extent.learnt`); there is none if one of
+    them is not positive.
+
     If a velocity leads uphill, so that its cosine with $\hat F^{-1} \nabla h$ in the
     metric of $\hat F$ is $\cos > 1/2$, the step uses only $2 - 2 \cos$ times $\mu$: the
     quadratic model from which the velocity came does not hold any more. Where the
@@ -166,6 +185,7 @@ class TrustRegion(AbstractTrustRegion):
     measured_fraction: Scalar
     uphill_fraction: Scalar
     lasting_factor: Scalar
+    promised_fraction: Scalar
     large_loss: Scalar
 
     def __init__(
@@ -177,6 +197,7 @@ class TrustRegion(AbstractTrustRegion):
         measured_fraction: Scalar = 0.05,
         uphill_fraction: Scalar = 0.1,
         lasting_factor: Scalar = 10.0,
+        promised_fraction: Scalar = 0.03,
         large_loss: Scalar = 300.0,
     ):
         r"""**Arguments:**
@@ -193,6 +214,9 @@ class TrustRegion(AbstractTrustRegion):
             lead uphill before less of it is kept; `jnp.inf`: all of it is.
         - `lasting_factor`: $a \ge 1$: how many times as much both parts of the loss
             may become where the descent lasts to the next batch; 1: they never do.
+        - `promised_fraction`: $p > 0$, a fraction of the loss, which the new part of a
+            step may promise its own batch while nothing has been learnt; `jnp.inf`: it
+            may promise anything.
         - `large_loss`: $h_0 > 0$, in nats: with a squared error that is larger, $c$ is
             as many times larger; `jnp.inf`: it never is. (Of up to 100 outputs; of
             $k > 100$, $k / 100$ times as many nats.)
@@ -208,6 +232,9 @@ class TrustRegion(AbstractTrustRegion):
         )
         self.uphill_fraction = check_number("uphill_fraction", uphill_fraction, POSITIVE)
         self.lasting_factor = check_number("lasting_factor", lasting_factor, Range(1))
+        self.promised_fraction = check_number(
+            "promised_fraction", promised_fraction, POSITIVE
+        )
         self.large_loss = check_number("large_loss", large_loss, POSITIVE)
 
     @property
@@ -251,6 +278,10 @@ class TrustRegion(AbstractTrustRegion):
         part = (lasting - _NOISE) / (_SIGNAL - _NOISE)
         return 1 + jnp.clip(part, 0, 1) * (self.lasting_factor - 1)
 
+    def of_promised(self, learnt: Float[Array, ""]) -> Float[Array, ""]:
+        r"""$p \, \max(1, h_1 / \bar h)^6$, given $\max(1, h_1 / \bar h)$."""
+        return learnt**_SOON * self.promised_fraction
+
     def kept(self, uphill: Float[Array, ""]) -> Float[Array, ""]:
         """The part of the momentum that is used, given $u$."""
         return jnp.minimum(1, self.uphill_fraction / jnp.maximum(uphill, 1e-30))
@@ -259,6 +290,10 @@ class TrustRegion(AbstractTrustRegion):
 # Up to which part of a descent that lasts to the next batch its gradient is taken for
 # noise, and from which on for one without any.
 _NOISE, _SIGNAL = 0.2, 0.5
+
+# How soon a loss that falls allows steps to promise more: where a third has been learnt,
+# ten times as much.
+_SOON = 6
 
 # From how many times `full_terms` on the number of terms does not matter. It is not noise
 # that bounds steps then, but how far the quadratic model holds.
