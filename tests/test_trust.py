@@ -794,6 +794,7 @@ def test_update_is_the_same_step():
         "full_terms",
         "measured_fraction",
         "uphill_fraction",
+        "promised_fraction",
         "large_loss",
     ],
 )
@@ -825,3 +826,145 @@ def test_a_network_that_fits_its_data():
     assert losses[-1] < 0.05 * losses[0]
     assert max(losses[100:]) < 1.1 * losses[100]
     assert state.rejected == 0
+
+
+def promises(fraction, steps=12):
+    """What steps without momentum promise their batch, as parts of the loss, and the
+    losses."""
+    free = dict(velocity_factor=jnp.inf, measured_fraction=jnp.inf, full_terms=1)
+    region = kfac.TrustRegion(1e6, jnp.inf, **free, promised_fraction=fraction)
+    choices = dict(fisher=EXACT, solver=kfac.Eigh(), norm_constraint=region)
+    optimizer = plain_kfac(0.3, 0.0, damping=1e-3, **choices)
+    model = make_model()
+    state = optimizer.init(model)
+    parts, losses = [], []
+    for _ in range(steps):
+        slopes = eqx.filter_grad(lambda m: loss_of(10.0)(m, X, Y).value)(model)
+        before = model
+        model, state, info = stepped(optimizer, loss_of(10.0), model, state)
+        three = zip(leaves(model), leaves(before), leaves(slopes), strict=True)
+        descent = -float(sum(jnp.sum((new - old) * g) for new, old, g in three))
+        losses.append(float(info.loss))
+        parts.append(descent / losses[-1])
+    return np.array(parts), np.array(losses)
+
+
+def test_the_more_has_been_learnt_the_more_may_a_step_promise():
+    parts, losses = promises(0.03)
+    recent, bounds = losses[0], []
+    for loss in losses:
+        recent = recent if not bounds else 0.9 * recent + 0.1 * loss
+        bounds.append(0.03 * max(1, losses[0] / recent) ** 6)
+    bounds = np.array(bounds)
+    assert np.all(parts <= bounds * (1 + 1e-9))
+    reached = parts > bounds * (1 - 1e-9)
+    assert reached[0] and reached[4] and bounds[4] > 1.1 * bounds[0]
+    assert np.all(promises(jnp.inf)[0][:3] > 5 * 0.03)
+
+
+def test_what_a_step_may_promise():
+    learnt = jnp.asarray([1.0, 2.0, 1000.0])
+    got = jax.vmap(kfac.TrustRegion(promised_fraction=0.5).of_promised)(learnt)
+    np.testing.assert_allclose(got, [0.5, 32.0, 0.5e18])
+    assert kfac.TrustRegion(promised_fraction=jnp.inf).of_promised(learnt[0]) == jnp.inf
+    for first, recent, want in [
+        (3.0, 2.0, 1.5),
+        (2.0, 3.0, 1.0),  # It has not become any smaller,
+        (3.0, 1e-9, 1000.0),
+        (3.0, -1.0, 1000.0),  # and densities may be of any sign.
+        (-1.0, -1.0, 1000.0),
+        (0.0, 0.0, 1000.0),
+    ]:
+        numbers = dict(first_loss=jnp.asarray(first), recent_loss=jnp.asarray(recent))
+        extent = dataclasses.replace(init_extent(), **numbers)
+        np.testing.assert_allclose(extent.learnt, want)
+
+
+@pytest.mark.parametrize("fraction", [0.03, jnp.inf])
+def test_nothing_is_left_to_be_promised(fraction):
+    """Any part of a loss of zero."""
+    optimizer, model, state = from_the_start(kfac.TrustRegion(promised_fraction=fraction))
+    model, state, _ = stepped(optimizer, loss_of(1.0), model, state)
+    after, state, info = stepped(optimizer, loss_of(0.0), model, state)
+    assert info.loss == 0 and not info.rejected
+    assert all(map(np.all, map(np.isfinite, leaves(after))))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_what_a_loss_of_any_sign_may_promise(sign):
+    """The logarithm of a density may be positive."""
+
+    def loss_fn(model, x, y):
+        return kfac.SquaredError(jax.vmap(model)(x), y) + offset
+
+    offset = 0.0 if sign > 0 else -2 * loss_at_the_start()
+    free = dict(velocity_factor=jnp.inf, measured_fraction=jnp.inf, full_terms=1)
+    promise = dict(promised_fraction=1e-20 if sign < 0 else 0.03)
+    region = kfac.TrustRegion(1e6, jnp.inf, **free, **promise)
+    optimizer, *start = from_the_start(region)
+    _, state, info = stepped(optimizer, loss_fn, *start)
+    assert info.loss * sign > 0 and state.extent.descent > 0
+    part = state.extent.descent / abs(info.loss)
+    np.testing.assert_allclose(part, 0.03 if sign > 0 else 1e-2, rtol=1e-6)
+
+
+def test_the_first_and_the_last_losses():
+    """What is zero or not finite at first is no first loss."""
+    extent, found = init_extent(), []
+    for loss in (0.0, jnp.nan, jnp.inf, 4.0, jnp.nan, 2.0, 0.0, 2.0):
+        extent = extent.after(jnp.asarray(loss))
+        found.append((float(extent.first_loss), float(extent.recent_loss)))
+    want = [0, 0, 0, 4, 4, 3.8, 3.42, 3.278]
+    np.testing.assert_allclose([recent for _, recent in found], want)
+    assert [first for first, _ in found] == [0, 0, 0, 4, 4, 4, 4, 4]
+
+
+class Recommender(eqx.Module):
+    """Products of two embeddings: an example says little of many parameters."""
+
+    users: eqx.nn.Embedding
+    items: eqx.nn.Embedding
+
+    def __init__(self, users, items, size):
+        keys = jax.random.split(KEY)
+        make = lambda n, key: eqx.nn.Embedding(weight=0.1 * jax.random.normal(key, n))
+        self.users = make((users, size), keys[0])
+        self.items = make((items, size), keys[1])
+
+    def __call__(self, user, item):
+        return jnp.sum(self.users(user) * self.items(item))[None]
+
+
+def test_batches_that_say_little_of_many_parameters():
+    """Unless steps promise less, their noise is larger than the loss."""
+    params, static = eqx.partition(kfac.convert(Recommender(500, 250, 8)), eqx.is_array)
+    tastes, traits = normal(500, 3, seed=4), normal(250, 3, seed=5)
+
+    def loss_fn(model, users, items, liked):
+        return kfac.SigmoidCrossEntropy(jax.vmap(model)(users, items), liked)
+
+    @eqx.filter_jit
+    def train(fraction):
+        region = kfac.TrustRegion(promised_fraction=fraction)
+        optimizer = kfac.KFAC(norm_constraint=region)
+
+        def body(carry, key):
+            model = eqx.combine(carry[0], static)
+            keys = jax.random.split(key, 4)
+            users = jax.random.randint(keys[0], (128,), 0, 500)
+            items = jax.random.randint(keys[1], (128,), 0, 250)
+            logits = jnp.sum(tastes[users] * traits[items], axis=1, keepdims=True)
+            liked = jax.random.bernoulli(keys[2], jax.nn.sigmoid(logits)).astype(float)
+            batch = users, items, liked
+            model, state, info = optimizer.step(
+                loss_fn, model, carry[1], *batch, key=keys[3]
+            )
+            return (eqx.filter(model, eqx.is_array), state), info.loss
+
+        start = params, optimizer.init(eqx.combine(params, static))
+        return jax.lax.scan(body, start, jax.random.split(KEY, 300))[1]
+
+    bounded, free = map(np.asarray, (train(jnp.asarray(p)) for p in (0.03, jnp.inf)))
+    np.testing.assert_allclose(bounded[0], np.log(2), rtol=0.05)
+    assert np.mean(bounded[-50:]) < 0.66 and np.max(bounded) < 0.8
+    assert np.mean(free[-50:]) > 0.8

@@ -1,7 +1,8 @@
 """Does it matter that the end is known, where targets are noisy? Counts, quantiles, and a
-mean with its spread, each of a network that cannot fit the noise: `KFAC()`, `KFAC()` with
-a learning rate that falls along a cosine, `KFAC()` that needs no such rate because
-gradients are near the average, and Adam with the best of five rates, which fall, too.
+mean with its spread, each of a network that cannot fit the noise, and likes, of which a
+batch says little about most users and items: `KFAC()`, `KFAC()` with a learning rate that
+falls along a cosine, `KFAC()` that needs no such rate because gradients are near the
+average, and Adam with the best of five rates, which fall, too.
 
     python tests/benchmarks/noise.py
     python tests/benchmarks/noise.py --toy    # does everything run?
@@ -12,6 +13,7 @@ averaged model for K-FAC.
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -28,20 +30,26 @@ RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 LEVELS = (0.05, 0.5, 0.95)
 
 
-def race(name: str, loss_fn: Callable, inputs: int, outputs: int, *data) -> Callable:
-    """What makes the race of one seed: a network of three hidden layers, and data of
-    which the last quarter is for the test."""
+def race(name: str, loss_fn: Callable, make: Callable, *data) -> Callable:
+    """What makes the race of one seed: a network, given a key, and data of which the last
+    quarter is for the test."""
     number = 3 * len(data[0]) // 4
-    arrays = [np.asarray(a, np.float32) for a in data]
-    train, test = [a[:number] for a in arrays], [a[number:] for a in arrays]
+    train, test = [a[:number] for a in data], [a[number:] for a in data]
 
     def of(seed: int) -> Race:
-        key = jax.random.key(seed)
-        network = eqx.nn.MLP(inputs, outputs, 64, 3, jax.nn.silu, key=key)
-        model, loss = kfac.convert(network), plainly(loss_fn)
-        return Race(name, 128, model, None, loss, tuple(train), tuple(test))
+        model = kfac.convert(make(jax.random.key(seed)))
+        return Race(name, 128, model, None, plainly(loss_fn), tuple(train), tuple(test))
 
     return of
+
+
+def mlp(inputs: int, outputs: int) -> Callable:
+    """A network of three hidden layers."""
+    return lambda key: eqx.nn.MLP(inputs, outputs, 64, 3, jax.nn.silu, key=key)
+
+
+def floats(*data: np.ndarray) -> list[np.ndarray]:
+    return [np.asarray(a, np.float32) for a in data]
 
 
 def counts() -> Callable:
@@ -55,7 +63,7 @@ def counts() -> Callable:
         logarithms = jax.vmap(model)(x)[:, 0] + jnp.log(exposure)
         return kfac.PoissonNLL(logarithms[:, None], y[:, None])
 
-    return race("counts", loss, 10, 1, x, exposure, y)
+    return race("counts", loss, mlp(10, 1), *floats(x, exposure, y))
 
 
 def uneven(noise: Callable) -> tuple[np.ndarray, np.ndarray]:
@@ -75,7 +83,7 @@ def spread() -> Callable:
         return kfac.NormalNLL(z[:, :1], z[:, 1:], y)
 
     data = uneven(lambda rng, number: rng.normal(size=number))
-    return race("mean and spread", loss, 6, 2, *data)
+    return race("mean and spread", loss, mlp(6, 2), *floats(*data))
 
 
 def quantiles() -> Callable:
@@ -86,7 +94,40 @@ def quantiles() -> Callable:
         return kfac.QuantileLoss(z, jnp.broadcast_to(y, z.shape), quantiles=LEVELS)
 
     data = uneven(lambda rng, number: rng.standard_t(2, size=number))
-    return race("quantiles", loss, 6, 3, *data)
+    return race("quantiles", loss, mlp(6, 3), *floats(*data))
+
+
+class Likes(eqx.Module):
+    """The product of what is known of a user and of an item."""
+
+    users: eqx.nn.Embedding
+    items: eqx.nn.Embedding
+
+    def __init__(self, users: int, items: int, size: int, key: Any):
+        drawn = lambda number, key: 0.1 * jax.random.normal(key, (number, size))
+        keys = jax.random.split(key)
+        self.users = eqx.nn.Embedding(weight=drawn(users, keys[0]))
+        self.items = eqx.nn.Embedding(weight=drawn(items, keys[1]))
+
+    def __call__(self, user: Any, item: Any) -> Any:
+        return jnp.sum(self.users(user) * self.items(item))
+
+
+def likes() -> Callable:
+    """Who likes what: most of 2,000 users are in no batch."""
+    rng = np.random.default_rng(2)
+    tastes, traits = rng.normal(size=(2000, 4)), rng.normal(size=(1000, 4))
+    users = rng.integers(2000, size=200_000, dtype=np.int32)
+    items = rng.integers(1000, size=200_000, dtype=np.int32)
+    logits = np.sum(tastes[users] * traits[items], axis=1)
+    liked = rng.uniform(size=200_000) < 1 / (1 + np.exp(-logits))
+
+    def loss(model, users, items, liked):
+        logits = jax.vmap(model)(users, items)
+        return kfac.SigmoidCrossEntropy(logits[:, None], liked[:, None])
+
+    make = lambda key: Likes(2000, 1000, 16, key)
+    return race("likes", loss, make, users, items, *floats(liked))
 
 
 def free() -> kfac.KFAC:
@@ -123,7 +164,7 @@ def main() -> None:
         options.steps, options.seeds = 3, 1
     budget = races.Budget(options.steps, steps=True)
     print("| problem | method | training loss | test loss |\n|---|---|---|---|")
-    for make in (counts(), spread(), quantiles()):
+    for make in (counts(), spread(), quantiles(), likes()):
         for method in methods(options.steps):
             by_rate = [
                 [races.run(make(s), method, r, s, budget) for s in range(options.seeds)]
