@@ -85,7 +85,8 @@ def test_a_trust_region_is_a_norm_constraint(scale, share, terms):
     part = share * np.clip(N / terms, 1, 2)
     constraint = min(size, part * loss) * min(1, N / terms)
     assert (constraint < size) == ((scale < 1 and share < 1) or terms > N)
-    free = dict.fromkeys(["velocity_factor", "measured_fraction", "large_loss"], jnp.inf)
+    others = "velocity_factor", "measured_fraction", "promised_fraction", "large_loss"
+    free = dict.fromkeys(others, jnp.inf)
     region = kfac.TrustRegion(size, share, terms, **free)
     optimizer, *start = from_the_start(jtu.tree_map(jnp.asarray, region))
     got = scaled_step(optimizer, *start, jnp.asarray(scale))
@@ -284,6 +285,7 @@ def moving_uphill(cosine, fraction):
         full_terms=1,
         velocity_factor=1e6,
         measured_fraction=jnp.inf,
+        promised_fraction=jnp.inf,
         uphill_fraction=fraction,
     )
     choices = dict(fisher=EXACT, solver=kfac.Eigh(), norm_constraint=region)
@@ -409,7 +411,8 @@ class AddedUp(eqx.Module):
 
 def nothing_but(measured, lasting=1.0):
     """A trust region whose other bounds are never reached."""
-    free = dict(loss_fraction=jnp.inf, velocity_factor=jnp.inf, full_terms=1)
+    unbounded = "loss_fraction", "velocity_factor", "promised_fraction"
+    free = dict.fromkeys(unbounded, jnp.inf) | dict(full_terms=1)
     given = dict(measured_fraction=measured, lasting_factor=lasting)
     return kfac.TrustRegion(1e6, **free, **given)
 
