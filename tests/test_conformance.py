@@ -168,9 +168,7 @@ def test_tree_map_params_of_a_state_with_all_parts(averaging):
     params, value, grads, curvature = estimated("kfac")
     extra = dict(curvature=curvature, value=value)
     state, update = optimizer.init(params), jax.jit(optimizer.update)
-    for _ in range(
-        2
-    ):  # The first one leaves no velocity, if it is not averaged with any.
+    for _ in range(2):  # Schedule-free, the first step leaves no velocity.
         _, state = update(grads, state, params, **extra)
     doubled = optax.tree.map_params(optimizer, lambda v: 2 * v, state)
     twice = jtu.tree_map(lambda v: 2 * v, state.velocity)

@@ -409,11 +409,11 @@ class AddedUp(eqx.Module):
         return sum(layer(x) for layer in self.layers)
 
 
-def nothing_but(measured, lasting=1.0):
+def nothing_but(measured=jnp.inf, promised=jnp.inf, lasting=1.0):
     """A trust region whose other bounds are never reached."""
-    unbounded = "loss_fraction", "velocity_factor", "promised_fraction"
-    free = dict.fromkeys(unbounded, jnp.inf) | dict(full_terms=1)
+    free = dict(loss_fraction=jnp.inf, velocity_factor=jnp.inf, full_terms=1)
     given = dict(measured_fraction=measured, lasting_factor=lasting)
+    given |= dict(promised_fraction=promised)
     return kfac.TrustRegion(1e6, **free, **given)
 
 
@@ -834,8 +834,7 @@ def test_a_network_that_fits_its_data():
 def promises(fraction, steps=12):
     """What steps without momentum promise their batch, as parts of the loss, and the
     losses."""
-    free = dict(velocity_factor=jnp.inf, measured_fraction=jnp.inf, full_terms=1)
-    region = kfac.TrustRegion(1e6, jnp.inf, **free, promised_fraction=fraction)
+    region = nothing_but(promised=fraction)
     choices = dict(fisher=EXACT, solver=kfac.Eigh(), norm_constraint=region)
     optimizer = plain_kfac(0.3, 0.0, damping=1e-3, **choices)
     model = make_model()
@@ -901,9 +900,7 @@ def test_what_a_loss_of_any_sign_may_promise(sign):
         return kfac.SquaredError(jax.vmap(model)(x), y) + offset
 
     offset = 0.0 if sign > 0 else -2 * loss_at_the_start()
-    free = dict(velocity_factor=jnp.inf, measured_fraction=jnp.inf, full_terms=1)
-    promise = dict(promised_fraction=1e-20 if sign < 0 else 0.03)
-    region = kfac.TrustRegion(1e6, jnp.inf, **free, **promise)
+    region = nothing_but(promised=1e-20 if sign < 0 else 0.03)
     optimizer, *start = from_the_start(region)
     _, state, info = stepped(optimizer, loss_fn, *start)
     assert info.loss * sign > 0 and state.extent.descent > 0

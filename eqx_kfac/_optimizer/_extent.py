@@ -110,7 +110,7 @@ class Extent(eqx.Module):
         positive."""
         positive = (self.first_loss > 0) & (self.recent_loss > 0)
         ratio = self.first_loss / jnp.where(positive, self.recent_loss, 1)
-        return jnp.minimum(jnp.where(positive, jnp.maximum(ratio, 1), 1_000), 1_000)
+        return jnp.where(positive, jnp.clip(ratio, 1, 1_000), jnp.full_like(ratio, 1_000))
 
     def coupling_given(self, slope: Float[Array, ""]) -> Float[Array, ""]:
         r"""$\kappa$, given the slope along the velocity after the step. (A velocity of

@@ -25,6 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import race_problems
+import races
+from race_problems import plainly, Race
 from scipy.linalg import sqrtm
 
 import eqx_kfac as kfac
@@ -35,6 +37,7 @@ RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 
 
 class Game(NamedTuple):
+    name: str
     generator: Any
     discriminator: Any
     latent: int
@@ -76,7 +79,8 @@ def ring(seed: int, data: Path | None) -> Game:
         return (-found, -part), f"{found} ({100 * part:.0f} %)"
 
     make = lambda d_out, key: eqx.nn.MLP(2, d_out, 64, 2, jnp.tanh, key=key)
-    return Game(make(2, keys[0]), make(1, keys[1]), 2, x.astype(np.float32), judge)
+    x = x.astype(np.float32)
+    return Game("ring", make(2, keys[0]), make(1, keys[1]), 2, x, judge)
 
 
 @ft.cache
@@ -111,78 +115,57 @@ def digits(seed: int, data: Path | None) -> Game:
 
     generator = eqx.nn.MLP(32, d_in, 256, 2, final_activation=jax.nn.sigmoid, key=keys[0])
     discriminator = eqx.nn.MLP(d_in, 1, 256, 2, jax.nn.leaky_relu, key=keys[1])
-    return Game(generator, discriminator, 32, x, judge)
-
-
-# Methods: `(init, step, final)` of one player; `step` gets the loss function and what
-# that gets beside the player.
-
-
-def by_kfac(**choices: Any) -> Callable:
-    def make(steps):
-        del steps
-        optimizer = kfac.KFAC(**choices)
-
-        def init(model):
-            model = kfac.convert(model)
-            return model, optimizer.init(model)
-
-        def step(loss_fn, carry, key, *args):
-            model, state = carry
-            return optimizer.step(loss_fn, model, state, *args, key=key)[:2]
-
-        return init, step, lambda carry: kfac.averaged(*carry)
-
-    return make
-
-
-def by_adam(rate: float, momentum: float) -> Callable:
-    def make(steps):
-        adam = optax.adam(optax.cosine_decay_schedule(rate, steps), b1=momentum)
-
-        def init(model):
-            return model, adam.init(eqx.filter(model, eqx.is_inexact_array))
-
-        def step(loss_fn, carry, key, *args):
-            model, state = carry
-            grads = eqx.filter_grad(lambda model: loss_fn(model, *args).value)(model)
-            updates, state = adam.update(grads, state)
-            return eqx.apply_updates(model, updates), state
-
-        return init, step, lambda carry: carry[0]
-
-    return make
+    return Game("digits", generator, discriminator, 32, x, judge)
 
 
 METHODS = {
-    "`KFAC()`": {None: by_kfac()},
-    "`KFAC(momentum=0.0)`": {None: by_kfac(momentum=0.0)},
-    "Adam": {(r, m): by_adam(r, m) for r in RATES for m in (0.5, 0.9)},
+    "`KFAC()`": {None: races.with_kfac(kfac.KFAC)},
+    "`KFAC(momentum=0.0)`": {None: races.with_kfac(lambda: kfac.KFAC(momentum=0.0))},
+    "Adam": {
+        (rate, momentum): races.with_optax(ft.partial(optax.adam, 1.0, b1=momentum))
+        for rate in RATES
+        for momentum in (0.5, 0.9)
+    },
 }
 
 
-def play(game: Game, make: Callable, seed: int, steps: int) -> tuple[Any, str, float]:
-    """The verdict at the end, in numbers and words, and the seconds of all steps."""
-    init, one, final = make(steps)
+def play(
+    game: Game, make: Callable, rate: float, seed: int, steps: int
+) -> tuple[Any, str, float]:
+    """The verdict at the end, in numbers and words, and the seconds of all steps. The
+    `rate`, if the method has one, falls along a cosine."""
+    networks = game.generator, game.discriminator
+    players, both = [], []
+    for network, loss_fn in zip(networks, (generate, discriminate), strict=True):
+        loss_fn, model = plainly(loss_fn), kfac.convert(network)
+        race = Race(game.name, BATCH, model, None, loss_fn, (game.data,), ())
+        init, one, final = make(race, rate)
+        players.append((one, final))
+        both.append(init(model))
+    (improve_generator, final), (improve_discriminator, _) = players
+    both = tuple(both)  # As it comes out of a step, which is compiled only once.
+    falling = optax.cosine_decay_schedule(rate, steps)
 
     @eqx.filter_jit
-    def step(both, x, key):
+    def step(both, x, rate, key):
         generator, discriminator = both
         keys = jax.random.split(key, 4)
         draw = lambda key: jax.random.normal(key, (len(x), game.latent))
-        discriminator = one(
-            discriminate, discriminator, keys[0], generator[0], x, draw(keys[1])
+        batch = generator[0], x, draw(keys[1])
+        discriminator, *_ = improve_discriminator(
+            batch, discriminator, None, rate, keys[0]
         )
-        generator = one(generate, generator, keys[2], discriminator[0], draw(keys[3]))
+        batch = discriminator[0], draw(keys[3])
+        generator, *_ = improve_generator(batch, generator, None, rate, keys[2])
         return generator, discriminator
 
     rng, key = np.random.default_rng(seed), jax.random.key(seed)
-    both = init(game.generator), init(game.discriminator)
-    jax.block_until_ready(eqx.filter(step(both, game.data[:BATCH], key), eqx.is_array))
+    first = step(both, game.data[:BATCH], falling(0), key)
+    jax.block_until_ready(eqx.filter(first, eqx.is_array))
     start = time.perf_counter()
     for i in range(steps):
         x = game.data[rng.integers(len(game.data), size=BATCH)]
-        both = step(both, x, jax.random.fold_in(key, i))
+        both = step(both, x, falling(i), jax.random.fold_in(key, i))
     jax.block_until_ready(eqx.filter(both, eqx.is_array))
     seconds = time.perf_counter() - start
     z = jax.random.normal(jax.random.key(1), (2000, game.latent))
@@ -207,8 +190,9 @@ def main() -> None:
             for method, grid in METHODS.items():
                 found = {}
                 for choice, make in grid.items():
+                    rate = 0.0 if choice is None else choice[0]
                     runs = [
-                        play(make_game(seed, options.data), make, seed, steps)
+                        play(make_game(seed, options.data), make, rate, seed, steps)
                         for seed in range(options.seeds)
                     ]
                     found[choice] = runs
