@@ -88,12 +88,21 @@ class AbstractBlock(AbstractCollector):
         from it, with the options that it has: then, it is an `AbstractCentredBlock`.
     - `derivatives`: whether it supports rows of derivatives, which have no bias
         (`rows.derivative`).
+    - `reverse_derivatives`: whether it supports them in reverse mode, too
+        (`rows.reverse`).
     """
 
     weighted: eqx.AbstractVar[bool]
     mixes_positions: eqx.AbstractVar[bool]
     two_sided: ClassVar[bool] = False
     subtracts_means: ClassVar[bool] = False
+
+    def reverse_slots(
+        self, slots: Statistics, form: AbstractForm, layer: Layer
+    ) -> Statistics:
+        """The slots, with places for what is collected of derivatives in reverse mode
+        besides. By default, there is nothing besides."""
+        return slots
 
     @abc.abstractmethod
     def factors(self, statistics: Statistics, count: Array, l2: Array) -> AbstractFactors:

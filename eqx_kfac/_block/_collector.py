@@ -48,9 +48,12 @@ class AbstractCollector(PlainModule):
 
     - `derivatives`: whether it supports rows of derivatives, which have no bias
         (`rows.derivative`).
+    - `reverse_derivatives`: whether it supports them in reverse mode, too, where $x$
+        depends on what is pulled back, and $g$ does not (`rows.reverse`).
     """
 
     derivatives: ClassVar[bool] = False
+    reverse_derivatives: ClassVar[bool] = False
 
     @abc.abstractmethod
     def empty(self) -> Statistics:

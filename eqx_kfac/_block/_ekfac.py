@@ -80,6 +80,10 @@ class EKFAC(AbstractPerExampleBlock, AbstractBasisBlock):
     two_sided = True
     derivatives = True
 
+    @property
+    def reverse_derivatives(self) -> bool:  # pyright: ignore
+        return self.kronecker.reverse_derivatives
+
     def __init__(
         self,
         sharing: AbstractSharing = Expand(),
@@ -117,6 +121,16 @@ class EKFAC(AbstractPerExampleBlock, AbstractBasisBlock):
         slots = self.kronecker.slots(form, layer)
         outputs = slots.outputs, Squares(None, zeros(*shape))
         return Statistics((slots.inputs, columns), outputs)
+
+    def reverse_slots(
+        self, slots: Statistics, form: AbstractForm, layer: Layer
+    ) -> Statistics:
+        (inputs, columns), (outputs, squares) = slots.inputs, slots.outputs
+        if columns.weight is None and columns.bias is None:
+            return slots
+        of_kronecker = Statistics(inputs, outputs)
+        new = self.kronecker.reverse_slots(of_kronecker, form, layer)
+        return Statistics((new.inputs, columns), (new.outputs, squares))
 
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
         (inputs, columns), (outputs, like) = slots.inputs, slots.outputs

@@ -62,6 +62,7 @@ class AbstractGradientBlock(AbstractPerExampleBlock, AbstractCentredBlock):
     weighted: bool = eqx.field(static=True, default=False, init=False, repr=False)
     mixes_positions: bool = eqx.field(static=True, default=True, init=False, repr=False)
     derivatives = True
+    reverse_derivatives = True
 
     def __init__(self, batch_axes: int = 1):
         """**Arguments:**

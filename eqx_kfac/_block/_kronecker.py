@@ -28,8 +28,9 @@ class InputMoments(NamedTuple):
     ones: Any = None
     first: Any = None  # $\sum w x$
     second: Any = None  # $\sum w x x^\top$
-    # The same over the rows of layers that use the transposed weight, whose inputs are of
-    # the size of this layer's outputs.
+    # The same over the rows in which the weight acts transposed (those of a layer that is
+    # tied to this one, or of derivatives in reverse mode), whose inputs are of the size of
+    # this layer's outputs.
     transposed_rows: Any = None
     transposed: Any = None
 
@@ -143,6 +144,10 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
         # their difference would not be positive semidefinite.
         return not (self.tied or self.sharing.balanced or self.sharing.mixes_positions)
 
+    @property
+    def reverse_derivatives(self) -> bool:  # pyright: ignore
+        return not self.sharing.mixes_positions
+
     def takes_jointly(self, sizes: Sizes) -> bool:
         is_bias_alone = sizes.d_in == 0
         has_matrices = not (is_bias_alone or any(self.diagonal_sides(sizes)))
@@ -177,14 +182,23 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
             ones=zeros() if d_in > 0 and bias else None,
             first=zeros(d_in) if d_in > 0 and bias and not diagonal else None,
             second=zeros(*square_in) if d_in > 0 else None,
-            transposed_rows=zeros() if self.tied else None,
-            transposed=zeros(*square_out) if self.tied else None,
         )
-        outputs = OutputMoments(
-            second=zeros(*square_out),
-            transposed=zeros(*square_in) if self.tied else None,
-        )
-        return self._placed(moments, outputs)
+        slots = self._placed(moments, OutputMoments(second=zeros(*square_out)))
+        return self.reverse_slots(slots, form, layer) if self.tied else slots
+
+    def reverse_slots(
+        self, slots: Statistics, form: AbstractForm, layer: Layer
+    ) -> Statistics:
+        inputs, outputs = self._moments(slots), slots.outputs
+        found = sizes_and_zeros(form, layer)
+        if found is None or inputs.second is None:  # A bias does not act transposed.
+            return slots
+        _, zeros = found
+        stack = inputs.rows.ndim
+        of_outputs, of_inputs = outputs.second.shape[stack:], inputs.second.shape[stack:]
+        inputs = inputs._replace(transposed_rows=zeros(), transposed=zeros(*of_outputs))
+        outputs = outputs._replace(transposed=zeros(*of_inputs))
+        return self._placed(inputs, outputs)
 
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
         if slots.outputs.has_joint:
@@ -199,12 +213,14 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
         self, rows: Rows, wanted: InputMoments, wanted_outputs: OutputMoments
     ) -> Statistics:
         """The statistics that have slots, `None` for those that are zero."""
-        x, g, stack = rows.x, rows.g, rows.stack
+        x, g, stack = rows.x, Vectors(rows.g), rows.stack
+        if rows.reverse:  # What is an input here is a gradient in the forward pass.
+            x, g = g, x
         number, of_inputs, of_outputs = self._weights(rows, wanted)
-        number = total_weight(number, g, stack, wanted.rows)
-        if rows.swapped:  # They are of a layer that uses the transposed weight.
+        number = total_weight(number, rows.g, stack, wanted.rows)
+        if rows.swapped != rows.reverse:  # The weight acts transposed.
             second_in = x.second(of_inputs, stack, wanted.transposed)
-            second_out = Vectors(g).second(of_outputs, stack, wanted_outputs.transposed)
+            second_out = g.second(of_outputs, stack, wanted_outputs.transposed)
             inputs = InputMoments(transposed_rows=number, transposed=second_in)
             return self._placed(inputs, OutputMoments(transposed=second_out))
         inputs = InputMoments(rows=number)
@@ -213,8 +229,9 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
         if wanted.first is not None and not rows.derivative:
             inputs = inputs._replace(first=x.first(of_inputs, stack, wanted.first))
         if wanted.ones is not None and not rows.derivative:
-            inputs = inputs._replace(ones=total_weight(of_inputs, g, stack, wanted.ones))
-        second = Vectors(g).second(of_outputs, stack, wanted_outputs.second)
+            ones = total_weight(of_inputs, rows.g, stack, wanted.ones)
+            inputs = inputs._replace(ones=ones)
+        second = g.second(of_outputs, stack, wanted_outputs.second)
         return self._placed(inputs, OutputMoments(second=second))
 
     def _placed(self, inputs: InputMoments, outputs: OutputMoments) -> Statistics:
@@ -239,7 +256,8 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
             squared_g = jnp.sum(g**2, axis=-1)
             parts = wanted.second is not None, wanted.ones is not None
             squared_x = squared_norms(rows, *parts, g.dtype)
-            return squared_x * squared_g, squared_g, squared_x
+            by_size = (squared_x, squared_g) if rows.reverse else (squared_g, squared_x)
+            return squared_x * squared_g, *by_size
         weights = rows.weights
         if not rows.derivative:
             return weights, weights, None
@@ -247,7 +265,8 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
         # write a derivative let JAX leave it out, others do not, and both must count
         # alike. It adds nothing to the moments of inputs, but its gradient need not be
         # zero.
-        moves = jnp.any(rows.x.vectors() != 0, axis=-1).astype(wanted.rows.dtype)
+        inputs = rows.g if rows.reverse else rows.x.vectors()
+        moves = jnp.any(inputs != 0, axis=-1).astype(wanted.rows.dtype)
         number = moves if weights is None else moves * trailing(weights, moves)
         return number, weights, moves
 
@@ -258,12 +277,15 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
             return JointRows().factors(statistics.outputs.joint, count, l2)
         inputs, outputs = self._moments(statistics), statistics.outputs
         second, count = _homogeneous(inputs), count.astype(outputs.second.dtype)
-        if not self.tied:
+        if inputs.transposed is None:
             input_factor = second * trailing(inverse_or_zero(inputs.rows), second)
             output_factor = outputs.second / count
-        elif self.sharing.balanced:
+            return KroneckerFactors(input_factor, output_factor, l2.astype(count.dtype))
+        stack = inputs.rows.ndim
+        transposed_out = _without_bias(outputs.transposed, second, stack)
+        if self.sharing.balanced:
             # Both uses may be added up: the weights have given their moments one unit.
-            input_factor = second + outputs.transposed
+            input_factor = second + transposed_out
             rows = inputs.rows + inputs.transposed_rows
             input_factor = input_factor * trailing(inverse_or_zero(rows), input_factor)
             output_factor = (outputs.second + inputs.transposed) / count
@@ -273,8 +295,8 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
             per_transposed = trailing(inverse_or_zero(number), transposed)
             output_factor, input_factor = _as_one_product(
                 (outputs.second / count, second * per_row),
-                (transposed * per_transposed, outputs.transposed / count),
-                stack=inputs.rows.ndim,
+                (transposed * per_transposed, transposed_out / count),
+                stack=stack,
             )
         return KroneckerFactors(input_factor, output_factor, l2.astype(count.dtype))
 
@@ -329,6 +351,12 @@ def _as_one_product(*pairs: tuple[Array, Array], stack: int) -> tuple[Array, Arr
     for g, a in rest:
         G, A = G + trailing(trace(a), g) * g, A + trailing(trace(g), a) * a
     return G, A * trailing(inverse_or_zero(trace(G)), A)
+
+
+def _without_bias(moments: Array, like: Array, stack: int) -> Array:
+    """Moments of what has no ones, of the shape of those of what may have."""
+    missing = like.shape[-1] - moments.shape[-1]
+    return jnp.pad(moments, [(0, 0)] * stack + [(0, missing)] * (moments.ndim - stack))
 
 
 def _homogeneous(moments: InputMoments) -> Float[Array, "..."]:

@@ -53,6 +53,7 @@ class Program(NamedTuple):
     - `rows`: for each tag, by its number, the number of rows of each use.
     - `joint`: the numbers of the tags that add up gradients over the positions of an
         example (and over its uses of the layer, if they are among `per_example`, too).
+    - `reverse`: the numbers of the tags of which some use is a derivative in reverse mode.
     - `convolves`: whether there is any convolution in the loss function.
     - `shared`: the paths of the layers whose rows serve several examples at once.
     - `unsure`: the numbers of the tags of which it is certain for one loss, but not for
@@ -68,6 +69,7 @@ class Program(NamedTuple):
     regularised: bool = False
     rows: tuple[tuple[int, ...], ...] = ()
     joint: frozenset[int] = frozenset()
+    reverse: frozenset[int] = frozenset()
     convolves: bool = False
     shared: tuple[str, ...] = ()
     unsure: frozenset[int] = frozenset()
@@ -180,6 +182,7 @@ def _of(trace: Trace, lacking: frozenset[int], parts: int) -> Program:
         regularised=trace.regularised,
         rows=rows,
         joint=frozenset(joint),
+        reverse=frozenset(use.number for use in trace.uses if use.reverse),
         convolves=trace.convolves,
         shared=tuple(dict.fromkeys(shared)),
         unsure=frozenset(unsure),
@@ -190,7 +193,8 @@ def _of(trace: Trace, lacking: frozenset[int], parts: int) -> Program:
 def with_labels(filled: Model, program: Program) -> Model:
     """A model whose tags are ready to collect, with the labels and the slots that a
     program asks for."""
-    if not (program.lacking or program.per_example or program.joint):
+    changed = program.lacking, program.per_example, program.joint, program.reverse
+    if not any(changed):
         return filled
     numbers = numbered(filled)
     per_example = dict(program.per_example)
@@ -203,6 +207,8 @@ def with_labels(filled: Model, program: Program) -> Model:
             tag = tag.jointly(layer, examples, program.axes)
         elif examples is not None and jtu.tree_leaves(tag.slots):
             tag = tag.per_example(layer, examples, program.axes)
+        if number in program.reverse and jtu.tree_leaves(tag.slots):
+            tag = tag.reversible(layer)
         label = Label(stack=0, number=number, examples=program.examples)
         return tag.labelled(layer, label) if number in program.lacking else tag
 

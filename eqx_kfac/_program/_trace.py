@@ -64,6 +64,7 @@ class TagUse(NamedTuple):
     - `device_axes`: the axes of a `shard_map` over which the rows are split.
     - `devices`: over how many devices that is.
     - `derivative`: whether this is a use of a derivative of the layer.
+    - `reverse`: whether it is one in reverse mode.
     - `skipped`: the lengths of the axes of `vmap` along which neither the layer's input
         nor its output differs, so that the use does not have these axes.
     - `reach`: what the example axes and the loops become in the losses, if anything.
@@ -80,6 +81,7 @@ class TagUse(NamedTuple):
     device_axes: frozenset
     devices: int
     derivative: bool
+    reverse: bool
     skipped: tuple[int, ...]
     reach: Reach | None = None
 

@@ -286,6 +286,7 @@ def _visit(
         device_axes=varying(y_aval),
         devices=number_of_parts(y_aval),
         derivative=eqn.params["layout"].derivative,
+        reverse=eqn.params["layout"].reverse,
         skipped=eqn.params["layout"].skipped,
     )
     # The tag sees how the output depends on the layer's parameters, so that this

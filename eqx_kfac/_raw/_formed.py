@@ -24,7 +24,8 @@ def formed_class(cls: type) -> type:
         if isinstance(self.tag.form, Parameters):
             layer = self.tag.parameters(self, (x, args, kwargs))
             return super(new, layer).__call__(x, *args, **kwargs)
-        return self.tag(super(new, self).__call__(x, *args, **kwargs), x)
+        layer = self.tag.covered(self)
+        return self.tag(super(new, layer).__call__(x, *args, **kwargs), x)
 
     namespace = {
         "__module__": cls.__module__,

@@ -46,6 +46,7 @@ class TaggedRows(NamedTuple):
     axes: int
     swapped: bool = False
     derivative: bool = False
+    reverse: bool = False
     basis: Any = None
 
 
@@ -65,6 +66,7 @@ class RowCollector(AbstractCollector):
     the number of its uses."""
 
     derivatives = True
+    reverse_derivatives = True
 
     def empty(self) -> Statistics:
         return Statistics(inputs=None, outputs=None)
@@ -111,6 +113,7 @@ class GradientCollector(AbstractCollector):
     what passes by the tag."""
 
     derivatives = True
+    reverse_derivatives = True
 
     def empty(self) -> Statistics:
         return Statistics(inputs=Columns(), outputs=CollectedGradient())

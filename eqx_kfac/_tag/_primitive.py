@@ -110,6 +110,8 @@ class Layout(NamedTuple):
     - `shared`: the treedef of the weights, the basis, and the label. These belong to the
         layer: like the slots, they are mapped over stacks only.
     - `derivative`: whether this is the tag of a derivative of the layer.
+    - `reverse`: whether this is a derivative in reverse mode, so that $y$ and $x$ are
+        gradients: $y$ a zero beside that at the layer's input, $x$ that at its output.
     - `skipped`: the lengths of the axes of `vmap` along which the layer has the same
         input and output everywhere. They are only noted while a program is analysed.
     """
@@ -120,6 +122,7 @@ class Layout(NamedTuple):
     slots: Any
     shared: Any
     derivative: bool = False
+    reverse: bool = False
     skipped: tuple[int, ...] = ()
 
     @property
@@ -277,17 +280,25 @@ def _unseen_zero(source, like, label):
 #
 
 
-def _transpose_derivative(ct, *operands, layout, **_):
-    """The transpose of a tag at a derivative of the layer: a part of a gradient in the
-    layer's input, in which the weight acts transposed. The rows of this map are no rows
-    of the layer, so that the tag does not see the gradient. While a program is analysed,
-    both ways to it are marked: the cotangent of `y_dot`, and, because that leads nowhere
-    in a layer that is tagged at a zero, the gradient in the input itself."""
+def _transpose_derivative(ct, *operands, layout, **params):
+    r"""The transpose of a tag at a derivative $\dot z = W \dot x$ of the layer, given the
+    cotangent $\bar z$ of $\dot z$: a gradient in the layer's input has the part $W^\top
+    \bar z$, which is tagged in turn, at a zero beside it. (Of derivatives that a block
+    knows in forward mode only, the tag does not see this part. While a program is
+    analysed, both ways to it are marked: the cotangent, and, because that leads nowhere in
+    a layer that is tagged at a zero, the gradient in the input itself.)"""
     x_dot, label = operands[1], layout.label(operands)
     nothing = [None] * (len(operands) - 2)
-    if label is None or is_zero(ct):
+    if is_zero(ct) or not is_linear_operand(x_dot):
+        seen = label is None or is_zero(ct)
+        return [ct if seen else unseen_p.bind(ct, number=label.number), None, *nothing]
+    if layout.derivative and layout.collector.reverse_derivatives:
+        layout = layout._replace(reverse=not layout.reverse)
+        zeros = zeros_of(aval_of(x_dot))
+        return [ct, tag_p.bind(zeros, ct, *operands[2:], layout=layout, **params), *nothing]
+    if label is None:
         return [ct, None, *nothing]
-    marks = _unseen_zero(ct, aval_of(x_dot), label) if is_linear_operand(x_dot) else None
+    marks = _unseen_zero(ct, aval_of(x_dot), label)
     return [unseen_p.bind(ct, number=label.number), marks, *nothing]
 
 
@@ -318,9 +329,14 @@ def _transpose(ct, *operands, layout, stack, examples):
         if weights is not None:
             # A row that has no weight may influence the loss of a row that has one.
             weights = with_influence(weights, ct, stack)
+        # The weight adds the product of both to its gradient, whichever is the input.
+        x, ct = (ct, x) if layout.reverse else (x, ct)
         rows = layout.collector.rows(layout.form, x, ct, weights, stack, axes)
         rows = rows._replace(
-            swapped=layout.swapped, derivative=layout.derivative, basis=basis
+            swapped=layout.swapped,
+            derivative=layout.derivative,
+            reverse=layout.reverse,
+            basis=basis,
         )
         collected = layout.collector.statistics(rows, like)
         _check_shaped_like(collected, like, layout.collector)

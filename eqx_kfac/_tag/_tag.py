@@ -345,6 +345,20 @@ class Tag(PlainModule):
         # examples already.
         return self._with_contents(self.contents._replace(slots=slots, weights=None))
 
+    def reversible(self, layer: Layer) -> "Tag":
+        """This tag, ready to collect rows of derivatives in reverse mode, too."""
+        slots = self.block.reverse_slots(self.slots, self.form, layer)
+        return self._with_contents(self.contents._replace(slots=slots))
+
+    def covered(self, layer: Layer) -> Any:
+        """For a layer that is tagged at its result: what is to be called in its place.
+        While a program is analysed, its parameters are marked as used rightly, because
+        derivatives of the layer use them, too."""
+        if self.contents.label is None:
+            return layer
+        parameters = tuple(map(self.cover, self.form.parameters(layer)))
+        return self.form.replace(layer, parameters)
+
     def labelled(self, layer: Layer, label: Label, decoys: bool = False) -> "Tag":
         """This tag with a label, and with decoys, if it is ready to collect."""
         if not self.collecting:

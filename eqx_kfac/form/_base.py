@@ -38,7 +38,7 @@ def has_bias(form: "AbstractForm", layer: Layer) -> bool:
 
 
 class Rows(NamedTuple):
-    """All rows that have passed through a layer. The first `stack` axes of each index
+    r"""All rows that have passed through a layer. The first `stack` axes of each index
     separate layers; the next ones are example axes, outermost (the batch) first; then
     come positions.
 
@@ -51,6 +51,8 @@ class Rows(NamedTuple):
     - `swapped`: whether the rows are from a use of the transposed weight.
     - `derivative`: whether the rows are derivatives of the layer with respect to its
         inputs: without the bias.
+    - `reverse`: whether they are derivatives in reverse mode, $\bar x = W^\top \bar z$:
+        then `x` has what is pulled back to $\bar x$, and `g` has $\bar z$.
     - `basis`: what `basis` of the block returns; `None` if it has none.
     """
 
@@ -60,6 +62,7 @@ class Rows(NamedTuple):
     stack: int
     swapped: bool = False
     derivative: bool = False
+    reverse: bool = False
     basis: Any = None
 
 

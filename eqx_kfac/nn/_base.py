@@ -69,7 +69,9 @@ class TaggedOutputs(AbstractTagged):
         check_input(self, x)
         if self.tag.collecting:
             self.check_dtype(x)
-        return self.tag(super().__call__(x, key=key), x)  # pyright: ignore
+        layer = self.tag.covered(self)
+        y = super(TaggedOutputs, layer).__call__(x, key=key)  # pyright: ignore
+        return self.tag(y, x)
 
     def check_dtype(self, x: Any) -> None:
         """Raises if there is no curvature of inputs of this type."""

@@ -35,7 +35,7 @@ class Linear(TaggedOutputs, eqx.nn.Linear):
             return super().__call__(x, key=key)
         check_input(self, x)
         check_floating(self, x)
-        return self.tag(self._forward(x), x)
+        return self.tag(self.tag.covered(self)._forward(x), x)
 
     def _forward(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         """What the parent computes, as $x W^T$ instead of $W x$: under `vmap`, examples
