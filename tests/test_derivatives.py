@@ -1,4 +1,5 @@
-"""Derivatives of a model in its inputs, in forward mode: further rows of its weights."""
+"""Derivatives of a model in its inputs: further rows of its weights, which act transposed
+in reverse mode."""
 
 import functools as ft
 
@@ -277,6 +278,133 @@ def test_a_laplacian():
 #
 
 
+#
+# Reverse mode: the weight acts transposed on gradients
+#
+
+
+def jacobian(m, x):
+    return jax.jacrev(m)(x).reshape(-1)
+
+
+def by_hand(model, x, zeros):
+    """What `jacobian` computes, with something added to the results of each layer, and to
+    those of its transpose; and what either is given, one vector for each component of the
+    model's output in the second case."""
+    layers, h, inputs, gradients = model.layers, x, [], []
+    for layer, (zero, _) in zip(layers, zeros, strict=True):
+        h = jnp.tanh(h) if inputs else h
+        inputs.append(h)
+        h = layer.weight @ h + layer.bias + zero
+    g = jnp.eye(K)
+    for i in reversed(range(len(layers))):
+        gradients.insert(0, g)
+        g = g @ layers[i].weight + zeros[i][1]
+        g = g * (1 - inputs[i] ** 2)[None] if i > 0 else g
+    return g.reshape(-1), (inputs, gradients)
+
+
+@eqx.filter_jit
+def reverse_rows(model):
+    """Of all examples and layers: inputs and the gradients at outputs; gradients at
+    outputs, to which the transposed weight is applied, and the gradients behind it."""
+    sizes = [layer.weight.shape for layer in model.layers]
+    zeros = [(jnp.zeros(d_out), jnp.zeros((K, d_in))) for d_out, d_in in sizes]
+
+    def of_example(x):
+        run = lambda zeros: by_hand(model, x, zeros)
+        jacobians, (inputs, gradients) = jax.jacobian(run, has_aux=True)(zeros)
+        return inputs, gradients, jacobians
+
+    return jax.vmap(of_example)(X)
+
+
+def moments(a, weights=1.0):
+    a = a.reshape(-1, a.shape[-1])
+    return np.einsum("ra,rb,r->ab", a, a, np.broadcast_to(weights, len(a)))
+
+
+def reverse_oracle(model, balanced):
+    found = []
+    for h, z, (g, c) in zip(*reverse_rows(model), strict=True):
+        h, z, g, c = map(np.asarray, (h, z, g, c))  # `c`: [N, outputs, K, d_in].
+        used = np.any(g != 0, axis=(1, 2))
+        h = np.append(h, np.ones((N, 1)), axis=1) * used[:, None]
+        c = np.append(c, np.zeros((*c.shape[:-1], 1)), axis=-1)
+        if not balanced:
+            of_values = moments(g) / N, moments(h) / max(used.sum(), 1)
+            of_gradients = moments(z) / (N * K), moments(c) / N
+            traces = [(np.trace(G), np.trace(A)) for G, A in (of_values, of_gradients)]
+            pairs = list(zip((of_values, of_gradients), traces, strict=True))
+            G = sum(trace * G for (G, _), (_, trace) in pairs)
+            A = sum(trace * A for (_, A), (trace, _) in pairs) / np.trace(G)
+        else:
+            h = np.broadcast_to(h[:, None], (*g.shape[:2], h.shape[-1]))
+            z = np.broadcast_to(z[:, None], (*c.shape[:3], z.shape[-1]))
+            size = lambda a: (a**2).sum(-1).ravel()
+            A = moments(h, size(g)) + moments(c, size(z))
+            A = A / (size(h) @ size(g) + size(c) @ size(z))
+            G = (moments(g, size(h)) + moments(z, size(c))) / N
+        found.append((A, G))
+    return found
+
+
+@pytest.mark.parametrize("sharing", [kfac.Joint(), kfac.Expand(), kfac.TensorNormal()])
+def test_reverse_mode(sharing):
+    model = mlp(kfac.Kronecker(sharing))
+    want = reverse_oracle(model, sharing.balanced)
+    check(over(jacobian), want, model=model)
+    other = reverse_oracle(model, not sharing.balanced)
+    assert_differs(want[:-1], other[:-1], 0.05)
+
+
+def of_the_sum(m, x):
+    """The gradient of a sum over the batch, which no `vmap` is around."""
+    z = jax.grad(lambda x: jnp.sum(jax.vmap(m)(x)[:, 0]))(x)
+    return kfac.SquaredError(z, jnp.ones_like(z))
+
+
+# The gradient of the first component, in all ways to write it.
+gradient = lambda m, x: jax.grad(lambda x: m(x)[0])(x)
+BACKWARD = {
+    "grad": over(gradient),
+    "of the batch": of_the_sum,
+    "vjp": over(lambda m, x: jax.vjp(m, x)[1](np.eye(K)[0])[0]),
+    "transposed": over(
+        lambda m, x: jax.linear_transpose(jax.linearize(m, x)[1], x)(np.eye(K)[0])[0]
+    ),
+    "jit": over(lambda m, x: jax.jit(lambda x: gradient(m, x))(x)),
+    "checkpoint": over(lambda m, x: gradient(lambda x: eqx.filter_checkpoint(m)(x), x)),
+    "checkpointed": over(lambda m, x: jax.checkpoint(lambda x: gradient(m, x))(x)),
+    "map": over(gradient, lambda fn: ft.partial(jax.lax.map, fn)),
+    "loop": over(gradient, lambda fn: lambda x: jnp.stack([fn(one) for one in x])),
+}
+
+
+@pytest.mark.parametrize("way", BACKWARD)
+def test_ways_to_write_a_gradient(way):
+    model = mlp(kfac.Kronecker(kfac.Expand()))
+    want = curvature(BACKWARD["grad"], model, X)
+    assert_entries_near(curvature(BACKWARD[way], model, X), want)
+
+
+def twice_reversed(m, x):
+    return jax.jacrev(lambda x: gradient(m, x))(x).reshape(-1)
+
+
+def hessian(m, x):
+    return jax.hessian(lambda x: m(x)[0])(x).reshape(-1)
+
+
+def reversed_slope(m, x):
+    return jax.grad(lambda x: slope(m, x)[0])(x)
+
+
+def energy_and_gradient(m, x):
+    u = lambda x: jnp.sum(m(x) ** 2)
+    return jnp.append(*jax.value_and_grad(u)(x)[::-1])
+
+
 @eqx.filter_jit
 def gauss_newton(loss_fn, model):
     """Of every layer, the dense block: its canonical matrix, row by row."""
@@ -303,7 +431,10 @@ def blocks(loss_fn, model):
     return [layer.tag.block.operator(f).as_matrix() for layer, f in layers]
 
 
-@pytest.mark.parametrize("outputs", [both, slope, laplacian, by_taylor])
+REVERSE = [jacobian, twice_reversed, hessian, reversed_slope, energy_and_gradient]
+
+
+@pytest.mark.parametrize("outputs", [both, slope, laplacian, by_taylor, *REVERSE])
 def test_full_blocks_are_exact(outputs):
     model = mlp(kfac.Full())
     assert_entries_near(blocks(over(outputs), model), gauss_newton(over(outputs), model))
@@ -330,7 +461,7 @@ def test_directions_are_no_examples(inside, number):
             np.testing.assert_allclose(np.diag(a), np.diag(b), atol=1e-12)
 
 
-@pytest.mark.parametrize("outputs", [both, slope])
+@pytest.mark.parametrize("outputs", [both, slope, jacobian])
 def test_deep_linear_networks(outputs):
     model = mlp(activation=lambda x: x)
     got, want = blocks(over(outputs), model), gauss_newton(over(outputs), model)
@@ -401,10 +532,11 @@ def net(name, block):
     return kfac.convert(eqx.filter_jit(make)(), block)
 
 
+@pytest.mark.parametrize("outputs", [both, energy_and_gradient])
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_layer_is_seen(name):
+def test_every_layer_is_seen(name, outputs):
     """In full, its block is the dense one; and all uses pass through tags."""
-    report = kfac.verify(over(both), net(name, kfac.Full()), X)
+    report = kfac.verify(over(outputs), net(name, kfac.Full()), X)
     for found in report.layers:
         assert np.all(found.unseen <= 1e-12)
         exact = name not in ("norm", "weight norm") or "[1]" not in found.path
@@ -472,26 +604,29 @@ def _is_none(node):
 #
 
 
-def test_weights_of_examples():
+@pytest.mark.parametrize("outputs", [both, energy_and_gradient])
+def test_weights_of_examples(outputs):
     weights = np.array([1, 0, 2, 0, 1, 0])
     repeated = np.asarray(X)[[0, 2, 2, 4]]
-    want = curvature(over(both), mlp(), repeated)
-    assert_entries_near(curvature(over(both), mlp(), X, weights), want)
-    assert_differs(curvature(over(both), mlp(), X), want, 0.1)
+    want = curvature(over(outputs), mlp(), repeated)
+    assert_entries_near(curvature(over(outputs), mlp(), X, weights), want)
+    assert_differs(curvature(over(outputs), mlp(), X), want, 0.1)
 
 
-def test_micro_batches():
+@pytest.mark.parametrize("outputs", [both, energy_and_gradient])
+def test_micro_batches(outputs):
     optimizer = plain_kfac(0.1, fisher=EXACT, by_rows=True)
-    step = eqx.filter_jit(ft.partial(optimizer.step, over(both)))
+    step = eqx.filter_jit(ft.partial(optimizer.step, over(outputs)))
     state, key = optimizer.init(mlp()), KEYS[0]
     steps = [step(mlp(), state, X, key=key, micro_batches=n)[0] for n in (1, 3)]
     assert_entries_near(*steps)
 
 
+@pytest.mark.parametrize("outputs", [both, energy_and_gradient])
 @pytest.mark.parametrize("inside", [False, True])
-def test_devices(inside):
+def test_devices(inside, outputs):
     mesh = jax.make_mesh((2,), ("batch",), devices=jax.devices()[:2])
-    take = lambda m, x: kfac.curvature(over(both), fisher=EXACT)(m, x)
+    take = lambda m, x: kfac.curvature(over(outputs), fisher=EXACT)(m, x)
     x = jax.device_put(X, NamedSharding(mesh, P("batch")))
     with jax.set_mesh(mesh):
         if inside:
@@ -503,13 +638,14 @@ def test_devices(inside):
                 params, x
             )
         got = eqx.filter_jit(take)(mlp(), x)
-    assert_entries_near(got, curvature(over(both), mlp(), X))
+    assert_entries_near(got, curvature(over(outputs), mlp(), X))
 
 
-def test_an_optimizer_trains_through_them():
+@pytest.mark.parametrize("outputs", [both, energy_and_gradient])
+def test_an_optimizer_trains_through_them(outputs):
     optimizer, model = kfac.KFAC(), mlp()
     state = optimizer.init(model)
-    step = eqx.filter_jit(ft.partial(optimizer.step, over(both)))
+    step = eqx.filter_jit(ft.partial(optimizer.step, over(outputs)))
     losses = []
     for i in range(20):
         model, state, info = step(model, state, X, key=jr.key(i))
@@ -542,12 +678,6 @@ def test_a_direction_that_is_the_weight_itself_is_refused():
     refuses(over(outputs), mlp(), ".layers[0]", "another way")
 
 
-@pytest.mark.parametrize("reverse", [jax.jacrev, jax.hessian])
-def test_reverse_mode_is_refused(reverse):
-    outputs = lambda m, x: reverse(lambda x: m(x)[0])(x).reshape(-1)
-    refuses(over(outputs), mlp(), ".layers[0]", "jax.jvp")
-
-
 class Curved(eqx.Module):
     inner: eqx.Module
 
@@ -567,24 +697,24 @@ def at_zero(path, *block):
     return kfac.convert(eqx.filter_jit(lambda: Curved(AT_ZERO[path]()))(), *block)
 
 
-@pytest.mark.parametrize("reverse", [jax.jacrev, jax.hessian])
+@pytest.mark.parametrize("jacobian", [jax.jacfwd, jax.jacrev, jax.hessian])
 @pytest.mark.parametrize("path", AT_ZERO)
-def test_reverse_mode_is_refused_of_layers_tagged_at_a_zero(path, reverse):
-    outputs = lambda m, x: reverse(lambda x: m(x)[0])(x).reshape(-1)
-    model = at_zero(path)
-    refuses(over(outputs), model, path, "jax.jvp")
-    forward = lambda m, x: jax.jacfwd(lambda x: m(x)[0])(x)
-    report = kfac.verify(over(forward), model, X)
+def test_layers_tagged_at_a_zero(path, jacobian):
+    outputs = lambda m, x: jacobian(lambda x: m(x)[0])(x).reshape(-1)
+    report = kfac.verify(over(outputs), at_zero(path), X)
     assert all(np.all(layer.unseen <= 1e-12) for layer in report.layers)
-    # A derivative of which only the sign matters is not trained through.
-    signs = lambda m, x: m(x + jnp.sign(outputs(m, x)[:D]))
-    curvature(over(signs), model, X)
 
 
 class Forgetful(kfac.Kronecker):
     """A block whose author has not said that it knows of derivatives."""
 
     derivatives = False
+
+
+class Forward(kfac.Kronecker):
+    """A block whose author has not said that it knows of reverse mode."""
+
+    reverse_derivatives = False
 
 
 @pytest.mark.parametrize("jacobian", [jax.jacfwd, jax.jacrev])
@@ -594,6 +724,60 @@ def test_blocks_that_do_not_know_of_derivatives_of_layers_tagged_at_a_zero(
 ):
     outputs = lambda m, x: jacobian(lambda x: m(x)[0])(x)
     refuses(over(outputs), at_zero(path, Forgetful()), path, "Forgetful")
+    # A derivative of which only the sign matters is not trained through.
+    signs = lambda m, x: m(x + jnp.sign(outputs(m, x)[:D]))
+    curvature(over(signs), at_zero(path, Forgetful()), X)
+
+
+REDUCED = kfac.Kronecker(kfac.Reduce())
+BACKWARDS_UNKNOWN = [Forward(), REDUCED, kfac.EKFAC(kfac.Reduce())]
+
+
+@pytest.mark.parametrize("jacobian", [jax.jacrev, jax.hessian])
+@pytest.mark.parametrize("block", BACKWARDS_UNKNOWN, ids=lambda b: type(b).__name__)
+def test_blocks_that_do_not_know_of_reverse_mode_are_refused(block, jacobian):
+    outputs = lambda m, x: jacobian(lambda x: m(x)[0])(x).reshape(-1)
+    refuses(over(outputs), mlp(block), ".layers[0]", type(block).__name__, "jax.jacfwd")
+    curvature(over(lambda m, x: jax.jacfwd(m)(x).reshape(-1)), mlp(block), X)
+
+
+@pytest.mark.parametrize("path", AT_ZERO)
+def test_layers_tagged_at_a_zero_and_blocks_that_do_not_know_of_reverse_mode(path):
+    outputs = lambda m, x: jax.grad(lambda x: m(x)[0])(x)
+    refuses(over(outputs), at_zero(path, Forward()), path, "Forward")
+
+
+def test_the_transpose_of_a_layer_itself_is_refused():
+    model = mlp(use_bias=False)
+
+    def outputs(m, x):
+        layer = m.layers[0]
+        return jax.linear_transpose(layer, x)(jnp.tanh(layer(x)))[0]
+
+    refuses(over(outputs), model, ".layers[0]", "jax.vjp")
+    vjp = lambda m, x: jax.vjp(m.layers[0], x)[1](jnp.tanh(m.layers[0](x)))[0]
+    model = eqx.tree_at(lambda m: m.layers, model, model.layers[:1])
+    report = kfac.verify(over(vjp), model, X)
+    assert all(np.all(found.unseen <= 1e-12) for found in report.layers)
+
+
+def test_weights_that_are_used_beside_their_layer_are_refused_in_reverse_mode():
+    def outputs(m, x):
+        return jax.grad(lambda x: m(x)[0] + jnp.sum(m.layers[0].weight @ x))(x)
+
+    refuses(over(outputs), mlp(), ".layers[0]", "another way")
+    transposed = lambda m, x: gradient(m, x) @ m.layers[0].weight.T
+    refuses(over(transposed), mlp(), ".layers[0]", "another way")
+
+
+def test_centred_products_know_nothing_of_reverse_mode():
+    with pytest.raises(ValueError, match="reverse mode"):
+        kfac.curvature(over(jacobian), fisher=kfac.Centred())(mlp(), X)
+    centred = lambda block: kfac.curvature(over(jacobian), fisher=kfac.Centred())(
+        mlp(block), X
+    )
+    full, exact = centred(kfac.Full()), curvature(over(jacobian), mlp(kfac.Full()), X)
+    assert_differs(full, exact, 0.01)
 
 
 def test_forms_and_blocks_that_do_not_know_of_derivatives_are_refused():

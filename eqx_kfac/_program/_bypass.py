@@ -162,9 +162,15 @@ def _why_unseen(tag: Tag) -> str:
             f"its block, `{block}`, does not say that it knows of rows without a bias "
             "(`derivatives = True`); `kfac.Kronecker()` does"
         )
+    if not tag.block.reverse_derivatives:
+        return (
+            f"it is taken in reverse mode, and its block, `{block}`, does not say that it "
+            "knows of that (`reverse_derivatives = True`); `kfac.Kronecker()` does. Or "
+            "take it forward, which gives the same numbers: `jax.jacfwd(u)` in the place "
+            "of `jax.grad(u)` or `jax.jacrev(u)`, `jax.jacfwd(jax.jacfwd(u))` in that of "
+            "`jax.hessian(u)`"
+        )
     return (
-        "it is taken in reverse mode. Take it forward, which gives the same numbers: "
-        "`jax.jacfwd(u)` in the place of `jax.grad(u)` or `jax.jacrev(u)`, "
-        "`jax.jacfwd(jax.jacfwd(u))` in that of `jax.hessian(u)`; or `jax.jvp`, "
-        "`jax.linearize`, `jax.experimental.jet`"
+        "it is the transpose of the layer itself (`jax.linear_transpose`). Take that of "
+        "its derivative, `jax.vjp`, which is the same"
     )

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.tree_util as jtu
 
-from .._block import AbstractPerExampleBlock
+from .._block import AbstractPerExampleBlock, Kronecker
 from .._custom_types import Args, Kwargs, Model
 from .._devices import check_tracked
 from .._fisher import AbstractFisher
@@ -54,6 +54,8 @@ class Program(NamedTuple):
     - `joint`: the numbers of the tags that add up gradients over the positions of an
         example (and over its uses of the layer, if they are among `per_example`, too).
     - `reverse`: the numbers of the tags of which some use is a derivative in reverse mode.
+    - `uncentred`: the paths of those of them with a block from which no mean may be
+        subtracted then.
     - `convolves`: whether there is any convolution in the loss function.
     - `shared`: the paths of the layers whose rows serve several examples at once.
     - `unsure`: the numbers of the tags of which it is certain for one loss, but not for
@@ -70,6 +72,7 @@ class Program(NamedTuple):
     rows: tuple[tuple[int, ...], ...] = ()
     joint: frozenset[int] = frozenset()
     reverse: frozenset[int] = frozenset()
+    uncentred: tuple[str, ...] = ()
     convolves: bool = False
     shared: tuple[str, ...] = ()
     unsure: frozenset[int] = frozenset()
@@ -108,6 +111,13 @@ class Program(NamedTuple):
                 "all of these. Keep the axis of the examples in the outputs of every "
                 "loss (do not join it with others); or use `kfac.MonteCarlo()`, which "
                 "draws for every term by itself."
+            )
+        if self.uncentred and fisher.centred:
+            raise ValueError(
+                f"`kfac.{fisher.name}` takes the mean of examples' gradients away, which "
+                f"the blocks of {names(self.uncentred)} do not know where weights "
+                "act transposed, as in derivatives in reverse mode. Use `kfac.TNT()`, "
+                "`kfac.Full()` or `kfac.Diagonal()`; or `kfac.Exact()`."
             )
         joint = self.joint
         if fisher.joins_positions:
@@ -171,6 +181,8 @@ def _of(trace: Trace, lacking: frozenset[int], parts: int) -> Program:
     shared = [trace.layers[u.number].path for u in trace.uses if trace.is_shared(u)]
     unsure = [u.number for u in trace.uses if trace.counts_some(u)]
     blocks = {n: trace.layers[n].tag.block for n in unsure}
+    reverse = frozenset(use.number for use in trace.uses if use.reverse)
+    products = {n for n in reverse if isinstance(trace.layers[n].tag.block, Kronecker)}
     mixing = [
         trace.layers[n].path for n, block in blocks.items() if block.mixes_positions
     ]
@@ -182,7 +194,8 @@ def _of(trace: Trace, lacking: frozenset[int], parts: int) -> Program:
         regularised=trace.regularised,
         rows=rows,
         joint=frozenset(joint),
-        reverse=frozenset(use.number for use in trace.uses if use.reverse),
+        reverse=reverse,
+        uncentred=tuple(trace.layers[n].path for n in sorted(reverse & products)),
         convolves=trace.convolves,
         shared=tuple(dict.fromkeys(shared)),
         unsure=frozenset(unsure),

@@ -60,7 +60,8 @@ class TagUse(NamedTuple):
         the layer.
     - `at_zero`: whether the layer is tagged at a zero that is added to its result,
         instead of at the result itself (see `_tag/_primitive.py`).
-    - `sources`: the sources that the layer's input depends on.
+    - `sources`: the sources that the layer's input depends on, and in a derivative, what
+        it is taken along.
     - `device_axes`: the axes of a `shard_map` over which the rows are split.
     - `devices`: over how many devices that is.
     - `derivative`: whether this is a use of a derivative of the layer.

@@ -235,7 +235,8 @@ def _called_for(jaxpr: Any, number: int) -> set[int]:
 
 def _covered(jaxpr: Any, labelled: LabelledModel) -> int:
     """The bits of the parameters of which a program has uses that are marked."""
-    marks = [eqn for eqn in equations(jaxpr) if eqn.primitive is covered_p]
+    is_mark = lambda eqn: eqn.primitive is covered_p and eqn.params["rightly"]
+    marks = filter(is_mark, equations(jaxpr))
     return ft.reduce(
         operator.or_, [labelled.covering[m.params["number"]] for m in marks], 0
     )
@@ -262,14 +263,19 @@ def _visit(
         return [value._replace(sources=value.sources | unseen)], []
     if eqn.primitive is covered_p:
         (value,) = values
-        covered = covering[eqn.params["number"]]
-        return [value._replace(sources=value.sources & ~covered)], []
+        number, rightly = eqn.params["number"], eqn.params["rightly"]
+        if rightly:
+            sources = value.sources & ~covering[number]
+        else:
+            sources = value.sources | parameter_bit(number)
+        return [value._replace(sources=sources)], []
     if eqn.primitive is not tag_p:
         return None
     label = label_of(eqn)
     if label is None:
         # The loss function itself has filled this tag, to collect curvature in it.
         return values[:1], []
+    layout = eqn.params["layout"]
     y, x = values[:2]
     avals: list[Any] = [atom.aval for atom in eqn.invars]
     y_aval, x_aval, *_ = avals
@@ -282,12 +288,13 @@ def _visit(
         context=context,
         label_stack=label.stack,
         at_zero=y == ZERO,
-        sources=x.sources,
+        # A direction, or a gradient, may be the same for all examples; the input is not.
+        sources=x.sources | values[layout.num_rows - 1].sources,
         device_axes=varying(y_aval),
         devices=number_of_parts(y_aval),
-        derivative=eqn.params["layout"].derivative,
-        reverse=eqn.params["layout"].reverse,
-        skipped=eqn.params["layout"].skipped,
+        derivative=layout.derivative,
+        reverse=layout.reverse,
+        skipped=layout.skipped,
     )
     # The tag sees how the output depends on the layer's parameters, so that this
     # dependence ends here. But a dependence of the layer's input on the same parameters

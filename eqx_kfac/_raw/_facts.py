@@ -56,6 +56,11 @@ class AbstractVisitor(abc.ABC):
     def accepts(self, site: Site, bias: Term) -> bool:
         """Whether the array's block has this bias."""
 
+    def covered(self, site: Site, array: Array) -> Array:
+        """What an operation gets that multiplies data by an array, which `site` follows.
+        By default, the array."""
+        return array
+
     @abc.abstractmethod
     def otherwise(self, term: Term) -> None:
         """An array is used in another way."""

@@ -21,6 +21,7 @@ A *frame* has the values of all variables of one jaxpr, and the facts of them.
 """
 
 import dataclasses
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -182,7 +183,12 @@ class Walk:
             Site(t.parameter, t.stack, *_scaled(_in_one_layer(m, t.stack), t.scale))
             for t, m in zip(terms, matches, strict=True)
         ]
-        values = [value for value, _ in _settled(frame, eqn)]
+        values = [
+            ft.reduce(lambda a, s: self.visitor.covered(s, a), sites, value)
+            if fact.terms
+            else value
+            for value, fact in _settled(frame, eqn)
+        ]
         (y,) = evaluated(eqn, values)
         if jnp.issubdtype(y.dtype, jnp.complexfloating) and any(
             not isinstance(site.use.form, _IN_COMPLEX_NUMBERS) for site in sites

@@ -370,7 +370,7 @@ class Binder(AbstractVisitor):
         # A product to which the bias is not added is a row without a one, which the tag
         # cannot have: without a tag, whoever analyses the program refuses it.
         if bound.bias is not None and bias is None:
-            return z
+            return bound.tag.uncover(z)
         tag = bound.tag
         expected, form = tag.form.form, site.use.form  # pyright: ignore
         key = matrix_key(form, site.use.weight)
@@ -381,6 +381,10 @@ class Binder(AbstractVisitor):
         if swapped or form != expected:
             tag = Tag(form, tag.block, swapped=swapped).with_slots_of(tag)
         return tagged(tag, z, site)
+
+    def covered(self, site: Site, array: Array) -> Array:
+        bound = self._bound_at(site)
+        return array if bound is None else bound.tag.cover(array)
 
     def accepts(self, site: Site, bias: Term) -> bool:
         bound = self._bound_at(site)

@@ -295,7 +295,11 @@ def _transpose_derivative(ct, *operands, layout, **params):
     if layout.derivative and layout.collector.reverse_derivatives:
         layout = layout._replace(reverse=not layout.reverse)
         zeros = zeros_of(aval_of(x_dot))
-        return [ct, tag_p.bind(zeros, ct, *operands[2:], layout=layout, **params), *nothing]
+        return [
+            ct,
+            tag_p.bind(zeros, ct, *operands[2:], layout=layout, **params),
+            *nothing,
+        ]
     if label is None:
         return [ct, None, *nothing]
     marks = _unseen_zero(ct, aval_of(x_dot), label)
@@ -305,6 +309,20 @@ def _transpose_derivative(ct, *operands, layout, **params):
 def _transpose_unseen(ct, _, *, number):
     """The transpose of a mark, which is a mark."""
     return [ct if is_zero(ct) else unseen_p.bind(ct, number=number)]
+
+
+def _jvp_covered(primals, tangents, **params):
+    """The derivative of a mark. Only the parameter itself is used rightly, not what a
+    derivative is taken along; but what is computed from it is used wrongly in
+    derivatives, too, forward and backward."""
+    (array,), (tangent,) = primals, tangents
+    if not (params["rightly"] or is_zero(tangent)):
+        tangent = covered_p.bind(tangent, **params)
+    return covered_p.bind(array, **params), tangent
+
+
+def _transpose_covered(ct, _, **params):
+    return [ct if is_zero(ct) else covered_p.bind(ct, **params)]
 
 
 def _transpose(ct, *operands, layout, stack, examples):
@@ -385,8 +403,9 @@ set_transpose(tag_linear_p, _transpose)
 set_taylor(tag_p, _taylor)
 set_no_derivative(statistic_p)
 set_linear(unseen_p)
-set_linear(covered_p)
+set_jvp(covered_p, _jvp_covered)
 set_transpose(unseen_p, _transpose_unseen)
+set_transpose(covered_p, _transpose_covered)
 set_elementwise(statistic_p)
 set_elementwise(unseen_p)
 set_elementwise(covered_p)

@@ -206,10 +206,21 @@ class Tag(PlainModule):
         **Returns:** `array`. While a program is analysed, it is marked as used rightly;
         any other use of the parameter is an error then.
         """
+        return self._marked(array, rightly=True)
+
+    def uncover(self, array: Array | None) -> Array | None:
+        """What was computed from a parameter that was marked as used rightly, marked as
+        used wrongly after all."""
+        return self._marked(array, rightly=False)
+
+    def _marked(self, array: Array | None, rightly: bool) -> Array | None:
+        if array is not None and self.owner is not None:
+            array = self.owner._marked(array, rightly)
         label = self.contents.label
         if label is None or array is None:
             return array
-        return covered_p.bind(array, number=Label.read(label.shape).number)
+        number = Label.read(label.shape).number
+        return covered_p.bind(array, number=number, rightly=rightly)
 
     def memory(self, layer: Layer) -> Any:
         """What [`remember`][eqx_kfac.Tag.remember] passes on from one time step to the
