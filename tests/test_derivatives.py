@@ -334,10 +334,11 @@ def reverse_oracle(model, balanced):
         if not balanced:
             of_values = moments(g) / N, moments(h) / max(used.sum(), 1)
             of_gradients = moments(z) / (N * K), moments(c) / N
-            traces = [(np.trace(G), np.trace(A)) for G, A in (of_values, of_gradients)]
-            pairs = list(zip((of_values, of_gradients), traces, strict=True))
-            G = sum(trace * G for (G, _), (_, trace) in pairs)
-            A = sum(trace * A for (_, A), (trace, _) in pairs) / np.trace(G)
+            both = of_values, of_gradients
+            G = sum(np.trace(A) * G for G, A in both)
+            A = sum(np.trace(G) * A for G, A in both) / np.trace(G)
+            unit = np.trace(of_values[1]) or 1.0
+            G, A = G / unit, A * unit
         else:
             h = np.broadcast_to(h[:, None], (*g.shape[:2], h.shape[-1]))
             z = np.broadcast_to(z[:, None], (*c.shape[:3], z.shape[-1]))
@@ -641,16 +642,85 @@ def test_devices(inside, outputs):
     assert_entries_near(got, curvature(over(outputs), mlp(), X))
 
 
-@pytest.mark.parametrize("outputs", [both, energy_and_gradient])
+@pytest.mark.parametrize("outputs", [both, jacobian])
 def test_an_optimizer_trains_through_them(outputs):
     optimizer, model = kfac.KFAC(), mlp()
     state = optimizer.init(model)
     step = eqx.filter_jit(ft.partial(optimizer.step, over(outputs)))
     losses = []
-    for i in range(20):
+    for i in range(40):
         model, state, info = step(model, state, X, key=jr.key(i))
         losses.append(info.loss)
 
+    assert losses[-1] < 0.1 * losses[0]
+
+
+#
+# Gradients with respect to the model, within the loss
+#
+
+
+def adapted(m, x, y, first_order):
+    """After a step of gradient descent on one example."""
+    slopes = eqx.filter_grad(lambda m: jnp.sum((m(x) - y) ** 2))(m)
+    if first_order:
+        slopes = jax.lax.stop_gradient(slopes)
+    return eqx.apply_updates(m, jax.tree.map(lambda g: -0.1 * g, slopes))
+
+
+def meta_learning(first_order, prepare=lambda m: m):
+    """Every task has an example to adapt to, and two others."""
+
+    def loss_fn(m, x):
+        targets = jnp.sin(x[:, :K])
+        others = jnp.stack([x + 1, x - 1], axis=1)
+
+        def of_task(x, y, others):
+            return jax.vmap(adapted(prepare(m), x, y, first_order))(others).reshape(-1)
+
+        z = jax.vmap(of_task)(x, targets, others)
+        return kfac.SquaredError(z, jnp.zeros_like(z))
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("first_order", [True, False])
+def test_meta_learning(first_order):
+    collect = kfac.value_grad_and_curvature(meta_learning(first_order), EXACT)
+    value, slopes, found = eqx.filter_jit(collect)(mlp(), X)
+    plain = meta_learning(first_order, kfac.revert)
+    want = eqx.filter_value_and_grad(lambda m, x: plain(m, x).value)
+    assert_entries_near((value, slopes), eqx.filter_jit(want)(mlp(), X))
+    report = kfac.verify(meta_learning(first_order), mlp(), X)
+    assert all(np.all(layer.unseen <= 1e-12) for layer in report.layers)
+    other = curvature(meta_learning(not first_order), mlp(), X)
+    assert_differs(found, other, 0.01)
+    refuses(meta_learning(first_order), mlp(kfac.Full()), ".layers[0]", "Full")
+
+
+def test_the_last_layer_of_first_order_meta_learning_is_exact():
+    """It is linear, and the losses of its two rows are independent."""
+    *_, last = kfac.verify(
+        meta_learning(True), mlp(kfac.Kronecker(kfac.Expand())), X
+    ).layers
+    assert last.unseen <= 1e-12
+    *_, other = kfac.verify(meta_learning(False), mlp(), X).layers
+    assert other.error > 0.01
+
+
+def test_rows_of_meta_learning_are_not_captured():
+    with pytest.raises(TypeError, match="rows cannot be captured"):
+        kfac.analysis.capture(meta_learning(True))(mlp(), X)
+
+
+def test_meta_learning_trains():
+    optimizer, model = kfac.KFAC(), mlp()
+    state = optimizer.init(model)
+    step = eqx.filter_jit(ft.partial(optimizer.step, meta_learning(False)))
+    losses = []
+    for i in range(30):
+        model, state, info = step(model, state, X, key=jr.key(i))
+        losses.append(info.loss)
     assert losses[-1] < 0.2 * losses[0]
 
 

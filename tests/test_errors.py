@@ -671,23 +671,6 @@ def test_wrong_operator_for_a_solver():
             lx.linear_solve(operator, jnp.ones(2), solver)
 
 
-def test_a_gradient_step_inside_of_the_loss():
-    """The gradient has tags in it, which have no derivative."""
-    model = kfac.convert(eqx.nn.MLP(2, 2, 3, 2, key=jr.key(0)))
-
-    def adapted(model, x):
-        inner = lambda model: jnp.sum(jax.vmap(model)(x) ** 2)
-        step = jax.lax.stop_gradient(eqx.filter_grad(inner)(model))
-        return jax.vmap(eqx.apply_updates(model, step))(x)
-
-    def loss_fn(model, x):
-        outputs = jax.vmap(lambda x: adapted(model, x))(x)
-        return kfac.SquaredError(outputs, jnp.zeros_like(outputs))
-
-    with raises(TypeError, "differentiate curvature statistics", "meta-learning"):
-        traced(kfac.curvature(loss_fn, kfac.Exact()), model, jnp.ones((4, 5, 2)))
-
-
 def test_statistics_are_not_differentiable(unharmed):
     def trace(model, x, y):
         return jnp.trace(curvature(softmax, model, x, y).layers[0].output_factor)

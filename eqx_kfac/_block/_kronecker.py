@@ -28,8 +28,8 @@ class InputMoments(NamedTuple):
     ones: Any = None
     first: Any = None  # $\sum w x$
     second: Any = None  # $\sum w x x^\top$
-    # The same over the rows in which the weight acts transposed (those of a layer that is
-    # tied to this one, or of derivatives in reverse mode), whose inputs are of the size of
+    # The same over the rows in which the weight acts transposed, those of a layer that is
+    # tied to this one, or of derivatives in reverse mode. Their inputs are of the size of
     # this layer's outputs.
     transposed_rows: Any = None
     transposed: Any = None
@@ -290,15 +290,23 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
             input_factor = input_factor * trailing(inverse_or_zero(rows), input_factor)
             output_factor = (outputs.second + inputs.transposed) / count
         else:
-            per_row = trailing(inverse_or_zero(inputs.rows), second)
+            own = second * trailing(inverse_or_zero(inputs.rows), second)
             transposed, number = inputs.transposed, inputs.transposed_rows
             per_transposed = trailing(inverse_or_zero(number), transposed)
             output_factor, input_factor = _as_one_product(
-                (outputs.second / count, second * per_row),
+                (outputs.second / count, own),
                 (transposed * per_transposed, transposed_out / count),
+                unit=self._trace_of_inputs(own, stack),
                 stack=stack,
             )
         return KroneckerFactors(input_factor, output_factor, l2.astype(count.dtype))
+
+    def _trace_of_inputs(self, own: Array, stack: int) -> Float[Array, "*stack"]:
+        """The trace of the input factor where the weight acts transposed in some uses,
+        given the input factor of the others. It is arbitrary; but in reverse mode, it is
+        as in other steps, in which it may not be there, or have no influence."""
+        trace = over_stack(trace_of_factor, stack)(own)
+        return jnp.where((trace > 0) & (not self.tied), trace, jnp.ones_like(trace))
 
     def minus_mean(
         self,
@@ -337,20 +345,23 @@ def _of_joint(joint: Statistics) -> Statistics:
     return Statistics(InputMoments(), OutputMoments(joint=joint))
 
 
-def _as_one_product(*pairs: tuple[Array, Array], stack: int) -> tuple[Array, Array]:
+def _as_one_product(
+    *pairs: tuple[Array, Array], unit: Array, stack: int
+) -> tuple[Array, Array]:
     r"""The product $G \otimes A$ that has the trace and the partial traces of a sum
-    $\sum_u G_u \otimes A_u$: $G = \sum_u \operatorname{tr}(A_u) G_u$, $A = \sum_u
-    \operatorname{tr}(G_u) A_u / \operatorname{tr} G$. (The product of the sums of both
-    sides would not do: it has terms $G_u \otimes A_v$ of different uses, and a side that
-    consists of inputs in one use consists of gradients in the other, which are of
-    another size.)"""
+    $\sum_u G_u \otimes A_u$: $G \propto \sum_u \operatorname{tr}(A_u) G_u$, $A \propto
+    \sum_u \operatorname{tr}(G_u) A_u$, where the trace of $A$ is `unit`. (The product
+    of the sums of both sides would not do: it has terms $G_u \otimes A_v$ of different
+    uses, and a side that consists of inputs in one use consists of gradients in the
+    other, which are of another size.)"""
 
     trace = over_stack(trace_of_factor, stack)
     (g, a), *rest = pairs
     G, A = trailing(trace(a), g) * g, trailing(trace(g), a) * a
     for g, a in rest:
         G, A = G + trailing(trace(a), g) * g, A + trailing(trace(g), a) * a
-    return G, A * trailing(inverse_or_zero(trace(G)), A)
+    scale = unit * inverse_or_zero(trace(G))
+    return G / trailing(unit, G), A * trailing(scale, A)
 
 
 def _without_bias(moments: Array, like: Array, stack: int) -> Array:

@@ -69,8 +69,10 @@ def row_slots(
     slots would add up the rows of all uses."""
     # Every device of a `shard_map` has rows of its own.
     within_shard_map = varying_axes((args, kwargs))
-    # With a regulariser, no gradient is the product of its rows.
-    if within_shard_map or program.regularised or not _any_few(model, program):
+    # With a regulariser, no gradient is the product of its rows; nor is it where the loss
+    # takes gradients itself.
+    other = within_shard_map or program.regularised or program.inner
+    if other or not _any_few(model, program):
         return None
     found, treedef = used_sites(loss_fn, model, args, kwargs, program)
     uses = list(map(_use_with_few_rows, found))

@@ -164,11 +164,11 @@ def _why_unseen(tag: Tag) -> str:
         )
     if not tag.block.reverse_derivatives:
         return (
-            f"it is taken in reverse mode, and its block, `{block}`, does not say that it "
-            "knows of that (`reverse_derivatives = True`); `kfac.Kronecker()` does. Or "
-            "take it forward, which gives the same numbers: `jax.jacfwd(u)` in the place "
-            "of `jax.grad(u)` or `jax.jacrev(u)`, `jax.jacfwd(jax.jacfwd(u))` in that of "
-            "`jax.hessian(u)`"
+            f"it is taken in reverse mode, and its block, `{block}`, does not say that "
+            "it knows of that (`reverse_derivatives = True`); `kfac.Kronecker()` does. "
+            "Or take it forward, which gives the same numbers: `jax.jacfwd(u)` in the "
+            "place of `jax.grad(u)` or `jax.jacrev(u)`, `jax.jacfwd(jax.jacfwd(u))` in "
+            "that of `jax.hessian(u)`"
         )
     return (
         "it is the transpose of the layer itself (`jax.linear_transpose`). Take that of "

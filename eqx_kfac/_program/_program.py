@@ -53,10 +53,13 @@ class Program(NamedTuple):
     - `rows`: for each tag, by its number, the number of rows of each use.
     - `joint`: the numbers of the tags that add up gradients over the positions of an
         example (and over its uses of the layer, if they are among `per_example`, too).
-    - `reverse`: the numbers of the tags of which some use is a derivative in reverse mode.
+    - `reverse`: the numbers of the tags of which some use is a derivative in reverse
+        mode.
     - `uncentred`: the paths of those of them with a block from which no mean may be
         subtracted then.
     - `convolves`: whether there is any convolution in the loss function.
+    - `inner`: whether the loss function takes a gradient with respect to the model
+        itself.
     - `shared`: the paths of the layers whose rows serve several examples at once.
     - `unsure`: the numbers of the tags of which it is certain for one loss, but not for
         another, which axis is that of the examples.
@@ -74,6 +77,7 @@ class Program(NamedTuple):
     reverse: frozenset[int] = frozenset()
     uncentred: tuple[str, ...] = ()
     convolves: bool = False
+    inner: bool = False
     shared: tuple[str, ...] = ()
     unsure: frozenset[int] = frozenset()
     mixing: tuple[str, ...] = ()
@@ -197,6 +201,7 @@ def _of(trace: Trace, lacking: frozenset[int], parts: int) -> Program:
         reverse=reverse,
         uncentred=tuple(trace.layers[n].path for n in sorted(reverse & products)),
         convolves=trace.convolves,
+        inner=trace.inner,
         shared=tuple(dict.fromkeys(shared)),
         unsure=frozenset(unsure),
         mixing=tuple(mixing),
@@ -207,7 +212,7 @@ def with_labels(filled: Model, program: Program) -> Model:
     """A model whose tags are ready to collect, with the labels and the slots that a
     program asks for."""
     changed = program.lacking, program.per_example, program.joint, program.reverse
-    if not any(changed):
+    if not (any(changed) or program.inner):
         return filled
     numbers = numbered(filled)
     per_example = dict(program.per_example)
@@ -222,8 +227,10 @@ def with_labels(filled: Model, program: Program) -> Model:
             tag = tag.per_example(layer, examples, program.axes)
         if number in program.reverse and jtu.tree_leaves(tag.slots):
             tag = tag.reversible(layer)
-        label = Label(stack=0, number=number, examples=program.examples)
-        return tag.labelled(layer, label) if number in program.lacking else tag
+        lacks = number in program.lacking
+        examples = program.examples if lacks else ()
+        label = Label(stack=0, number=number, examples=examples)
+        return tag.labelled(layer, label) if lacks or program.inner else tag
 
     return with_tags(prepare, filled, numbers)
 

@@ -146,6 +146,7 @@ def traced(
         opaque=interpreter.opaque,
         regularised=any(regularised),
         convolves=contains(closed.jaxpr, "conv_general_dilated"),
+        inner=contains(closed.jaxpr, statistic_p.name),
         dead=frozenset(_called(closed.jaxpr) - called),
         covered=_covered(closed.jaxpr, labelled),
         penalised=frozenset(called - _called_for(closed.jaxpr, num_outputs)),
@@ -255,7 +256,7 @@ def _visit(
     `covering` has, for each tag, the bits of all tags that cover any of its
     parameters."""
     if eqn.primitive is statistic_p:
-        (value,) = values
+        value, *_ = values
         return [value._replace(sources=value.sources | STATISTIC)], []
     if eqn.primitive is unseen_p:
         (value,) = values

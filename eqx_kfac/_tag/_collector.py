@@ -9,6 +9,7 @@ these shapes.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -140,23 +141,24 @@ class GradientCollector(AbstractCollector):
         return Statistics(zeros_of(slots.inputs), outputs)
 
 
-def set_no_derivative(primitive: Primitive) -> None:
-    """What is collected has no derivative: zero along zero tangents, otherwise an
-    error."""
+def set_no_derivative(primitive: Primitive, is_constant: Callable) -> None:
+    """What is collected has no derivative: zero along zero tangents, or if
+    `is_constant(tangents)`; otherwise an error."""
 
     def rule(primals, tangents, **params):
+        out = primitive.bind(*primals, **params)
+        if is_constant(tangents):
+            return out, jnp.zeros_like(out)
         if all(map(is_zero, tangents)):
-            return primitive.bind(*primals, **params), tangents[0]
+            return out, tangents[0]
         raise TypeError(
             "Tried to differentiate curvature statistics. They are defined by a "
-            "transpose rule and have no derivative. If the loss function takes gradients "
-            "with respect to the model itself, take them with respect to "
-            "`kfac.revert(model)`. (A gradient step inside of the loss function, whose "
-            "result is trained through, as in meta-learning, is not supported.) If "
-            "curvature is computed inside a function that is differentiated, apply "
-            "`jax.lax.stop_gradient` to the model and the batch that it is computed "
-            "from. Of diffrax's adjoints, use `RecursiveCheckpointAdjoint` or "
-            "`DirectAdjoint`, not `BacksolveAdjoint`."
+            "transpose rule and have no derivative. If curvature is computed inside a "
+            "function that is differentiated, apply `jax.lax.stop_gradient` to the "
+            "model and the batch that it is computed from. Of diffrax's adjoints, use "
+            "`RecursiveCheckpointAdjoint` or `DirectAdjoint`, not `BacksolveAdjoint`. "
+            "(Of a loss function that takes gradients with respect to the model, rows "
+            "cannot be captured.)"
         )
 
     set_jvp(primitive, rule)
@@ -207,6 +209,6 @@ def _abstract(*avals, aval, shapes):
 
 
 set_values(row_shapes_p, _one, _abstract)
-set_no_derivative(row_shapes_p)
+set_no_derivative(row_shapes_p, lambda tangents: False)
 set_simple_batching(row_shapes_p, _batch)
 set_dead_code(row_shapes_p, _without_operand)

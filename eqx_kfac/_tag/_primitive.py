@@ -50,6 +50,7 @@ from .._jax import (
     set_elementwise,
     set_jvp,
     set_linear,
+    set_simple_batching,
     set_taylor,
     set_transpose,
     set_values,
@@ -97,7 +98,8 @@ class Label(NamedTuple):
 class Layout(NamedTuple):
     """What the operands of a tag are.
 
-    They are `y, x, *shared, *slots`. For a derivative of the layer, they are
+    They are `y, x, *shared, *slots`; the linear twin has `*tangents` of the slots
+    besides, whose cotangents are statistics. For a derivative of the layer, they are
     `y_dot, x_dot, x, *shared, *slots`: here the layer's own input `x` only tells which
     axes are examples. It differs between examples even if `x_dot`, a direction, is the
     same for all of them, and it does not differ between several directions.
@@ -131,7 +133,8 @@ class Layout(NamedTuple):
         return 2 + self.derivative
 
     def split(self, operands):
-        """`(y, x, shared, slots)`, or `(y_dot, x_dot, shared, slots)`."""
+        """`(y, x, shared, slots)`, or `(y_dot, x_dot, shared, slots)`. Of the linear
+        twin, the last are the slots and their tangents."""
         k = self.num_rows + self.shared.num_leaves
         return operands[0], operands[1], operands[self.num_rows : k], operands[k:]
 
@@ -219,16 +222,21 @@ def _jvp(primitive, primals, tangents, *, layout, **params):
     """The derivative of a tag, or of its linear twin. The value of both is their first
     operand, and does not depend on the others. But if the slots have tangents, statistics
     are asked for, and the linear twin is bound, whose transpose makes them. Otherwise the
-    tangent of a layer is tagged in turn, as one more row. (The linear twin is not at the
-    output of a layer, so that its derivative only passes the tangent on.)"""
+    tangent of a layer is tagged in turn, as one more row; and so it is if the loss itself
+    takes gradients with respect to the model, slots and all, which a label says. (The
+    linear twin is not at the output of a layer, so that its derivative only passes the
+    tangent on.)"""
     out = primitive.bind(*primals, layout=layout, **params)
-    y_dot, x_dot, _, slot_dots = layout.split(tangents)
-    if not all(map(is_zero, slot_dots)):
-        y_dot, *slot_dots = map(instantiated, (y_dot, *slot_dots))
-        between = primals[1 : len(primals) - len(slot_dots)]
-        y_dot = tag_linear_p.bind(y_dot, *between, *slot_dots, layout=layout, **params)
-    elif primitive is tag_p:
+    y_dot, x_dot, *_ = layout.split(tangents)
+    number = layout.slots.num_leaves
+    slot_dots = tangents[len(tangents) - number :]
+    collects = not all(map(is_zero, slot_dots))
+    if primitive is tag_p and not (collects and layout.label(primals) is None):
         y_dot = _derivative(y_dot, x_dot, primals, layout, **params)
+    if collects:
+        y_dot, *slot_dots = map(instantiated, (y_dot, *slot_dots))
+        others = primals[1:] if primitive is tag_p else primals[1:-number]
+        y_dot = tag_linear_p.bind(y_dot, *others, *slot_dots, layout=layout, **params)
     return out, y_dot
 
 
@@ -285,8 +293,8 @@ def _transpose_derivative(ct, *operands, layout, **params):
     cotangent $\bar z$ of $\dot z$: a gradient in the layer's input has the part $W^\top
     \bar z$, which is tagged in turn, at a zero beside it. (Of derivatives that a block
     knows in forward mode only, the tag does not see this part. While a program is
-    analysed, both ways to it are marked: the cotangent, and, because that leads nowhere in
-    a layer that is tagged at a zero, the gradient in the input itself.)"""
+    analysed, both ways to it are marked: the cotangent, and, because that leads nowhere
+    in a layer that is tagged at a zero, the gradient in the input itself.)"""
     x_dot, label = operands[1], layout.label(operands)
     nothing = [None] * (len(operands) - 2)
     if is_zero(ct) or not is_linear_operand(x_dot):
@@ -329,10 +337,11 @@ def _transpose(ct, *operands, layout, stack, examples):
     """The transpose of the linear twin. The cotangent of `y` is passed on, and the
     cotangent of the slots is what the collector makes of it and of the layer's input."""
     _, x, shared, slots = layout.split(operands)
-    nothing = [None] * (layout.num_rows - 1 + len(shared))
-    if is_zero(ct) or not any(map(is_linear_operand, slots)):
-        return [ct, *nothing, *[None] * len(slots)]
-    avals = list(map(aval_of, slots))
+    slots, tangents = slots[: len(slots) // 2], slots[len(slots) // 2 :]
+    nothing = [None] * (layout.num_rows - 1 + len(shared) + len(slots))
+    if is_zero(ct) or not any(map(is_linear_operand, tangents)):
+        return [ct, *nothing, *[None] * len(tangents)]
+    avals = list(map(aval_of, tangents))
     like = jtu.tree_unflatten(layout.slots, avals)
 
     def statistics(x, ct, *shared):
@@ -364,10 +373,17 @@ def _transpose(ct, *operands, layout, stack, examples):
     if not isinstance(layout.collector, RowCollector):
         # A loss must not depend on statistics, so they are marked. Rows are handed out to
         # be computed with, and have a derivative as any other values of the program.
-        stats = list(map(statistic_p.bind, stats))
+        stats = [statistic_p.bind(s, *slots) for s in stats]
     stats = [cast_varying(s, varying(a)) for s, a in zip(stats, avals, strict=True)]
-    wanted = [s if is_linear_operand(t) else None for s, t in zip(stats, slots)]
+    wanted = [s if is_linear_operand(t) else None for s, t in zip(stats, tangents)]
     return [ct, *nothing, *wanted]
+
+
+def _is_inner(tangents):
+    """Whether a statistic is the gradient in a slot that is itself differentiated: of a
+    gradient within the loss with respect to the model, whose tags collect something for a
+    gradient around it. A step along the inner one changes no slot."""
+    return not all(map(is_zero, tangents[1:]))
 
 
 def _check_shaped_like(statistics, like, collector):
@@ -401,11 +417,11 @@ for _p in (tag_p, tag_linear_p):
 set_transpose(tag_p, _transpose_derivative)
 set_transpose(tag_linear_p, _transpose)
 set_taylor(tag_p, _taylor)
-set_no_derivative(statistic_p)
+set_no_derivative(statistic_p, _is_inner)
 set_linear(unseen_p)
 set_jvp(covered_p, _jvp_covered)
 set_transpose(unseen_p, _transpose_unseen)
 set_transpose(covered_p, _transpose_covered)
-set_elementwise(statistic_p)
+set_simple_batching(statistic_p, lambda xs, dims: (statistic_p.bind(*xs), dims[0]))
 set_elementwise(unseen_p)
 set_elementwise(covered_p)
