@@ -544,6 +544,29 @@ def test_every_layer_is_seen(name, outputs):
         assert np.all(found.error <= 1e-10) == exact
 
 
+class Pair(eqx.Module):
+    first: eqx.nn.Linear
+    second: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_shared_weights_are_seen_in_reverse_mode(transposed):
+    """Also where a layer that does not own its weight has a bias."""
+    layers = zip(KEYS[3:5], (False, True), strict=True)
+    pair = Pair(*(eqx.nn.Linear(D, D, use_bias=bias, key=key) for key, bias in layers))
+    weight = lambda m: m.first.weight.T if transposed else m.first.weight
+    shared = eqx.nn.Shared(pair, where=lambda m: m.second.weight, get=weight)
+    outputs = lambda m, x: energy_and_gradient(m(), x)
+    report = kfac.verify(over(outputs), kfac.convert(shared), X)
+    assert all(np.all(found.unseen <= 1e-12) for found in report.layers)
+    if not transposed:
+        full = kfac.verify(over(outputs), kfac.convert(shared, kfac.Full()), X)
+        assert all(np.all(found.error <= 1e-10) for found in full.layers)
+
+
 def test_expanded_rows_are_no_dense_block():
     expanded = kfac.verify(over(both), net("linear", kfac.Kronecker()), X)
     assert all(np.all(found.unseen <= 1e-12) for found in expanded.layers)
@@ -699,7 +722,7 @@ def test_meta_learning(first_order):
 
 
 def test_the_last_layer_of_first_order_meta_learning_is_exact():
-    """It is linear, and the losses of its two rows are independent."""
+    """A linear layer, of two rows whose losses are independent."""
     *_, last = kfac.verify(
         meta_learning(True), mlp(kfac.Kronecker(kfac.Expand())), X
     ).layers
@@ -829,6 +852,15 @@ def test_the_transpose_of_a_layer_itself_is_refused():
     model = eqx.tree_at(lambda m: m.layers, model, model.layers[:1])
     report = kfac.verify(over(vjp), model, X)
     assert all(np.all(found.unseen <= 1e-12) for found in report.layers)
+
+
+def test_a_direction_in_the_weight_that_is_the_weight_itself_is_refused():
+    def outputs(m, x):
+        layer, *_ = m.layers
+        of_weight = lambda w: eqx.tree_at(lambda layer: layer.weight, layer, w)(x)
+        return m(x) + jax.jvp(of_weight, (layer.weight,), (layer.weight,))[1][:K]
+
+    refuses(over(outputs), mlp(), ".layers[0]", "another way")
 
 
 def test_weights_that_are_used_beside_their_layer_are_refused_in_reverse_mode():

@@ -509,6 +509,38 @@ def test_reverse_mode():
     assert_near(found["w1"], wanted.layers[1])
 
 
+class LeftOut(eqx.Module):
+    """A product to which the bias is added, and the same one without it."""
+
+    w: Array
+    b: Array
+
+    def __init__(self):
+        self.w, self.b = jnp.zeros((3, 3)), jnp.zeros(3)
+
+    def __call__(self, x):
+        return jnp.tanh(x @ self.w + self.b), jnp.tanh(x @ self.w)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_reverse_mode_of_products_without_their_bias(which):
+    model = kfac.convert(filled(LeftOut), example=ROWS[0], method=only_the_first)
+
+    def loss_fn(model, x):
+        slope = jax.grad(lambda x: jnp.sum(model(x)[which]))
+        return of_outputs(jax.vmap(lambda x: slope(x) + model(x)[0])(x))
+
+    if which == 0:
+        collect(loss_fn, kfac.Exact(), model, ROWS)
+    else:
+        with pytest.raises(ValueError, match="in a way that no tag follows"):
+            collect(loss_fn, kfac.Exact(), model, ROWS)
+
+
+def only_the_first(model, x):
+    return model(x)[0]
+
+
 #
 # States and keys
 #

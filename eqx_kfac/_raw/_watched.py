@@ -384,7 +384,8 @@ class Binder(AbstractVisitor):
 
     def covered(self, site: Site, array: Array) -> Array:
         bound = self._bound_at(site)
-        return array if bound is None else bound.tag.cover(array)
+        covered = None if bound is None else bound.tag.cover(array)
+        return array if covered is None else covered
 
     def accepts(self, site: Site, bias: Term) -> bool:
         bound = self._bound_at(site)

@@ -27,6 +27,12 @@ recurrent cell; another that the tag is to see the gradient times a scale $s$, a
 norm that divides a weight were fixed. The zeros do not change the result, but there is a
 gradient at them. The parameters then reach the result without passing through the tag.
 So that this is not taken for a mistake, they are marked as *covered* where they do so.
+
+*Derivatives.* The derivative of a layer along a direction in its input is a row of the
+same weight, and is tagged as a layer is. Transposed, as in the gradient of an energy, the
+weight acts transposed on a gradient. What it gives is computed by JAX, out of reach, so
+that it is tagged at a zero beside it; and because JAX uses the parameters for it, those
+of layers that are tagged at their output are marked as covered, too.
 """
 
 import functools as ft
@@ -297,10 +303,10 @@ def _transpose_derivative(ct, *operands, layout, **params):
     in a layer that is tagged at a zero, the gradient in the input itself.)"""
     x_dot, label = operands[1], layout.label(operands)
     nothing = [None] * (len(operands) - 2)
-    if is_zero(ct) or not is_linear_operand(x_dot):
-        seen = label is None or is_zero(ct)
-        return [ct if seen else unseen_p.bind(ct, number=label.number), None, *nothing]
-    if layout.derivative and layout.collector.reverse_derivatives:
+    if is_zero(ct):
+        return [ct, None, *nothing]
+    has_part = is_linear_operand(x_dot)
+    if has_part and layout.derivative and layout.collector.reverse_derivatives:
         layout = layout._replace(reverse=not layout.reverse)
         zeros = zeros_of(aval_of(x_dot))
         return [
@@ -310,7 +316,7 @@ def _transpose_derivative(ct, *operands, layout, **params):
         ]
     if label is None:
         return [ct, None, *nothing]
-    marks = _unseen_zero(ct, aval_of(x_dot), label)
+    marks = _unseen_zero(ct, aval_of(x_dot), label) if has_part else None
     return [unseen_p.bind(ct, number=label.number), marks, *nothing]
 
 

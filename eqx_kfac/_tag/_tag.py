@@ -206,18 +206,18 @@ class Tag(PlainModule):
         **Returns:** `array`. While a program is analysed, it is marked as used rightly;
         any other use of the parameter is an error then.
         """
-        return self._marked(array, rightly=True)
+        return None if array is None else self._marked(array, rightly=True)
 
-    def uncover(self, array: Array | None) -> Array | None:
+    def uncover(self, array: Array) -> Array:
         """What was computed from a parameter that was marked as used rightly, marked as
         used wrongly after all."""
         return self._marked(array, rightly=False)
 
-    def _marked(self, array: Array | None, rightly: bool) -> Array | None:
-        if array is not None and self.owner is not None:
+    def _marked(self, array: Array, rightly: bool) -> Array:
+        if self.owner is not None:
             array = self.owner._marked(array, rightly)
         label = self.contents.label
-        if label is None or array is None:
+        if label is None:
             return array
         number = Label.read(label.shape).number
         return covered_p.bind(array, number=number, rightly=rightly)
