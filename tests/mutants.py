@@ -92,7 +92,7 @@ MUTANTS = [
     M("_block/_kronecker.py", "            output_factor = outputs.second / count\n", "            output_factor = outputs.second / inputs.rows\n", "scaling"),
     M("_block/_kronecker.py", "input_factor = second + transposed_out", "input_factor = second", "tensor_normal"),
     M("_block/_kronecker.py", "G, A = G + trailing(trace(a), g) * g, A + trailing(trace(g), a) * a", "G, A = G + g, A + a", "layers"),
-    M("_block/_kronecker.py", "(transposed * per_transposed, outputs.transposed / count)", "(transposed / count, outputs.transposed * per_transposed)", "layers"),
+    M("_block/_kronecker.py", "(transposed * per_transposed, transposed_out / count)", "(transposed / count, outputs.transposed * per_transposed)", "layers"),
     M("_block/_kronecker.py", "return inputs, self.diagonal_output or sizes.d_out > self.widest", "return inputs, self.diagonal_output", "blocks"),
     M("_curvature/_batch.py", "linearise(part.model, bases, program=part.program)", "linearise(part.model, bases)", "verify"),
     M("debug/_check.py", "is_beyond = self.ratio > (10 / self.tolerance) ** 3", "is_beyond = self.ratio > np.inf", "verify"),
