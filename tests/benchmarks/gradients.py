@@ -2,16 +2,18 @@
 `KFAC()` beside Adam with the best of four learning rates, which fall along a cosine, in
 equal steps.
 
-- forces: energies and forces of clusters of six atoms with a Morse potential, by a network
-  of distances (J. Behler, M. Parrinello, *Generalized Neural-Network Representation of
-  High-Dimensional Potential-Energy Surfaces*, Physical Review Letters 2007).
+- forces: energies and forces of clusters of six atoms with a Morse potential, by a
+  network of distances (J. Behler, M. Parrinello, *Generalized Neural-Network
+  Representation of High-Dimensional Potential-Energy Surfaces*, Physical Review Letters
+  2007).
 - motion: the time derivatives of three coupled pendulums, by a Hamiltonian (S. Greydanus,
   M. Dzamba, J. Yosinski, *Hamiltonian Neural Networks*, NeurIPS 2019).
-- score: that of eight noisy clusters in the plane, by an energy (P. Vincent, *A Connection
-  Between Score Matching and Denoising Autoencoders*, Neural Computation 2011).
-- adaptation: sine waves after a step of gradient descent on ten points (C. Finn, P. Abbeel,
-  S. Levine, *Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks*, ICML
-  2017).
+- score: the noise that was added to eight points in the plane, by an energy (P. Vincent,
+  *A Connection Between Score Matching and Denoising Autoencoders*, Neural Computation
+  2011).
+- adaptation: sine waves after a step of gradient descent on ten points (C. Finn, P.
+  Abbeel, S. Levine, *Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks*,
+  ICML 2017).
 
     python tests/benchmarks/gradients.py
     python tests/benchmarks/gradients.py --toy    # does everything run?
