@@ -214,7 +214,7 @@ MUTANTS = [
     M("_tag/_primitive.py", "return [unseen_p.bind(ct, number=label.number), marks, *nothing]", "return [ct, None, *nothing]", "derivatives program"),
     M("_tag/_primitive.py", "reverse=not layout.reverse", "reverse=True", "derivatives"),
     M("_tag/_primitive.py", "x, ct = (ct, x) if layout.reverse else (x, ct)", "x, ct = x, ct", "derivatives"),
-    M("_tag/_primitive.py", "collects and layout.label(primals) is None", "collects", "derivatives"),
+    M("_tag/_primitive.py", "(inner or not collects)", "not collects", "derivatives"),
     M("_tag/_primitive.py", "return not all(map(is_zero, tangents[1:]))", "return True", "tag"),
     M("_tag/_primitive.py", "    if not (params[\"rightly\"] or is_zero(tangent)):", "    if not is_zero(tangent):", "derivatives"),
     M("_tag/_primitive.py", "return [ct if is_zero(ct) else covered_p.bind(ct, **params)]", "return [ct]", "raw_transformations"),

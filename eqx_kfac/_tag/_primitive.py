@@ -104,8 +104,8 @@ class Label(NamedTuple):
 class Layout(NamedTuple):
     """What the operands of a tag are.
 
-    They are `y, x, *shared, *slots`; the linear twin has `*tangents` of the slots
-    besides, whose cotangents are statistics. For a derivative of the layer, they are
+    They are `y, x, *shared, *slots`; the linear twin has the tangents of the slots in
+    their place, whose cotangents are statistics, or, with a label, behind them. For a derivative of the layer, they are
     `y_dot, x_dot, x, *shared, *slots`: here the layer's own input `x` only tells which
     axes are examples. It differs between examples even if `x_dot`, a direction, is the
     same for all of them, and it does not differ between several directions.
@@ -140,7 +140,7 @@ class Layout(NamedTuple):
 
     def split(self, operands):
         """`(y, x, shared, slots)`, or `(y_dot, x_dot, shared, slots)`. Of the linear
-        twin, the last are the slots and their tangents."""
+        twin, the last are tangents of the slots, or the slots and their tangents."""
         k = self.num_rows + self.shared.num_leaves
         return operands[0], operands[1], operands[self.num_rows : k], operands[k:]
 
@@ -234,14 +234,15 @@ def _jvp(primitive, primals, tangents, *, layout, **params):
     tangent on.)"""
     out = primitive.bind(*primals, layout=layout, **params)
     y_dot, x_dot, *_ = layout.split(tangents)
-    number = layout.slots.num_leaves
+    number, inner = layout.slots.num_leaves, layout.label(primals) is not None
     slot_dots = tangents[len(tangents) - number :]
     collects = not all(map(is_zero, slot_dots))
-    if primitive is tag_p and not (collects and layout.label(primals) is None):
+    if primitive is tag_p and (inner or not collects):
         y_dot = _derivative(y_dot, x_dot, primals, layout, **params)
     if collects:
         y_dot, *slot_dots = map(instantiated, (y_dot, *slot_dots))
-        others = primals[1:] if primitive is tag_p else primals[1:-number]
+        has_slots = primitive is tag_p and inner
+        others = primals[1:] if has_slots else primals[1:-number]
         y_dot = tag_linear_p.bind(y_dot, *others, *slot_dots, layout=layout, **params)
     return out, y_dot
 
@@ -343,7 +344,8 @@ def _transpose(ct, *operands, layout, stack, examples):
     """The transpose of the linear twin. The cotangent of `y` is passed on, and the
     cotangent of the slots is what the collector makes of it and of the layer's input."""
     _, x, shared, slots = layout.split(operands)
-    slots, tangents = slots[: len(slots) // 2], slots[len(slots) // 2 :]
+    number = layout.slots.num_leaves
+    slots, tangents = slots[:-number], slots[-number:]
     nothing = [None] * (layout.num_rows - 1 + len(shared) + len(slots))
     if is_zero(ct) or not any(map(is_linear_operand, tangents)):
         return [ct, *nothing, *[None] * len(tangents)]
