@@ -105,10 +105,11 @@ class Layout(NamedTuple):
     """What the operands of a tag are.
 
     They are `y, x, *shared, *slots`; the linear twin has the tangents of the slots in
-    their place, whose cotangents are statistics, or, with a label, behind them. For a derivative of the layer, they are
-    `y_dot, x_dot, x, *shared, *slots`: here the layer's own input `x` only tells which
-    axes are examples. It differs between examples even if `x_dot`, a direction, is the
-    same for all of them, and it does not differ between several directions.
+    their place, whose cotangents are statistics, or, with a label, behind them. For a
+    derivative of the layer, they are `y_dot, x_dot, x, *shared, *slots`: here the layer's
+    own input `x` only tells which axes are examples. It differs between examples even if
+    `x_dot`, a direction, is the same for all of them, and it does not differ between
+    several directions.
 
     **Fields:**
 
