@@ -519,7 +519,7 @@ class LeftOut(eqx.Module):
         self.w, self.b = jnp.zeros((3, 3)), jnp.zeros(3)
 
     def __call__(self, x):
-        return jnp.tanh(x @ self.w + self.b), jnp.tanh(x @ self.w)
+        return jnp.tanh(x @ self.w + self.b), x @ self.w
 
 
 @pytest.mark.parametrize("which", [0, 1])
