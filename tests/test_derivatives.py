@@ -190,6 +190,26 @@ def test_activations_with_a_derivative_of_their_own():
     check(over(both), first_order(), model=mlp(activation=own_tanh))
 
 
+def with_its_own_rule(m, x):
+    """The model, as an argument of a function with a derivative of its own. Derivatives
+    in its input are along zeros of all its arrays."""
+    params, static = eqx.partition(m, eqx.is_inexact_array)
+    plain = lambda params, x: eqx.combine(params, static)(x)
+    fn = jax.custom_jvp(plain)
+    fn.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    return fn(params, x)
+
+
+def test_models_with_a_derivative_of_their_own():
+    outputs = lambda m, x: both(ft.partial(with_its_own_rule, m), x)
+    check(over(outputs), first_order())
+
+
+def test_models_with_a_derivative_of_their_own_in_reverse_mode():
+    outputs = lambda m, x: jacobian(ft.partial(with_its_own_rule, m), x)
+    check(over(outputs), reverse_oracle(mlp(), balanced=False))
+
+
 def test_a_derivative_alone():
     """The value of the last layer, nothing looks at: it is no row."""
     check(over(slope), oracle(mlp(), {"v": V}, lambda z: z["v"]))

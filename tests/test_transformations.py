@@ -1012,8 +1012,7 @@ def test_value_beside_derivative(forward):
 
 
 def test_loss_on_a_derivative():
-    """The prediction is the gradient of a potential, at its input: the rows of a
-    derivative are not seen, and the curvature would be that of something else."""
+    """The prediction is the gradient of a potential, at its input."""
 
     def loss_fn(model, x, y):
         field = jax.vmap(jax.grad(lambda x: jnp.sum(model(x))))(x)
@@ -1021,10 +1020,11 @@ def test_loss_on_a_derivative():
 
     x, _ = data(BATCH)
     collect = kfac.value_grad_and_curvature(loss_fn, fisher=kfac.Exact())
-    with pytest.raises(
-        ValueError, match=r"derivative of the layers `.layers\[0\]`.*reverse mode"
-    ):
-        eqx.filter_jit(collect)(make_mlp(), x, x)
+    value, grads, _ = eqx.filter_jit(collect)(make_mlp(), x, x)
+    plain = eqx.filter_value_and_grad(lambda m: loss_fn(m, x, x).value)
+    assert_near((value, grads), eqx.filter_jit(plain)(kfac.revert(make_mlp())))
+    report = kfac.verify(loss_fn, make_mlp(), x, x)
+    assert all(np.all(layer.unseen <= 1e-12) for layer in report.layers)
 
 
 #

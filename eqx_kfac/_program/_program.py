@@ -58,8 +58,8 @@ class Program(NamedTuple):
     - `uncentred`: the paths of those of them with a block from which no mean may be
         subtracted then.
     - `convolves`: whether there is any convolution in the loss function.
-    - `inner`: whether the loss function takes a gradient with respect to the model
-        itself.
+    - `inner`: whether the loss function takes derivatives with respect to the model
+        itself, slots and all.
     - `shared`: the paths of the layers whose rows serve several examples at once.
     - `unsure`: the numbers of the tags of which it is certain for one loss, but not for
         another, which axis is that of the examples.

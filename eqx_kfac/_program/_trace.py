@@ -108,7 +108,8 @@ class Trace(NamedTuple):
     - `opaque`: whether there was any operation whose inside could not be interpreted.
     - `regularised`: whether there is an `L2` term.
     - `convolves`: whether there is any convolution.
-    - `inner`: whether the loss takes a gradient with respect to the model itself.
+    - `inner`: whether the loss takes derivatives with respect to the model itself, slots
+        and all.
     - `dead`: the numbers of the tags that are called, but only for results that nothing
         uses.
     - `covered`: the bits of the parameters of which some uses are marked as covered by a

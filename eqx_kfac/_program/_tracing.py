@@ -146,7 +146,7 @@ def traced(
         opaque=interpreter.opaque,
         regularised=any(regularised),
         convolves=contains(closed.jaxpr, "conv_general_dilated"),
-        inner=contains(closed.jaxpr, statistic_p.name),
+        inner=_has_inner_derivatives(closed.jaxpr),
         dead=frozenset(_called(closed.jaxpr) - called),
         covered=_covered(closed.jaxpr, labelled),
         penalised=frozenset(called - _called_for(closed.jaxpr, num_outputs)),
@@ -241,6 +241,16 @@ def _covered(jaxpr: Any, labelled: LabelledModel) -> int:
     return ft.reduce(
         operator.or_, [labelled.covering[m.params["number"]] for m in marks], 0
     )
+
+
+def _has_inner_derivatives(jaxpr: Any) -> bool:
+    """Whether a program takes derivatives with respect to slots."""
+
+    def is_inner(eqn):
+        is_tag = eqn.primitive is tag_p
+        return eqn.primitive is statistic_p or (is_tag and eqn.params["layout"].inner)
+
+    return any(map(is_inner, equations(jaxpr)))
 
 
 def _called(jaxpr: Any) -> set[int]:

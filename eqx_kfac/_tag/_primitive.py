@@ -121,6 +121,8 @@ class Layout(NamedTuple):
     - `derivative`: whether this is the tag of a derivative of the layer.
     - `reverse`: whether this is a derivative in reverse mode, so that $y$ and $x$ are
         gradients: $y$ a zero beside that at the layer's input, $x$ that at its output.
+    - `inner`: whether this is a derivative that the loss takes with respect to the slots,
+        too.
     - `skipped`: the lengths of the axes of `vmap` along which the layer has the same
         input and output everywhere. They are only noted while a program is analysed.
     """
@@ -132,6 +134,7 @@ class Layout(NamedTuple):
     shared: Any
     derivative: bool = False
     reverse: bool = False
+    inner: bool = False
     skipped: tuple[int, ...] = ()
 
     @property
@@ -230,19 +233,21 @@ def _jvp(primitive, primals, tangents, *, layout, **params):
     operand, and does not depend on the others. But if the slots have tangents, statistics
     are asked for, and the linear twin is bound, whose transpose makes them. Otherwise the
     tangent of a layer is tagged in turn, as one more row; and so it is if the loss itself
-    takes gradients with respect to the model, slots and all, which a label says. (The
-    linear twin is not at the output of a layer, so that its derivative only passes the
-    tangent on.)"""
+    takes derivatives with respect to the model, slots and all, which a label says. (Or
+    with respect to data, along zeros of the model, as in a `custom_jvp` to which that is
+    an argument.) The linear twin is not at the output of a layer, so that its derivative
+    only passes the tangent on."""
     out = primitive.bind(*primals, layout=layout, **params)
     y_dot, x_dot, *_ = layout.split(tangents)
-    number, inner = layout.slots.num_leaves, layout.label(primals) is not None
+    number, labelled = layout.slots.num_leaves, layout.label(primals) is not None
     slot_dots = tangents[len(tangents) - number :]
     collects = not all(map(is_zero, slot_dots))
-    if primitive is tag_p and (inner or not collects):
-        y_dot = _derivative(y_dot, x_dot, primals, layout, **params)
+    if primitive is tag_p and (labelled or not collects):
+        of_both = layout._replace(inner=layout.inner or collects)
+        y_dot = _derivative(y_dot, x_dot, primals, of_both, **params)
     if collects:
         y_dot, *slot_dots = map(instantiated, (y_dot, *slot_dots))
-        has_slots = primitive is tag_p and inner
+        has_slots = primitive is tag_p and labelled
         others = primals[1:] if has_slots else primals[1:-number]
         y_dot = tag_linear_p.bind(y_dot, *others, *slot_dots, layout=layout, **params)
     return out, y_dot
