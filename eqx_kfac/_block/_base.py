@@ -97,9 +97,7 @@ class AbstractBlock(AbstractCollector):
     two_sided: ClassVar[bool] = False
     subtracts_means: ClassVar[bool] = False
 
-    def reverse_slots(
-        self, slots: Statistics, form: AbstractForm, layer: Layer
-    ) -> Statistics:
+    def reverse_slots(self, slots: Statistics) -> Statistics:
         """The slots, with places for what is collected of derivatives in reverse mode
         besides. By default, there is nothing besides."""
         return slots

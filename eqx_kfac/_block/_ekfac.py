@@ -122,14 +122,9 @@ class EKFAC(AbstractPerExampleBlock, AbstractBasisBlock):
         outputs = slots.outputs, Squares(None, zeros(*shape))
         return Statistics((slots.inputs, columns), outputs)
 
-    def reverse_slots(
-        self, slots: Statistics, form: AbstractForm, layer: Layer
-    ) -> Statistics:
+    def reverse_slots(self, slots: Statistics) -> Statistics:
         (inputs, columns), (outputs, squares) = slots.inputs, slots.outputs
-        if columns.weight is None and columns.bias is None:
-            return slots
-        of_kronecker = Statistics(inputs, outputs)
-        new = self.kronecker.reverse_slots(of_kronecker, form, layer)
+        new = self.kronecker.reverse_slots(Statistics(inputs, outputs))
         return Statistics((new.inputs, columns), (new.outputs, squares))
 
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:

@@ -1,7 +1,9 @@
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jaxtyping import Array, Float
 
 from .._checks import check_count, check_flag, check_instance
@@ -184,21 +186,16 @@ class Kronecker(AbstractCentredBlock, AbstractJointBlock):
             second=zeros(*square_in) if d_in > 0 else None,
         )
         slots = self._placed(moments, OutputMoments(second=zeros(*square_out)))
-        return self.reverse_slots(slots, form, layer) if self.tied else slots
+        return self.reverse_slots(slots) if self.tied else slots
 
-    def reverse_slots(
-        self, slots: Statistics, form: AbstractForm, layer: Layer
-    ) -> Statistics:
+    def reverse_slots(self, slots: Statistics) -> Statistics:
         inputs, outputs = self._moments(slots), slots.outputs
-        found = sizes_and_zeros(form, layer)
-        if found is None or inputs.second is None:  # A bias does not act transposed.
+        if inputs.second is None:  # A bias does not act transposed.
             return slots
-        _, zeros = found
-        stack = inputs.rows.ndim
-        of_outputs, of_inputs = outputs.second.shape[stack:], inputs.second.shape[stack:]
-        inputs = inputs._replace(transposed_rows=zeros(), transposed=zeros(*of_outputs))
-        outputs = outputs._replace(transposed=zeros(*of_inputs))
-        return self._placed(inputs, outputs)
+        own = inputs.rows, inputs.second, outputs.second
+        rows, of_inputs, of_outputs = zeros_of(jtu.tree_map(jax.typeof, own))
+        inputs = inputs._replace(transposed_rows=rows, transposed=of_outputs)
+        return self._placed(inputs, outputs._replace(transposed=of_inputs))
 
     def statistics(self, rows: Rows, slots: Statistics) -> Statistics:
         if slots.outputs.has_joint:

@@ -211,8 +211,8 @@ def _of(trace: Trace, lacking: frozenset[int], parts: int) -> Program:
 def with_labels(filled: Model, program: Program) -> Model:
     """A model whose tags are ready to collect, with the labels and the slots that a
     program asks for."""
-    changed = program.lacking, program.per_example, program.joint, program.reverse
-    if not (any(changed) or program.inner):
+    changes = program.lacking, program.per_example, program.joint, program.reverse
+    if not any((*changes, program.inner)):
         return filled
     numbers = numbered(filled)
     per_example = dict(program.per_example)
@@ -226,7 +226,7 @@ def with_labels(filled: Model, program: Program) -> Model:
         elif examples is not None and jtu.tree_leaves(tag.slots):
             tag = tag.per_example(layer, examples, program.axes)
         if number in program.reverse and jtu.tree_leaves(tag.slots):
-            tag = tag.reversible(layer)
+            tag = tag.reversible()
         lacks = number in program.lacking
         examples = program.examples if lacks else ()
         label = Label(stack=0, number=number, examples=examples)

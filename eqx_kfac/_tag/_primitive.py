@@ -240,7 +240,7 @@ def _jvp(primitive, primals, tangents, *, layout, **params):
     out = primitive.bind(*primals, layout=layout, **params)
     y_dot, x_dot, *_ = layout.split(tangents)
     number, labelled = layout.slots.num_leaves, layout.label(primals) is not None
-    slot_dots = tangents[len(tangents) - number :]
+    slot_dots = tangents[-number:]
     collects = not all(map(is_zero, slot_dots))
     if primitive is tag_p and (labelled or not collects):
         of_both = layout._replace(inner=layout.inner or collects)
@@ -327,9 +327,9 @@ def _transpose_derivative(ct, *operands, layout, **params):
     return [unseen_p.bind(ct, number=label.number), marks, *nothing]
 
 
-def _transpose_unseen(ct, _, *, number):
+def _transpose_mark(primitive, ct, _, **params):
     """The transpose of a mark, which is a mark."""
-    return [ct if is_zero(ct) else unseen_p.bind(ct, number=number)]
+    return [ct if is_zero(ct) else primitive.bind(ct, **params)]
 
 
 def _jvp_covered(primals, tangents, **params):
@@ -340,10 +340,6 @@ def _jvp_covered(primals, tangents, **params):
     if not (params["rightly"] or is_zero(tangent)):
         tangent = covered_p.bind(tangent, **params)
     return covered_p.bind(array, **params), tangent
-
-
-def _transpose_covered(ct, _, **params):
-    return [ct if is_zero(ct) else covered_p.bind(ct, **params)]
 
 
 def _transpose(ct, *operands, layout, stack, examples):
@@ -434,8 +430,8 @@ set_taylor(tag_p, _taylor)
 set_no_derivative(statistic_p, _is_inner)
 set_linear(unseen_p)
 set_jvp(covered_p, _jvp_covered)
-set_transpose(unseen_p, _transpose_unseen)
-set_transpose(covered_p, _transpose_covered)
+set_transpose(unseen_p, ft.partial(_transpose_mark, unseen_p))
+set_transpose(covered_p, ft.partial(_transpose_mark, covered_p))
 set_simple_batching(statistic_p, lambda xs, dims: (statistic_p.bind(*xs), dims[0]))
 set_elementwise(unseen_p)
 set_elementwise(covered_p)

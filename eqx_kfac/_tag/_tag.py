@@ -356,9 +356,9 @@ class Tag(PlainModule):
         # examples already.
         return self._with_contents(self.contents._replace(slots=slots, weights=None))
 
-    def reversible(self, layer: Layer) -> "Tag":
+    def reversible(self) -> "Tag":
         """This tag, ready to collect rows of derivatives in reverse mode, too."""
-        slots = self.block.reverse_slots(self.slots, self.form, layer)
+        slots = self.block.reverse_slots(self.slots)
         return self._with_contents(self.contents._replace(slots=slots))
 
     def covered(self, layer: Layer) -> Any:

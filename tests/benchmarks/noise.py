@@ -166,10 +166,7 @@ def main() -> None:
     print("| problem | method | training loss | test loss |\n|---|---|---|---|")
     for make in (counts(), spread(), quantiles(), likes()):
         for method in methods(options.steps):
-            by_rate = [
-                [races.run(make(s), method, r, s, budget) for s in range(options.seeds)]
-                for r in method.rates
-            ]
+            by_rate = races.by_rate(make, method, budget, options.seeds)
             best = min(by_rate, key=lambda runs: np.mean([run.last for run in runs]))
             print(f"| {best[0].problem} | {method.name} | {shown(best)} |", flush=True)
 

@@ -248,6 +248,16 @@ class Book:
         return [self.get(race, method, rate, seed) for seed, race in enumerate(races)]
 
 
+def by_rate(
+    make: Callable[[int], Race], method: Method, budget: Budget, seeds: int
+) -> list[list[Run]]:
+    """The runs of each rate of a method: of the race that `make` gives for each seed."""
+    return [
+        [run(make(seed), method, rate, seed, budget) for seed in range(seeds)]
+        for rate in method.rates
+    ]
+
+
 def best(runs: list[Run]) -> Run:
     return min(runs, key=lambda run: run.last)
 

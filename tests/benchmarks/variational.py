@@ -96,13 +96,8 @@ def main() -> None:
     for steps in options.steps:
         budget = races.Budget(steps, steps=True)
         for method, with_curvature in rows:
-            by_rate = []
-            for rate in method.rates:
-                runs = []
-                for seed in range(options.seeds):
-                    race = make_race(seed, options.data, with_curvature)
-                    runs.append(races.run(race, method, rate, seed, budget))
-                by_rate.append(runs)
+            make = lambda seed, own=with_curvature: make_race(seed, options.data, own)
+            by_rate = races.by_rate(make, method, budget, options.seeds)
             best = min(by_rate, key=lambda runs: np.median([run.last for run in runs]))
             part = lambda losses: ", ".join(f"{loss:.1f}" for loss in losses)
             cells = part(r.train[-1] for r in best), part(r.test[-1] for r in best)
