@@ -334,7 +334,7 @@ def test_looking_matters(whole):
         batch = Batch(loss, (x, y), {})
         program = batch.analyse(model)._replace(regularised=False)
         slots = batch.row_slots(model, program)
-        _, _, grads, rows = batch.linearise(model, None, slots).value_and_grads()
+        _, grads, _, rows, *_ = batch.linearise(model, None, slots).value_and_grads()
         solver = kfac.Cholesky()
         rest = curvature, factorise(curvature, model, solver, 0.1), solver, 0.1
         results = [precondition(grads, *rest)]

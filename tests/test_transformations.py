@@ -51,7 +51,7 @@ def runner(loss_fn):
     @eqx.filter_jit
     def run(model, args, kwargs):
         batch = Batch(loss_fn, args, kwargs).linearise(model)
-        value, _, grads, _ = batch.value_and_grads()
+        value, grads, *_ = batch.value_and_grads()
         fishers = kfac.Exact(), kfac.Empirical()
         return value, grads, *(batch.curvature(fisher, None) for fisher in fishers)
 

@@ -12,7 +12,11 @@ from ._average import (
     try_in_new_bases as try_in_new_bases,
     unseen as unseen,
 )
-from ._batch import Batch as Batch, LinearisedBatch as LinearisedBatch
+from ._batch import (
+    Batch as Batch,
+    LinearisedBatch as LinearisedBatch,
+    ValueAndGrads as ValueAndGrads,
+)
 from ._estimate import (
     curvature as curvature,
     value_grad_and_curvature as value_grad_and_curvature,
@@ -23,6 +27,7 @@ from ._linearise import (
     BatchPart as BatchPart,
     evaluate as evaluate,
     filter_linearize as filter_linearize,
+    Kind as Kind,
     Linearisation as Linearisation,
     linearise as linearise,
     whole as whole,

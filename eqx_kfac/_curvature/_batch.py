@@ -3,7 +3,7 @@ the first examples alone."""
 
 import functools as ft
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -20,7 +20,7 @@ from .._program import analyse, Program, run
 from .._tag import empty_tags, fill_rows, fill_tags
 from ._average import factors, has_bases, in_new_bases
 from ._gradient_rows import GradientRows, row_slots, RowSlots
-from ._linearise import BatchPart, evaluate, Linearisation, linearise, whole
+from ._linearise import BatchPart, evaluate, Kind, Linearisation, linearise, whole
 
 
 class Batch(PlainModule):
@@ -130,17 +130,21 @@ class Batch(PlainModule):
         pieces, static = eqx.partition(self._pieces(), _has_examples)
         rest = []  # What is no array among the aux, which a scan does not return.
 
-        def body(total, indexed):
-            index, piece = indexed
+        # JAX remembers what it has traced: the shapes of a sum are those of a summand.
+        @ft.partial(jax.jit, inline=True)
+        def summand(index, piece):
             summand, aux = fn(index, eqx.combine(piece, static))
             aux, others = eqx.partition(aux, eqx.is_array)
             rest[:] = [others]
-            return jtu.tree_map(jnp.add, total, summand), aux
+            return summand, aux
 
-        indices = jnp.arange(self.micro_batches)
-        first = jtu.tree_map(lambda x: x[0], (indices, pieces))
-        like = jax.eval_shape(lambda i, p: fn(i, eqx.combine(p, static))[0], *first)
-        total, aux = jax.lax.scan(body, zeros_of(like), (indices, pieces))
+        def body(total, indexed):
+            added, aux = summand(*indexed)
+            return jtu.tree_map(jnp.add, total, added), aux
+
+        indexed = jnp.arange(self.micro_batches), pieces
+        like, _ = jax.eval_shape(summand, *jtu.tree_map(lambda x: x[0], indexed))
+        total, aux = jax.lax.scan(body, zeros_of(like), indexed)
         return total, eqx.combine(aux, rest[0])
 
     def _first_piece(self) -> tuple:
@@ -188,6 +192,19 @@ class Batch(PlainModule):
         return jtu.tree_map(lambda x: fn(x) if _has_examples(x) else x, self.args)
 
 
+class ValueAndGrads(NamedTuple):
+    """An objective at a model, and its gradient there."""
+
+    value: Float[Array, ""]
+    grads: Model
+    # What else the loss function returned; of several micro-batches, stacked.
+    aux: Any = None
+    rows: GradientRows | None = None  # The rows of the gradient, where asked for.
+    # Whether a term of a loss has a weight below zero.
+    has_negative_weights: Bool[Array, ""] | bool = False
+    kind: Kind = Kind()
+
+
 class LinearisedBatch(PlainModule):
     """A batch at a model."""
 
@@ -205,19 +222,20 @@ class LinearisedBatch(PlainModule):
         batch = self.batch.first(examples)
         return self if batch is self.batch else batch.linearise(self.model, self.bases)
 
-    def value_and_grads(
-        self,
-    ) -> tuple[Float[Array, ""], Any, Model, GradientRows | None]:
-        """The objective, the loss function's aux, the gradient, and its rows where they
-        were asked for. The aux of several micro-batches are stacked."""
+    def value_and_grads(self) -> ValueAndGrads:
+        """The objective and its gradient, and all else that the same pass tells. Asked
+        for by itself, each would be another trace of the loss function, if there are
+        several micro-batches."""
 
         def piece(_, lin):
             pulled = lin.gradient()
             rows = None if self.row_slots is None else self.row_slots.rows(pulled)
-            return (lin.value(), empty_tags(pulled)), (lin.aux, rows)
+            summands = lin.value(), empty_tags(pulled), lin.negative_weights
+            return summands, (lin.aux, rows, lin.kind)
 
-        (value, grads), (aux, rows) = self._total(piece)
-        return value, aux, grads, rows
+        (value, grads, negative), (aux, rows, kind) = self._total(piece)
+        kind = kind._replace(terms=kind.terms * self.batch.micro_batches)
+        return ValueAndGrads(value, grads, aux, rows, negative > 0, kind)
 
     def curvature(self, fisher: AbstractFisher, key: Key | None) -> Model:
         """The factors of every tagged layer, in a tree shaped like the model, from as
@@ -243,27 +261,9 @@ class LinearisedBatch(PlainModule):
         (statistics, l2), _ = self._total(piece)
         return factors(self.model, statistics, self.share.count, l2, self.bases)
 
-    def seen(self, fn: Callable) -> Any:
-        """`fn(linearisation)`, if that is no array but something that is known while
-        tracing, and the same for all micro-batches."""
-        if self.linearisation is not None:
-            return fn(self.linearisation)
-        found = []
-
-        def look(_, linearisation):
-            found.append(fn(linearisation))
-            return linearisation.value(), None
-
-        jax.eval_shape(lambda: self._total(look)[0])
-        return found[-1]
-
     def gram(self, *directions: Model) -> Float[Array, "n n"]:
         r"""$d_a^\top C d_b$ with $C$ the Gauss-Newton matrix."""
         return self._total(lambda _, lin: (lin.gram(directions), None))[0]
-
-    def has_negative_weights(self) -> Bool[Array, ""]:
-        """Whether a term of a loss has a weight below zero."""
-        return self._total(lambda _, lin: (lin.negative_weights, None))[0] > 0
 
     def surrogate_lengths(self, direction: Model) -> Float[Array, "3"]:
         r"""$d^\top F d$ with the Fisher of the losses without targets; the same with the

@@ -41,9 +41,9 @@ def value_grad_and_curvature(
 
     def wrapped(model, *args, key=None, **kwargs):
         batch = Batch(loss_fn, args, kwargs).linearise(model)
-        value, aux, grads, _ = batch.value_and_grads()
-        value = (value, aux) if has_aux else value
-        return value, grads, batch.curvature(fisher, key)
+        found = batch.value_and_grads()
+        value = (found.value, found.aux) if has_aux else found.value
+        return value, found.grads, batch.curvature(fisher, key)
 
     return wrapped
 

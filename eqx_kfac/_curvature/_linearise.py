@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -55,6 +55,24 @@ class BatchPart(PlainModule):
         return jnp.max(jnp.stack([n.astype(dtype) for n in self.counts]))
 
 
+class Kind(NamedTuple):
+    """What is known of an objective while it is traced."""
+
+    # Whether the curvature is that of losses without targets, beside the scalars that are
+    # minimised.
+    is_surrogate: bool = False
+    # Whether the objective has terms with a gradient, but no curvature.
+    is_penalised: bool = False
+    # Whether the Fisher is the Gauss-Newton matrix, because the outputs of all losses are
+    # natural parameters.
+    is_natural: bool = False
+    # How many squared errors an example's loss is the sum of, in the unit of its targets;
+    # 0 if the objective has any other kind of term.
+    squares: int = 0
+    # The number of terms of the loss that has most of them.
+    terms: int | None = None
+
+
 class Linearisation(PlainModule):
     """A loss function linearised at a model, to be pulled back and pushed forward."""
 
@@ -77,11 +95,17 @@ class Linearisation(PlainModule):
         return _value(self.objective, self.share, self.axes)
 
     @property
-    def terms(self) -> int:
-        """The number of terms of the losses, on all devices: that of the loss with most
-        of them."""
+    def kind(self) -> Kind:
+        """The objective's kind, with the terms on all devices."""
+        objective = self.objective
         devices = math.prod(jax.lax.axis_size(axis) for axis in self.axes)
-        return devices * max(math.prod(o.leading) for o in self.objective.losses)
+        return Kind(
+            objective.is_surrogate,
+            objective.is_penalised,
+            objective.is_natural,
+            objective.squares,
+            devices * max(math.prod(o.leading) for o in objective.losses),
+        )
 
     def gradient(self) -> Model:
         """The gradient of `value`, shaped like the model; its tags hold rows, if any were

@@ -46,7 +46,7 @@ class Bounds(PlainModule):
         """Whether the whole step is bounded by the exact Fisher of its own batch, as for
         surrogates: the averaged curvature of a policy is that of earlier policies, and
         has no unit in common with the losses beside it."""
-        return self.start.is_surrogate and self.region is not None
+        return self.start.kind.is_surrogate and self.region is not None
 
     @property
     def by_gradients(self) -> Bool[Array, ""]:
@@ -59,7 +59,7 @@ class Bounds(PlainModule):
         is left to be gained; `None` if they say nothing of that length. They measure the
         Hessian, which is near the Fisher only if all outputs are natural parameters. (Of
         a surrogate, any part of what remains is infinite.)"""
-        if self.region is None or not self.start.is_natural:
+        if self.region is None or not self.start.kind.is_natural:
             return None
         return self.region.of_measured(remaining)
 
@@ -144,7 +144,7 @@ class Bounds(PlainModule):
         constraint *= state.norm_constraint
         wider = region.widening(extent.lasting).astype(start.remaining.dtype)
         remaining = wider * start.remaining
-        bounds = region(constraint, remaining, start.terms)
+        bounds = region(constraint, remaining, start.kind.terms)
         most, most_of_velocity = map(state.rollback.narrowed, bounds)
         rate = _at_most(most, rate**2 * norm) * rate
         part = region.of_promised(extent.learnt).astype(rate.dtype)
@@ -174,8 +174,8 @@ class Bounds(PlainModule):
         assert extent is not None
         growth, remaining = extent.growth, start.remaining
         # Only squared errors are as large as the unit of the targets makes them.
-        if start.squares > 0:
-            growth = region.growth(growth, remaining, start.squares)
+        if start.kind.squares > 0:
+            growth = region.growth(growth, remaining, start.kind.squares)
         learnt = dataclasses.replace(
             extent.between(self.state.rollback.loss, remaining).after(remaining),
             coupling=extent.coupling_given(slope),

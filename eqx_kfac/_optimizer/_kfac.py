@@ -9,7 +9,7 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from .._checks import check_count, plain
-from .._curvature import Batch, GradientRows, LinearisedBatch
+from .._curvature import Batch, GradientRows, LinearisedBatch, ValueAndGrads
 from .._custom_types import Key, Model, Numeric
 from .._devices import beside, cast_varying, putting, varying_axes, zeros_split_as
 from .._fisher import AbstractFisher, Centred, MonteCarlo
@@ -372,17 +372,17 @@ class KFAC(eqx.Module):
         # parameters for each example.
         collects = due.period == 1
         linearised = batch.linearise(model, state.curvature, slots, program, collects)
-        value, aux, grads, rows = linearised.value_and_grads()
-        begun = start(value, grads, state, self._rules, linearised=linearised)
+        found = linearised.value_and_grads()
+        begun = start(found, state, self._rules)
 
         def estimate(before):
             arguments = linearised, self.fisher, state.ema, self._burn_in, key, due
             return collect(before, *arguments, begun.teaches)
 
         updates, state, info = self._updates(
-            model, state, estimate, due, begun, rows, linearised
+            model, state, estimate, due, begun, found.rows, linearised
         )
-        info = dataclasses.replace(info, aux=aux)
+        info = dataclasses.replace(info, aux=found.aux)
         return state.rollback.restored(eqx.apply_updates(model, updates)), state, info
 
     def update(
@@ -423,7 +423,7 @@ class KFAC(eqx.Module):
         # Losses are compared with earlier ones, if the parameters could go back then.
         watched = value is not None and model is not None
         value = jnp.zeros(()) if value is None else jnp.asarray(value)
-        begun = start(value, grads, state, self._rules, watched)
+        begun = start(ValueAndGrads(value, grads), state, self._rules, watched)
         estimated = grads, curvature, state.ema, begun.teaches
         estimate = lambda before: before.including(*estimated)
         due = Due.of(state, period=1)

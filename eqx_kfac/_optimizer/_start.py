@@ -1,14 +1,13 @@
 """Where a step begins: the loss and its gradient, and what can be told from them before
 anything else is computed."""
 
-import operator
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from .._complex import steepest
-from .._curvature import LinearisedBatch
+from .._curvature import Kind, ValueAndGrads
 from .._custom_types import Model
 from .._inner_products import all_finite, tree_norm
 from ._choices import Rules
@@ -34,18 +33,7 @@ class Start(NamedTuple):
     has_negative_weights: Bool[Array, ""]
     # Whether the loss is compared with earlier ones, so that the parameters can go back.
     watched: bool
-    # Whether the curvature is that of losses without targets, beside the scalars that are
-    # minimised.
-    is_surrogate: bool
-    # Whether the objective has terms with a gradient, but no curvature.
-    is_penalised: bool
-    # Whether the Fisher is the Gauss-Newton matrix, because the outputs of all losses are
-    # natural parameters.
-    is_natural: bool
-    # How many squared errors an example's loss is the sum of, in the unit of its targets;
-    # 0 if the objective has any other kind of term.
-    squares: int
-    terms: int | None  # The number of terms of the loss, if that is known.
+    kind: Kind  # Of the objective, as far as it is known.
 
     @property
     def fine(self) -> Bool[Array, ""]:
@@ -55,51 +43,32 @@ class Start(NamedTuple):
 
 
 def start(
-    value: Float[Array, ""],
-    grads: Model,
-    state: KFACState,
-    rules: Rules,
-    watched: bool = True,
-    linearised: LinearisedBatch | None = None,
+    found: ValueAndGrads, state: KFACState, rules: Rules, watched: bool = True
 ) -> Start:
-    """Where a step begins, given the gradient as JAX returns it. `linearised` is `None`
-    if nothing but the loss and its gradient is known."""
-    grads = steepest(grads)
+    """Where a step begins, given the gradient as JAX returns it. With `watched`, the loss
+    is compared with earlier ones."""
+    value, grads, kind = found.value, steepest(found.grads), found.kind
     numbers = state.hyperparameters
     for name in ("learning_rate", "momentum"):
         if getattr(rules, name) is not None:
             # A rule chooses this number anew, so the last one need not be valid.
             numbers = numbers._replace(**{name: None})
-    is_surrogate, is_penalised, is_natural, squares = False, False, False, 0
-    terms, negative = None, jnp.zeros((), bool)
-    if linearised is not None:
-        # All are asked for at once, because each question about micro-batches traces the
-        # loss function once more.
-        kinds = "is_surrogate", "is_penalised", "is_natural", "squares"
-        ask = operator.attrgetter(*[f"objective.{kind}" for kind in kinds], "terms")
-        is_surrogate, is_penalised, is_natural, squares, number = linearised.seen(ask)
-        terms = number * linearised.batch.micro_batches
-        negative = linearised.has_negative_weights()
     # The value of a surrogate says neither how much is left to be gained, nor whether the
     # loss has diverged.
-    watched = watched and not is_surrogate
+    watched = watched and not kind.is_surrogate
     is_bounded = state.norm_constraint is not None
     norm = tree_norm(grads)
     diverged = state.rollback.diverged(value) & watched
     empty = (value == 0) & (norm == 0) & watched
     return Start(
         value=value,
-        remaining=jnp.full_like(value, jnp.inf) if is_surrogate else value,
+        remaining=jnp.full_like(value, jnp.inf) if kind.is_surrogate else value,
         grads=grads,
         gradient_norm=norm,
         in_range=in_range(numbers),
         refused=diverged & state.rollback.refuses(is_bounded),
         teaches=(state.weight == 0) | ~(diverged | empty),
-        has_negative_weights=negative,
+        has_negative_weights=jnp.asarray(found.has_negative_weights),
         watched=watched,
-        is_surrogate=is_surrogate,
-        is_penalised=is_penalised,
-        is_natural=is_natural,
-        squares=squares,
-        terms=terms,
+        kind=kind,
     )

@@ -95,7 +95,7 @@ class Trial(PlainModule):
         def compute():
             measured = self._bounds.by_gradients
             damping = jnp.where(measured, state.damping, rule.unmeasured(state.damping))
-            loss = self.start.remaining, self.grads, self.start.terms
+            loss = self.start.remaining, self.grads, self.start.kind.terms
             return rule(damping, self.curvature, self.model, *loss)
 
         learns = self.finite & self.start.teaches
@@ -218,7 +218,7 @@ class Trial(PlainModule):
     def _waiting(
         self, known: PyTree[Bool[Array, "..."]]
     ) -> PyTree[Bool[Array, "..."]] | None:
-        if self.start.is_penalised:
+        if self.start.kind.is_penalised:
             return None
         # The analysis refuses a loss function in which parameters bypass a tag. So if all
         # examples of this step give no layer any curvature, the losses have none (outputs
