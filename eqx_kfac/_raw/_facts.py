@@ -34,6 +34,11 @@ class Pending(NamedTuple):
     sites: tuple[Site, ...]
     axes: Axes  # In terms of the axes that the results are first reshaped to.
 
+    @property
+    def constant(self) -> bool:
+        """Whether the results are the same for all data."""
+        return all(site.constant for site in self.sites)
+
 
 class Fact(NamedTuple):
     """What is known of a value."""
@@ -98,7 +103,7 @@ class Frame:
             value, fact = self.read(atom)
             if fact.pending is not None:
                 tagged = self.tagged(value, fact.pending)
-                self.known[atom] = tagged, Fact(True)
+                self.known[atom] = tagged, Fact(not fact.pending.constant)
 
     def tagged(
         self,

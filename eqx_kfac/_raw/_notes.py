@@ -45,6 +45,8 @@ class Notes(AbstractVisitor):
 
     def __init__(self):
         self.uses: dict[int, list[NotedUse]] = {}
+        # Products with what is the same for all data.
+        self.constant_uses: dict[int, list[NotedUse]] = {}
         # Along how many leading axes of an array loops go, in each of its other uses.
         self.other_uses: dict[int, set[int]] = {}
 
@@ -54,19 +56,39 @@ class Notes(AbstractVisitor):
             number, leaf = bias.parameter, _bias_leaf(site, bias, order)
         use = site.use
         noted = NotedUse(use.form, use.weight, site.stack, number, leaf)
-        if noted not in self.uses.setdefault(site.parameter, []):
-            self.uses[site.parameter].append(noted)
+        uses = self.constant_uses if site.constant else self.uses
+        if noted not in uses.setdefault(site.parameter, []):
+            uses[site.parameter].append(noted)
         return z
 
     def accepts(self, site: Site, bias: Term) -> bool:
-        # A lookup has no bias. Whether all uses agree on a bias is only known in the end.
-        return not isinstance(site.use.form, Lookup)
+        # A lookup has no bias, nor has the beginning of a gradient. Whether all uses agree
+        # on a bias is only known in the end.
+        return not isinstance(site.use.form, Lookup) and not site.constant
 
     def otherwise(self, term: Term) -> None:
         self.other_uses.setdefault(term.parameter, set()).add(term.stack)
 
     def sliced(self, parameters: set[int]) -> tuple[PyTree, Callable]:
         return (), lambda _: self  # There is nothing to slice: the visitor has no arrays.
+
+    def finish(self) -> None:
+        """Takes products with constants for uses if they are of the transpose of a matrix
+        that multiplies data, as where a gradient within the model begins. What any other
+        one returns is a parameter in other clothes."""
+        for number, constant_uses in self.constant_uses.items():
+            uses = self.uses.get(number, [])
+            keys = {
+                transposed_key(matrix_key(use.form, use.weight))
+                for use in uses
+                if not isinstance(use.form, Convolution)
+            }
+            for use in constant_uses:
+                if matrix_key(use.form, use.weight) not in keys:
+                    self.other_uses.setdefault(number, set()).add(use.stack)
+                elif use not in uses:
+                    uses.append(use)
+        self.constant_uses = {}
 
 
 def _bias_leaf(site: Site, bias: Term, order: Order) -> Leaf:
@@ -213,6 +235,7 @@ def tags_for(
     arrays: Sequence[RawArray], notes: Notes, choose: Choose
 ) -> dict[str, dict[str, Tag]]:
     """The tags of all modules, by the path of the module and the name of the tag."""
+    notes.finish()
     plan: dict[str, dict[str, Tag]] = {}
     covered: set[int] = set()
     for part in parts_of(arrays, notes, choose):

@@ -76,6 +76,7 @@ class Site(NamedTuple):
     mapped: bool = (
         False  # Whether the first axis of `x` is one that the form is mapped over.
     )
+    constant: bool = False  # Whether `x` is the same for all data.
 
 
 def contraction(eqn: Equation, side: int, axes: Axes, x: Array) -> tuple | None:

@@ -124,14 +124,17 @@ class Walk:
     #
 
     def _contraction(self, frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
-        """A `dot_general` of data, from the left or from the right, and terms."""
+        """A `dot_general` of data, from the left or from the right, and terms. Or of a
+        constant and terms: a gradient within the model begins with ones, which the last
+        layer transposed multiplies."""
         sides = [i for i, (_, fact) in enumerate(inputs) if fact.terms]
-        if len(sides) != 1 or not inputs[1 - sides[0]][1].data:
+        if len(sides) != 1:
             return None
         (side,) = sides
         x = _settled_value(frame, eqn.invars[1 - side])
         match = lambda term: contraction(eqn, side, term.axes, x)
-        return self._pending(frame, eqn, inputs[side][1].terms, match)
+        constant = not inputs[1 - side][1].data
+        return self._pending(frame, eqn, inputs[side][1].terms, match, constant)
 
     def _convolution(self, frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
         """A convolution of data with a kernel that consists of terms."""
@@ -171,11 +174,16 @@ class Walk:
         return self._pending(frame, eqn, fact.terms, match)
 
     def _pending(
-        self, frame: Frame, eqn: Equation, terms: tuple[Term, ...], match: Callable
+        self,
+        frame: Frame,
+        eqn: Equation,
+        terms: tuple[Term, ...],
+        match: Callable,
+        constant: bool = False,
     ) -> tuple | None:
-        """The product of data and the sum of `terms`, which is pending. `match(term)` is
-        what `contraction` returns for a term: the use of its array and all that a site
-        says of it; or `None` if no form fits."""
+        """The product of data (or of a `constant`) and the sum of `terms`, which is
+        pending. `match(term)` is what `contraction` returns for a term: the use of its
+        array and all that a site says of it; or `None` if no form fits."""
         matches = [match(term) for term in terms]
         if None in matches or not all(_is_narrow(m) for m in matches):
             return None
@@ -183,6 +191,7 @@ class Walk:
             Site(t.parameter, t.stack, *_scaled(_in_one_layer(m, t.stack), t.scale))
             for t, m in zip(terms, matches, strict=True)
         ]
+        sites = [site._replace(constant=constant) for site in sites]
         values = [
             ft.reduce(lambda a, s: self.visitor.covered(s, a), sites, value)
             if fact.terms

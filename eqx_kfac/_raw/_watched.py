@@ -246,7 +246,7 @@ def watched_call(module: Any, name: str, args: tuple, kwargs: dict[str, Any]) ->
     model = map_watched(marked, module)
     if not bound:
         return getattr(joined(model), name)(*args, **kwargs)
-    return walked(model, name, args, kwargs, Binder(bound))
+    return walked(model, name, args, kwargs, Binder(bound, witness))
 
 
 def _is_called_later(out: PyTree, model: Any) -> bool:
@@ -360,8 +360,8 @@ class Binder(AbstractVisitor):
     """A visitor that binds the tags of arrays, by the numbers of these, where the arrays
     multiply data."""
 
-    def __init__(self, bound: dict[int, list[Bound]]):
-        self.bound = bound
+    def __init__(self, bound: dict[int, list[Bound]], witness: Array):
+        self.bound, self.witness = bound, witness
 
     def site(self, site: Site, z: Array, bias: Term | None, order: Order | None) -> Array:
         bound = self._bound_at(site)
@@ -380,6 +380,8 @@ class Binder(AbstractVisitor):
         # are added to the same slots all the same.
         if swapped or form != expected:
             tag = Tag(form, tag.block, swapped=swapped).with_slots_of(tag)
+        if site.constant:  # Gradients differ from example to example all the same.
+            z = jnp.where(jnp.isnan(self.witness), z, z)
         return tagged(tag, z, site)
 
     def covered(self, site: Site, array: Array) -> Array:
@@ -411,7 +413,7 @@ class Binder(AbstractVisitor):
                 ]
                 for number, sliced in slices.items()
             }
-            return Binder({**self.bound, **new})
+            return Binder({**self.bound, **new}, self.witness)
 
         return tags, visitor_within
 
