@@ -342,9 +342,10 @@ def _check_examples(trace: Trace) -> None:
             raise ValueError(
                 f"Cannot tell which axis of the layer `{path}` counts the examples "
                 f"({_as_text(use)}; the losses have {trace.examples[0]}), but {what}. "
-                "The batch has to be the outermost `vmap` around the layer, not a loop, "
-                "and not outside of a function with a derivative of its own "
-                "(`custom_vjp`); and a `shard_map` has to split examples, not positions. "
+                "The batch has to be the outermost `vmap` around the layer (or the first "
+                "axis of what an array multiplies), not a loop, and not outside of a "
+                "function with a derivative of its own (`custom_vjp`); and a `shard_map` "
+                "has to split examples, not positions. "
                 "Write it so, or give the layer the block "
                 "`kfac.Kronecker(weighted=False)`, which takes every row by itself."
             )

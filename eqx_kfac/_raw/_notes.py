@@ -62,8 +62,8 @@ class Notes(AbstractVisitor):
         return z
 
     def accepts(self, site: Site, bias: Term) -> bool:
-        # A lookup has no bias, nor has the beginning of a gradient. Whether all uses agree
-        # on a bias is only known in the end.
+        # A lookup has no bias, nor has the beginning of a gradient. Whether all uses have
+        # the same bias is only known in the end.
         return not isinstance(site.use.form, Lookup) and not site.constant
 
     def otherwise(self, term: Term) -> None:

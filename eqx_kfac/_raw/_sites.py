@@ -73,16 +73,16 @@ class Site(NamedTuple):
     x: Array  # Arranged for the form.
     outputs: Arrangement
     channels: frozenset  # Which axes of `outputs.shape` belong to the array.
-    mapped: bool = (
-        False  # Whether the first axis of `x` is one that the form is mapped over.
-    )
+    # Over how many of the first axes of `x`, and of the arranged outputs, there is a map.
+    mapped: int = 0
     constant: bool = False  # Whether `x` is the same for all data.
 
 
 def contraction(eqn: Equation, side: int, axes: Axes, x: Array) -> tuple | None:
     """A `dot_general` of which operand `side` is an array with these `axes`, and the
-    other one is `x`: the use, the arranged `x`, how the result is arranged, and which of
-    its axes belong to the array. `None` if no form fits."""
+    other one is `x`: the use, the arranged `x`, how the result is arranged, which of its
+    axes belong to the array, and over how many axes the form is mapped. `None` if no form
+    fits."""
     contracting, batch = eqn.params["dimension_numbers"]
     own, other = contracting[side], contracting[1 - side]
     own_batch, other_batch = batch[side], batch[1 - side]
@@ -105,7 +105,12 @@ def contraction(eqn: Equation, side: int, axes: Axes, x: Array) -> tuple | None:
     x_arranged, _ = roles.arranged(inputs, x.shape, roles.into)
     aval: Any = eqn.outvars[0].aval
     outputs, channels = roles.arranged(results, aval.shape, roles.out)
-    return use, x_arranged(x), outputs, channels
+    return use, x_arranged(x), outputs, channels, _positions(use, outputs)
+
+
+def _positions(use: Use, outputs: Arrangement) -> int:
+    """How many positions there are before the axes of outputs (and groups)."""
+    return len(outputs.seen) - (3 if use.groups else 1)
 
 
 class Roles(NamedTuple):
@@ -131,10 +136,10 @@ class Roles(NamedTuple):
     def arranged(
         self, axes: Sequence[Axis | int], shape: Sequence[int], features: Sequence[Factor]
     ) -> tuple[Arrangement, frozenset]:
-        """How data (or results) with these axes are arranged as `[groups, positions,
-        features]`, without groups if there are none; and which of the axes that they are
-        first reshaped to belong to the array. (A number stands for an axis that does
-        not: positions are in the order of their numbers.)"""
+        """How data (or results) with these axes are arranged as `[*positions, groups, 1,
+        features]`, or `[*positions, features]` if there are no groups; and which of the
+        axes that they are first reshaped to belong to the array. (A number stands for an
+        axis that does not, a position: these are in the order of their numbers.)"""
         pieces: list[Any] = []
         sizes: list[int] = []
         for axis, length in zip(axes, shape, strict=True):
@@ -149,9 +154,9 @@ class Roles(NamedTuple):
         positions = [i for i, piece in enumerate(pieces) if isinstance(piece, int)]
         positions.sort(key=pieces.__getitem__)
         product = lambda places: math.prod(sizes[i] for i in places)
-        seen = (product(first), product(positions), product(last))
-        seen = seen if self.groups else seen[1:]
-        arrangement = Arrangement(tuple(sizes), (*first, *positions, *last), seen)
+        seen = (product(first), 1, product(last)) if self.groups else (product(last),)
+        seen = (*[sizes[i] for i in positions], *seen)
+        arrangement = Arrangement(tuple(sizes), (*positions, *first, *last), seen)
         return arrangement, frozenset(there)
 
 
@@ -194,7 +199,7 @@ def lookup(eqn: Equation, axes: Axes, index: Array) -> tuple | None:
     results: list[Any] = list(range(len(aval.shape)))
     for place, i in zip(numbers.offset_dims, there, strict=True):
         results[place] = () if i == along else axes.axes[i]
-    index = index[..., mapped.index(along)].reshape(-1)
+    index = index[..., mapped.index(along)]
     return _looked_up(axes, along, others, results, aval.shape, index, clamps)
 
 
@@ -203,7 +208,7 @@ def row(eqn: Equation, axes: Axes, along: int, index: Array) -> tuple | None:
     others = [axis for i, axis in enumerate(axes.axes) if i != along]
     results = [() if i == along else axis for i, axis in enumerate(axes.axes)]
     aval: Any = eqn.outvars[0].aval
-    return _looked_up(axes, along, others, results, aval.shape, index.reshape(1), True)
+    return _looked_up(axes, along, others, results, aval.shape, index, True)
 
 
 def _looked_up(
@@ -232,12 +237,11 @@ def _looked_up(
     form = Lookup(number, clamps)
     use = Use(form, roles.leaf(axes, (roles.into, roles.out)), *roles)
     outputs, channels = roles.arranged(results, shape, roles.out)
-    return use, index, outputs, channels
+    return use, index, outputs, channels, _positions(use, outputs)
 
 
 def convolution(eqn: Equation, axes: Axes, x: Array) -> tuple | None:
-    """A convolution with an array as its kernel, as `contraction`; the last number is
-    whether the form is mapped over the first axis."""
+    """A convolution with an array as its kernel, as `contraction`."""
     p = eqn.params
     x_spec, kernel_spec, y_spec = p["dimension_numbers"]
     arranged = axes.transpose(kernel_spec)
@@ -275,7 +279,7 @@ def convolution(eqn: Equation, axes: Axes, x: Array) -> tuple | None:
     # The axis of channels is in one piece: a bias is added along it.
     outputs = Arrangement(tuple(aval.shape), tuple(y_spec), seen)
     use = Use(form, weight, *roles)
-    return use, x if mapped else x[0], outputs, frozenset({y_spec[1]}), mapped
+    return use, x if mapped else x[0], outputs, frozenset({y_spec[1]}), int(mapped)
 
 
 def _is_in(axis: Axis, axes: Axes) -> bool:

@@ -434,11 +434,20 @@ def tagged(tag: Tag, z: Array, site: Site) -> Array:
     """The result `z` of the form at a site, tagged. The real and the imaginary part of
     complex numbers are two positions: the array, which is real, multiplies each of them
     by itself."""
-    if not jnp.iscomplexobj(z):
-        # The form of a site that is `mapped` is for one entry of the first axis.
-        return jax.vmap(tag)(z, site.x) if site.mapped else tag(z, site.x)
-    both = lambda a: jnp.concatenate([jnp.real(a), jnp.imag(a)], axis=-2)
-    real, imaginary = jnp.split(tag(both(z), both(site.x)), 2, axis=-2)
+    bind: Callable = _bind_complex if jnp.iscomplexobj(z) else type(tag).__call__
+    bind = ft.partial(bind, tag)
+    for _ in range(site.mapped):
+        bind = jax.vmap(bind)
+    return bind(z, site.x)
+
+
+def _bind_complex(tag: Tag, z: Array, x: Array) -> Array:
+    """Complex outputs of one position, tagged."""
+    has_groups = z.ndim > 1  # And an axis of positions.
+    join = ft.partial(jnp.concatenate, axis=-2) if has_groups else jnp.stack
+    both = lambda a: join([jnp.real(a), jnp.imag(a)])
+    parts = tag(both(z), both(x))
+    real, imaginary = jnp.split(parts, 2, axis=-2) if has_groups else parts
     return jax.lax.complex(real, imaginary)
 
 

@@ -1,0 +1,190 @@
+"""Models with arrays of their own that are written for whole batches: without `vmap`."""
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+
+import eqx_kfac as kfac
+
+from .helpers import assert_differs, assert_near, collect, normal, raises, stepped
+from .plain import plain_kfac
+from .raw import module
+
+
+B, T, D, H, K = 6, 4, 3, 5, 2
+TOKENS, ROWS = normal(B, T, D), normal(B, D, seed=1)
+WORDS = np.random.default_rng(0).integers(H, size=(B, T))
+DENSE = dict(into=(D, H), bias=(H,), out=(K, H))
+
+
+def dense(m, x):
+    return jnp.tanh(x @ m.into + m.bias) @ m.out.T
+
+
+def mixing(m, x):
+    """Tokens look at each other."""
+    h = jnp.tanh(x @ m.into + m.bias)
+    weights = jax.nn.softmax(h @ jnp.swapaxes(h, -1, -2))
+    return jnp.mean(weights @ h @ m.out.T, axis=-2)
+
+
+def time_first(m, x):
+    """The axis of examples is in the middle, if there is one."""
+    return jnp.moveaxis(dense(m, jnp.moveaxis(x, -2, 0)), 0, -2)
+
+
+def tied(m, words):
+    """Words are looked up in a table, which its transpose tells again."""
+    x = m.table[words]
+    return jnp.tanh(x + jnp.tanh(x @ m.inner)) @ m.table.T
+
+
+def heads(m, x):
+    """Maps side by side."""
+    h = jnp.tanh(jnp.einsum("...i,goi->...go", x, m.maps))
+    return h.reshape(*x.shape[:-1], -1) @ m.out
+
+
+def in_complex_numbers(m, x):
+    return jnp.abs(x.astype(complex) @ m.kernel) @ m.out
+
+
+def images(m, x):
+    """A convolution, which knows the axis of examples itself."""
+    x = x.reshape(-1, 1, T, D)
+    h = jax.lax.conv_general_dilated(x, m.kernel, (1, 1), "SAME")
+    return jnp.tanh(h).reshape(len(x), -1) @ m.out
+
+
+def forces(m, x):
+    """The gradient of an energy, which is a sum over all rows."""
+    energy = lambda x: (jnp.tanh(x @ m.into) @ m.out).sum()
+    return jax.grad(energy)(x) + x @ m.into @ m.out
+
+
+MODELS = {
+    "rows": (dense, ROWS, DENSE),
+    "tokens": (dense, TOKENS, DENSE),
+    "mixing": (mixing, TOKENS, DENSE),
+    "time first": (time_first, TOKENS, DENSE),
+    "tied": (tied, WORDS, dict(table=(H, D), inner=(D, D))),
+    "heads": (heads, TOKENS, dict(maps=(2, H, D), out=(2 * H, K))),
+    "complex": (
+        in_complex_numbers,
+        TOKENS,
+        dict(kernel=lambda: jnp.zeros((D, H), complex), out=(H, K)),
+    ),
+    "forces": (forces, ROWS, dict(into=(D, H), out=(H, 1))),
+}
+
+
+def loss(out):
+    out = out.reshape(len(out), -1)
+    return kfac.SquaredError(out, jnp.zeros_like(out))
+
+
+def whole(model, x):
+    """Of a model that takes all examples at once."""
+    return loss(model(x))
+
+
+def mapped(model, x):
+    return loss(jax.vmap(model)(x))
+
+
+def both(name, blocks=None):
+    """The data, and a model: to be called with all of them, and with one example."""
+    call, x, shapes = MODELS[name]
+    model = module(call, **shapes)
+    convert = lambda example: kfac.convert(model, blocks, example=example)
+    return x, convert(x), convert(x[0])
+
+
+FISHERS = [kfac.Exact(), kfac.Empirical(), kfac.MonteCarlo()]
+
+
+@pytest.mark.parametrize("fisher", FISHERS, ids=lambda fisher: fisher.name)
+@pytest.mark.parametrize("name", [n for n in MODELS if n != "time first"])
+def test_as_with_vmap(name, fisher):
+    x, model, of_one = both(name)
+    key = jax.random.key(0)
+    found = collect(whole, fisher, model, x, key=key)
+    assert_near(found, collect(mapped, fisher, of_one, x, key=key))
+    others = (x + 1) % H if x.dtype == int else 2 * x
+    assert_differs(found, collect(whole, fisher, model, others, key=key))
+
+
+BLOCKS = {
+    "expand": kfac.Kronecker(kfac.Expand()),
+    "reduce": kfac.Kronecker(kfac.Reduce()),
+    "ekfac": kfac.EKFAC(),
+    "full": kfac.Full(),
+    "diagonal": kfac.Diagonal(),
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("name", ["rows", "mixing"])
+def test_blocks(name, block):
+    x, model, of_one = both(name, BLOCKS[block])
+    found = collect(whole, kfac.Exact(), model, x)
+    assert_near(found, collect(mapped, kfac.Exact(), of_one, x))
+
+
+def test_examples_along_another_axis():
+    """Rows are taken one by one, and what adds up the rows of an example is refused."""
+    x, model, of_one = both("time first")
+    rows = both("time first", BLOCKS["expand"])
+    found = collect(whole, kfac.Exact(), model, x)
+    assert_near(found, collect(mapped, kfac.Exact(), rows[2], x))
+    assert_differs(found, collect(mapped, kfac.Exact(), of_one, x))
+    _, model, _ = both("time first", BLOCKS["reduce"])
+    with raises(ValueError, "Cannot tell which axis", "first axis", "['into']"):
+        collect(whole, kfac.Exact(), model, x)
+
+
+def test_convolution():
+    shapes = dict(kernel=(2, 1, 3, 3), out=(2 * T * D, K))
+    model = module(images, **shapes)
+    found = collect(whole, kfac.Exact(), kfac.convert(model, example=TOKENS), TOKENS)
+    one = lambda m, x: images(m, x)[0]
+    of_one = kfac.convert(module(one, **shapes), example=TOKENS[0])
+    assert_near(found, collect(mapped, kfac.Exact(), of_one, TOKENS))
+
+
+GROUPS = np.repeat(np.arange(B), T)
+
+
+def graphs(m, nodes):
+    """Graphs that are joined to one: rings of `T` nodes."""
+    last = np.arange(B * T).reshape(B, T)[:, np.roll(np.arange(T), 1)].ravel()
+    h = jnp.tanh(nodes @ m.into + m.bias)
+    h = h + jnp.tanh(h[last] @ m.inner)
+    return jax.ops.segment_sum(h @ m.out.T, GROUPS, B)
+
+
+def one_graph(m, nodes):
+    h = jnp.tanh(nodes @ m.into + m.bias)
+    h = h + jnp.tanh(jnp.roll(h, 1, axis=0) @ m.inner)
+    return jnp.sum(h @ m.out.T, axis=0)
+
+
+def test_graphs_in_one():
+    """Nobody can tell which nodes are of one example, so each is taken by itself."""
+    shapes, rows = dict(inner=(H, H), **DENSE), BLOCKS["expand"]
+    nodes = TOKENS.reshape(B * T, D)
+    model = kfac.convert(module(graphs, **shapes), example=nodes)
+    found = collect(whole, kfac.Exact(), model, nodes)
+    of_one = kfac.convert(module(one_graph, **shapes), rows, example=TOKENS[0])
+    assert_near(found, collect(mapped, kfac.Exact(), of_one, TOKENS))
+
+
+def test_steps():
+    x, model, of_one = both("mixing")
+    optimizer = plain_kfac(1e-2, 0.1, fisher=kfac.Exact())
+    new, _, _ = stepped(optimizer, whole, model, optimizer.init(model), x)
+    want, _, _ = stepped(optimizer, mapped, of_one, optimizer.init(of_one), x)
+    assert_near(jtu.tree_leaves(new), jtu.tree_leaves(want))
+    assert_differs(jtu.tree_leaves(new)[0], jtu.tree_leaves(model)[0])
