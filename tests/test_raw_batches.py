@@ -64,6 +64,34 @@ def forces(m, x):
     return jax.grad(energy)(x) + x @ m.into @ m.out
 
 
+def normalised(m, x):
+    """Scales and shifts, of rows and of all that is known of a position."""
+    h = (x @ m.into + m.bias) * m.scale + m.shift
+    h = h / jnp.sqrt(jnp.mean(h**2, axis=-1, keepdims=True) + 1) * (1 + m.gain)
+    h = jnp.tanh(h) / m.temperature + m.places
+    return h @ m.out.T - m.last * jnp.sum(x, axis=-1, keepdims=True)
+
+
+def with_token(m, x):
+    """A token joins those of an example."""
+    token = jnp.broadcast_to(m.token, (*x.shape[:-2], 1, D))
+    x = jnp.concatenate([token, x], axis=-2)
+    h = jnp.tanh(jnp.mean(x, axis=-2) @ m.into)
+    return jnp.maximum(h, m.floor) @ m.out.T
+
+
+def recurrent(m, x):
+    """A loop over time, which begins with a state that is trained."""
+
+    def step(h, now):
+        h = jnp.tanh(now @ m.into + h @ m.inner + m.bias) * m.scale
+        return h, None
+
+    h = jnp.broadcast_to(m.first, (*x.shape[:-2], H))
+    h, _ = jax.lax.scan(step, h, jnp.moveaxis(x, -2, 0))
+    return h @ m.out.T
+
+
 MODELS = {
     "rows": (dense, ROWS, DENSE),
     "tokens": (dense, TOKENS, DENSE),
@@ -77,6 +105,21 @@ MODELS = {
         dict(kernel=lambda: jnp.zeros((D, H), complex), out=(H, K)),
     ),
     "forces": (forces, ROWS, dict(into=(D, H), out=(H, 1))),
+    "normalised": (
+        normalised,
+        TOKENS,
+        dict(
+            **dict(scale=(H,), shift=(H,), gain=(H,), places=(T, H)),
+            **dict(temperature=lambda: jnp.ones(()), last=(K,)),
+            **DENSE,
+        ),
+    ),
+    "recurrent": (recurrent, TOKENS, dict(inner=(H, H), first=(H,), scale=(H,), **DENSE)),
+    "with token": (
+        with_token,
+        TOKENS,
+        dict(token=(D,), into=(D, H), floor=(H,), out=(K, H)),
+    ),
 }
 
 
@@ -126,7 +169,7 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("name", ["rows", "mixing"])
+@pytest.mark.parametrize("name", ["rows", "mixing", "normalised"])
 def test_blocks(name, block):
     x, model, of_one = both(name, BLOCKS[block])
     found = collect(whole, kfac.Exact(), model, x)

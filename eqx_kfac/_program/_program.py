@@ -15,6 +15,7 @@ So the loss function is traced, and its program interpreted. For the third condi
 is traced once more with more zeros in the tags, the *decoys*: the losses have to be the
 same expressions in both traces."""
 
+import functools as ft
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -69,6 +70,7 @@ class Program(NamedTuple):
 
     examples: tuple[int, ...] = ()
     lacking: frozenset[int] = frozenset()
+    copied: frozenset[int] = frozenset()
     per_example: tuple[tuple[int, int], ...] = ()
     axes: frozenset = frozenset()
     regularised: bool = False
@@ -154,11 +156,15 @@ def analyse(
     labelled = LabelledModel.of(model)
     expressions = Expressions()
 
-    def trace_with(*known, decoys=False):
-        filled = labelled.with_labels(*known, decoys=decoys)
+    def trace_with(*known, **options):
+        filled = labelled.with_labels(*known, **options)
         return traced(loss_fn, labelled, filled, args, kwargs, expressions)
 
     trace = trace_with()
+    copied = _outside(trace)
+    if copied:
+        trace_with = ft.partial(trace_with, copied=copied)
+        trace = trace_with()
     _check_unnoticed(trace, trace_with(decoys=True))
     # A layer whose input is the same for all examples of a `vmap` has no axis of them. If
     # its tag knows the number of examples, it adds this axis, and sees the gradient of
@@ -170,10 +176,12 @@ def analyse(
     if uses:
         check_uses(trace, trains)
     _check_examples(trace)
-    return _of(trace, lacking, parts)
+    return _of(trace, lacking, copied, parts)
 
 
-def _of(trace: Trace, lacking: frozenset[int], parts: int) -> Program:
+def _of(
+    trace: Trace, lacking: frozenset[int], copied: frozenset[int], parts: int
+) -> Program:
     """The program that a trace shows."""
     joint = dict(joint_layers(trace, parts))
     repeated = {n: examples for n, examples in joint.items() if examples is not None}
@@ -193,6 +201,7 @@ def _of(trace: Trace, lacking: frozenset[int], parts: int) -> Program:
     return Program(
         examples=trace.examples,
         lacking=lacking,
+        copied=copied,
         per_example=tuple(per_example.items()),
         axes=axes,
         regularised=trace.regularised,
@@ -211,8 +220,9 @@ def _of(trace: Trace, lacking: frozenset[int], parts: int) -> Program:
 def with_labels(filled: Model, program: Program) -> Model:
     """A model whose tags are ready to collect, with the labels and the slots that a
     program asks for."""
-    changes = program.lacking, program.per_example, program.joint, program.reverse
-    if not any((*changes, program.inner)):
+    changes = program.per_example, program.joint, program.reverse
+    labels = program.lacking, program.copied, program.inner
+    if not any((*changes, *labels)):
         return filled
     numbers = numbered(filled)
     per_example = dict(program.per_example)
@@ -227,10 +237,9 @@ def with_labels(filled: Model, program: Program) -> Model:
             tag = tag.per_example(layer, examples, program.axes)
         if number in program.reverse and jtu.tree_leaves(tag.slots):
             tag = tag.reversible()
-        lacks = number in program.lacking
-        examples = program.examples if lacks else ()
-        label = Label(stack=0, number=number, examples=examples)
-        return tag.labelled(layer, label) if lacks or program.inner else tag
+        lacks, copied = number in program.lacking, number in program.copied
+        label = Label(0, number, program.examples if lacks else (), copied)
+        return tag.labelled(layer, label) if lacks or copied or program.inner else tag
 
     return with_tags(prepare, filled, numbers)
 
@@ -252,6 +261,18 @@ def _found_lacking(trace: Trace, trace_with: Callable) -> frozenset[int]:
         new.number
         for old, new in pairs
         if old.example_shape != new.example_shape and knowing.counts_examples(new)
+    )
+
+
+def _outside(trace: Trace) -> frozenset[int]:
+    """The numbers of the tags at values of arrays that are used for all examples at once.
+    Where such an array meets data, there are copies of it for all of them."""
+    return frozenset(
+        use.number
+        for use in trace.uses
+        if isinstance(trace.layers[use.number].tag.form, Parameters)
+        and trace.may_serve_several(use)
+        and (trace.is_constant(use) or trace.has_few_rows(use))
     )
 
 

@@ -85,16 +85,17 @@ class LabelledModel(NamedTuple):
         examples: tuple[int, ...] = (),
         lacking: frozenset[int] = frozenset(),
         decoys: bool = False,
+        copied: frozenset[int] = frozenset(),
     ) -> Model:
         """The filled model, with a label in every tag. The labels of some of them, of the
         numbers `lacking`, say how many `examples` the losses have; with `decoys`, the
-        tags hold more zeros than without."""
+        tags hold more zeros than without; and those `copied` are at copies of arrays."""
 
         def with_label(tag, layer, number):
             if number is None:
                 return tag
             known = examples if number in lacking else ()
-            label = Label(stack=0, number=number, examples=known)
+            label = Label(0, number, known, number in copied)
             return tag.labelled(layer, label, decoys)
 
         return with_tags(with_label, self.filled, self.numbers)

@@ -67,8 +67,14 @@ class AbstractVisitor(abc.ABC):
         return array
 
     @abc.abstractmethod
-    def otherwise(self, term: Term) -> None:
-        """An array is used in another way."""
+    def otherwise(self, terms: Sequence[Term], value: Any) -> Any:
+        """Arrays are used in another way: the `value` that is the sum of these `terms`.
+        Returns the value, tagged perhaps."""
+
+    def returned(self, terms: Sequence[Term], value: Any) -> Any:
+        """The `value` that is the sum of `terms` is a result of the program. Returns it,
+        tagged perhaps."""
+        return value
 
     @abc.abstractmethod
     def sliced(self, parameters: set[int]) -> tuple[PyTree, Callable]:

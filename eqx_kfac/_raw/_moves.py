@@ -96,14 +96,15 @@ def _multiplied(frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
 
 
 def _sum(frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
-    """A sum (or a difference): of arrays, or of a result and its bias."""
+    """A sum (or a difference): of arrays (and constants), or of a result and its bias."""
     joined = _joined(frame, eqn, inputs)
     if joined is not None:
         return joined
     (a, fact_a), (b, fact_b) = inputs
-    there = fact_a.terms or fact_b.terms
-    if not there or fact_a.data or fact_b.data or np.shape(a) != np.shape(b):
-        return None
+    shape = eqn.outvars[0].aval.shape  # pyright: ignore
+    of_terms = [np.shape(v) for v, fact in inputs if fact.terms]
+    if not of_terms or fact_a.data or fact_b.data or {*of_terms} != {shape}:
+        return None  # Or some entries would be there several times.
     minus = eqn.primitive.name == "sub"
     negative = lambda t: t._replace(scale=-1.0 if t.scale is None else -t.scale)
     terms = fact_b.terms

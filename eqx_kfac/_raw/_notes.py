@@ -25,8 +25,7 @@ from .._block import AbstractBlock, Kronecker
 from .._tag import Tag
 from ..form import AbstractForm, Convolution, Leaf, Lookup, Parameters, size_of, View
 from ._facts import AbstractVisitor, Order, Term
-from ._sites import Site
-from ._watched import matrix_key, transposed_key
+from ._sites import matrix_key, Site, transposed_key
 
 
 class NotedUse(NamedTuple):
@@ -66,8 +65,10 @@ class Notes(AbstractVisitor):
         # the same bias is only known in the end.
         return not isinstance(site.use.form, Lookup) and not site.constant
 
-    def otherwise(self, term: Term) -> None:
-        self.other_uses.setdefault(term.parameter, set()).add(term.stack)
+    def otherwise(self, terms: Sequence[Term], value: Any) -> Any:
+        for term in terms:
+            self.other_uses.setdefault(term.parameter, set()).add(term.stack)
+        return value
 
     def sliced(self, parameters: set[int]) -> tuple[PyTree, Callable]:
         return (), lambda _: self  # There is nothing to slice: the visitor has no arrays.

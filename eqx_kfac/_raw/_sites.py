@@ -288,3 +288,36 @@ def _is_in(axis: Axis, axes: Axes) -> bool:
 
 def _fields(leaf: Leaf) -> tuple:
     return leaf.name, leaf.window, leaf.shape, leaf.order, leaf.seen
+
+
+def matrix_key(form: AbstractForm, leaf: Leaf) -> tuple:
+    """A key that two uses of an array have in common if they make the same matrix of it.
+
+    For a convolution, the key is all that says how the kernel is arranged. Otherwise, it
+    is the window of the array, the shape to which the window is first reshaped, and which
+    axes of that shape are groups, outputs and inputs. These are always in this order,
+    whatever the order is in which the form wants the axes.
+    """
+    if isinstance(form, Convolution):
+        kernel = form.kernel, form.channel_groups
+        return kernel, leaf.window, leaf.shape, leaf.order, leaf.flips, leaf.seen
+    # The form sees axes of the lengths `leaf.seen`. Each of them consists of one or more
+    # axes of `leaf.shape`, which are taken in `leaf.order` until their lengths multiply
+    # to its length.
+    joined_axes, remaining = [], list(leaf.order)
+    for size in leaf.seen:
+        taken, product = [], 1
+        while product < size:
+            taken.append(remaining.pop(0))
+            product *= leaf.shape[taken[-1]]
+        joined_axes.append(tuple(taken))
+    if isinstance(form, Lookup):  # The weight of a lookup has its inputs first.
+        joined_axes = joined_axes[::-1]
+    groups = joined_axes[0] if form == GROUPED else ()
+    return leaf.window, leaf.shape, groups, joined_axes[-2], joined_axes[-1]
+
+
+def transposed_key(key: tuple) -> tuple:
+    """The key of the transpose of a matrix, if `key` is not that of a convolution."""
+    *others, outputs, inputs = key
+    return *others, inputs, outputs

@@ -50,6 +50,12 @@ from ._sites import contraction, convolution, lookup, row, Site
 # of a table, this is no trouble, but for one of several matrices it would be.
 WIDE = 8192
 
+# Operations of several operands, of which some may be of length one along an axis.
+_ENTRY_BY_ENTRY = {
+    *("add", "add_any", "sub", "mul", "div", "rem", "pow", "max", "min", "atan2"),
+    *("complex", "select_n", "clamp", "eq", "ne", "lt", "le", "gt", "ge"),
+}
+
 # Forms whose sites may be in complex numbers.
 _IN_COMPLEX_NUMBERS = (Dense, Einsum)
 
@@ -97,7 +103,13 @@ class Walk:
         # all of them see the same value.
         frame.settle([a for a in jaxpr.outvars if settle or not frame.used_once(a)])
         out = [frame.read(atom) for atom in jaxpr.outvars]
-        return [value for value, _ in out], [fact for _, fact in out]
+        values, facts = [value for value, _ in out], [fact for _, fact in out]
+        if settle:
+            values = [
+                self.visitor.returned(fact.terms, value) if fact.terms else value
+                for value, fact in out
+            ]
+        return values, facts
 
     def _followed(self, frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
         """An operation that may keep a term what it is, or multiply data by it, or that
@@ -111,13 +123,24 @@ class Walk:
         """An operation of which is only known whether its results depend on data; `tell`:
         whether the visitor is told of the terms among its operands."""
         inputs = _settled(frame, eqn)
-        if tell:
-            for _, fact in inputs:
-                for term in fact.terms:
-                    self.visitor.otherwise(term)
-        out = evaluated(eqn, [value for value, _ in inputs])
+        values = [
+            self._otherwise(eqn, value, fact) if tell and fact.terms else value
+            for value, fact in inputs
+        ]
+        out = evaluated(eqn, values)
         data = any(fact.data for _, fact in inputs)
         return out, [Fact(data)] * len(out)
+
+    def _otherwise(self, eqn: Equation, value: Any, fact: Fact) -> Any:
+        """Terms as an operand of an operation that is not followed. Where numbers are
+        copied by the operation itself, they are copied here."""
+        terms, shape = fact.terms, eqn.outvars[0].aval.shape  # pyright: ignore
+        if eqn.primitive.name in _ENTRY_BY_ENTRY and value.shape != shape:
+            places = range(len(shape) - value.ndim, len(shape))
+            broadcast = lambda term: term.axes.broadcast(shape, places)
+            terms = [term._replace(axes=broadcast(term)) for term in terms]
+            value = jax.lax.broadcast_in_dim(value, shape, tuple(places))
+        return self.visitor.otherwise(terms, value)
 
     #
     # Products of terms and data
@@ -277,8 +300,10 @@ class Walk:
         # The tag of an array cannot be both in slices and whole.
         if None in facts_xs or along & within:
             return None
-        for term in [term for _, fact in carry for term in fact.terms]:
-            self.visitor.otherwise(term)  # In later rounds, the carry is another value.
+        carry = [  # In later rounds, it is another value.
+            (self.visitor.otherwise(fact.terms, value) if fact.terms else value, fact)
+            for value, fact in carry
+        ]
         data = any(fact.data for _, fact in inputs)
         inner, constants = opened(eqn.params["jaxpr"])
         facts = [f for _, f in consts] + [Fact(data)] * n + facts_xs

@@ -21,7 +21,7 @@ import contextlib
 import functools as ft
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -35,12 +35,13 @@ from .._custom_types import Layer
 from .._jax import part_of
 from .._module import member, replaced
 from .._tag import Tag
-from ..form import AbstractForm, Convolution, Leaf, Lookup, Parameters, View
+from ..form import Parameters, View
 from ..nn import Derived
 from ._axes import Axes
+from ._copies import Other
 from ._facts import AbstractVisitor, Fact, Order, Term
 from ._parts import holds_parts, Joined, joined
-from ._sites import GROUPED, Site
+from ._sites import matrix_key, Site, transposed_key
 from ._walk import Walk
 
 
@@ -216,15 +217,17 @@ def joined_call(module: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> 
 def watched_call(module: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What a method of a watched module returns, with all tags bound."""
     bound: dict[int, list[Bound]] = {}
+    others: dict[int, Other] = {}
     new_number = itertools.count()
     witness = _witness((args, kwargs))
 
     def marked(node):
         # The plain module, with some arrays tagged at their values, and with a mark on
         # each array that has tags for where it multiplies data. These tags are put into
-        # `bound`, by the number on the mark.
-        for tag in node.tag.values():
-            if isinstance(tag.form, Parameters):
+        # `bound`, by the number on the mark; and into `others`, if copies are tagged.
+        at_values = [t for t in node.tag.values() if isinstance(t.form, Parameters)]
+        for tag in at_values:
+            if not tag.copied:
                 node = _tagged_at_values(tag, node, witness)
         tags = [tag for tag in node.tag.values() if isinstance(tag.form, View)]
         numbers = {}
@@ -239,14 +242,19 @@ def watched_call(module: Any, name: str, args: tuple, kwargs: dict[str, Any]) ->
                 bias_number = numbers.get(bias[0]) if bias else None
                 bound.setdefault(numbers[weight], []).append(Bound(tag, bias_number))
         new = plain(node)
+        for tag in at_values:
+            for leaf in tag.form.names if tag.copied else ():
+                if eqx.is_array(member(node, leaf)):
+                    numbers[leaf] = next(new_number)
+                    others[numbers[leaf]] = Other(tag, new, leaf)
         for leaf, number in numbers.items():
             new = replaced(new, leaf, Marked(number, member(node, leaf)))
         return new
 
     model = map_watched(marked, module)
-    if not bound:
+    if not bound and not others:
         return getattr(joined(model), name)(*args, **kwargs)
-    return walked(model, name, args, kwargs, Binder(bound, witness))
+    return walked(model, name, args, kwargs, Binder(bound, others, witness))
 
 
 def _is_called_later(out: PyTree, model: Any) -> bool:
@@ -360,8 +368,10 @@ class Binder(AbstractVisitor):
     """A visitor that binds the tags of arrays, by the numbers of these, where the arrays
     multiply data."""
 
-    def __init__(self, bound: dict[int, list[Bound]], witness: Array):
-        self.bound, self.witness = bound, witness
+    def __init__(
+        self, bound: dict[int, list[Bound]], others: dict[int, Other], witness: Array
+    ):
+        self.bound, self.others, self.witness = bound, others, witness
 
     def site(self, site: Site, z: Array, bias: Term | None, order: Order | None) -> Array:
         bound = self._bound_at(site)
@@ -393,8 +403,12 @@ class Binder(AbstractVisitor):
         bound = self._bound_at(site)
         return bound is not None and bound.bias == bias.parameter
 
-    def otherwise(self, term: Term) -> None:
-        pass  # What bypasses the tags is found by whoever collects the curvature.
+    def otherwise(self, terms: Sequence[Term], value: Any) -> Any:
+        # What bypasses the tags is found by whoever collects the curvature.
+        other = self.others.get(terms[0].parameter) if len(terms) == 1 else None
+        return value if other is None else other.tagged(terms[0], value, self.witness)
+
+    returned = otherwise
 
     def sliced(self, parameters: set[int]) -> tuple[PyTree, Callable]:
         # The tags of stacked arrays have slots for each layer of the stack. A loop along
@@ -404,18 +418,22 @@ class Binder(AbstractVisitor):
             for number, several in self.bound.items()
             if number in parameters
         }
+        other_tags = {n: o.tag for n, o in self.others.items() if n in parameters}
 
         def visitor_within(slices):
+            sliced_tags, sliced_others = slices
             new = {
                 number: [
                     bound._replace(tag=tag)
                     for bound, tag in zip(self.bound[number], sliced, strict=True)
                 ]
-                for number, sliced in slices.items()
+                for number, sliced in sliced_tags.items()
             }
-            return Binder({**self.bound, **new}, self.witness)
+            others = {n: self.others[n]._replace(tag=t) for n, t in sliced_others.items()}
+            both = {**self.bound, **new}, {**self.others, **others}
+            return Binder(*both, self.witness)
 
-        return tags, visitor_within
+        return (tags, other_tags), visitor_within
 
     def _bound_at(self, site: Site) -> Bound | None:
         """The tag that belongs to the matrix of a site, or, if the tag is for the
@@ -449,36 +467,3 @@ def _bind_complex(tag: Tag, z: Array, x: Array) -> Array:
     parts = tag(both(z), both(x))
     real, imaginary = jnp.split(parts, 2, axis=-2) if has_groups else parts
     return jax.lax.complex(real, imaginary)
-
-
-def matrix_key(form: AbstractForm, leaf: Leaf) -> tuple:
-    """A key that two uses of an array have in common if they make the same matrix of it.
-
-    For a convolution, the key is all that says how the kernel is arranged. Otherwise, it
-    is the window of the array, the shape to which the window is first reshaped, and which
-    axes of that shape are groups, outputs and inputs. These are always in this order,
-    whatever the order is in which the form wants the axes.
-    """
-    if isinstance(form, Convolution):
-        kernel = form.kernel, form.channel_groups
-        return kernel, leaf.window, leaf.shape, leaf.order, leaf.flips, leaf.seen
-    # The form sees axes of the lengths `leaf.seen`. Each of them consists of one or more
-    # axes of `leaf.shape`, which are taken in `leaf.order` until their lengths multiply
-    # to its length.
-    joined_axes, remaining = [], list(leaf.order)
-    for size in leaf.seen:
-        taken, product = [], 1
-        while product < size:
-            taken.append(remaining.pop(0))
-            product *= leaf.shape[taken[-1]]
-        joined_axes.append(tuple(taken))
-    if isinstance(form, Lookup):  # The weight of a lookup has its inputs first.
-        joined_axes = joined_axes[::-1]
-    groups = joined_axes[0] if form == GROUPED else ()
-    return leaf.window, leaf.shape, groups, joined_axes[-2], joined_axes[-1]
-
-
-def transposed_key(key: tuple) -> tuple:
-    """The key of the transpose of a matrix, if `key` is not that of a convolution."""
-    *others, outputs, inputs = key
-    return *others, inputs, outputs

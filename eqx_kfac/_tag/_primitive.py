@@ -72,8 +72,8 @@ class Label(NamedTuple):
     """What a tag should know while a loss function is traced.
 
     No operation on arrays may change it, so it is the *shape* of zeros, which survives
-    all of them: `[*stack, *examples, len(examples) + 1, number + 1]`. (One is added to
-    the last two, so that no axis has length zero.)
+    all of them: `[*stack, *examples, len(examples) + 1, copied + 1, number + 1]`. (One is
+    added to the last three, so that no axis has length zero.)
 
     **Fields:**
 
@@ -82,23 +82,27 @@ class Label(NamedTuple):
     - `number`: the number of the tag among those of the model.
     - `examples`: the numbers of examples that the losses have; empty if the tag need not
         know them.
+    - `copied`: whether a tag with the form `Parameters` is to be at copies of arrays,
+        because they are used outside of the `vmap` over the examples.
     """
 
     stack: int
     number: int
-    examples: tuple[int, ...]
+    examples: tuple[int, ...] = ()
+    copied: bool = False
 
     @classmethod
     def read(cls, shape: tuple[int, ...]) -> "Label":
         """The label whose zeros have a shape, stack axes included."""
-        *axes, one_more_than_examples, one_more_than_number = shape
-        stack = len(axes) - (one_more_than_examples - 1)
-        return cls(stack, one_more_than_number - 1, tuple(axes[stack:]))
+        *axes, number_of_examples, copied, number = shape
+        stack = len(axes) - (number_of_examples - 1)
+        return cls(stack, number - 1, tuple(axes[stack:]), copied > 1)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the zeros, without stack axes."""
-        return *self.examples, len(self.examples) + 1, self.number + 1
+        examples = *self.examples, len(self.examples) + 1
+        return *examples, self.copied + 1, self.number + 1
 
 
 class Layout(NamedTuple):

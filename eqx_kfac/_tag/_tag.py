@@ -301,6 +301,12 @@ class Tag(PlainModule):
         return any(leaf is not None for leaf in self.leaves)
 
     @property
+    def copied(self) -> bool:
+        """Whether a tag with the form `Parameters` is to be at copies of arrays."""
+        label = self.contents.label
+        return label is not None and Label.read(label.shape).copied
+
+    @property
     def collects_gradient(self) -> bool:
         """Whether there are slots for the gradient that the tag sees."""
         return self.contents.gradient_slots.outputs.gradient is not None
