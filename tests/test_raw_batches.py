@@ -1,5 +1,9 @@
 """Models with arrays of their own that are written for whole batches: without `vmap`."""
 
+import functools as ft
+import math
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -231,3 +235,85 @@ def test_steps():
     want, _, _ = stepped(optimizer, mapped, of_one, optimizer.init(of_one), x)
     assert_near(jtu.tree_leaves(new), jtu.tree_leaves(want))
     assert_differs(jtu.tree_leaves(new)[0], jtu.tree_leaves(model)[0])
+
+
+class Energy(eqx.Module):
+    """An energy of layers, and its gradient."""
+
+    into: eqx.nn.Linear
+    out: eqx.nn.Linear
+
+    def __call__(self, x):
+        energy = lambda x: self.out(jnp.tanh(self.into(x)))[0]
+        return jnp.append(*jax.value_and_grad(energy)(x)[::-1])
+
+
+def energy(m, x):
+    total = lambda x: (jnp.tanh(x @ m.into) @ m.out).sum()
+    return jnp.append(*jax.value_and_grad(total)(x)[::-1])
+
+
+def test_last_layer_of_an_energy():
+    """In the gradient, it multiplies ones, and is a layer all the same."""
+    model = module(energy, into=(D, H), out=(H, 1))
+    linear = ft.partial(eqx.nn.Linear, use_bias=False, key=jax.random.key(0))
+    layers = Energy(linear(D, H), linear(H, 1))
+    where = lambda m: (m.into.weight, m.out.weight)
+    layers = eqx.tree_at(where, layers, (model.into.T, model.out.T))
+    want = collect(mapped, kfac.Exact(), kfac.convert(layers), ROWS)
+    model = kfac.convert(model, example=ROWS[0])
+    found = collect(mapped, kfac.Exact(), model, ROWS)
+    block = lambda f: np.kron(f.output_factor, f.input_factor)
+    assert_near(block(found["into"]), block(want.into))
+    assert_near(block(found["out"]), block(want.out))
+
+
+def test_products_with_constants_alone():
+    """What is made of an array and a constant alone is no layer."""
+    basis = normal(T, D, seed=2)
+    call = lambda m, x: jnp.tanh(x @ (basis @ m.into)) @ m.out.T
+    x, shapes = normal(B, T), dict(into=(D, H), out=(K, H))
+    model = kfac.convert(module(call, **shapes), example=x[0])
+    assert set(model.tag) == {"others", "out"}
+    found = collect(mapped, kfac.Exact(), model, x)
+    dense = lambda m, x: jnp.tanh(x @ basis @ m.into) @ m.out.T
+    full = kfac.convert(module(dense, **shapes), kfac.Diagonal(), example=x[0])
+    want = collect(mapped, kfac.Exact(), full, x)
+    got = found["others"].diagonal.reshape(D, H)
+    assert_near(got, want["into"].diagonal.reshape(H, D).T)
+
+
+def test_frozen():
+    """Of several arrays with one tag, those that are trained have copies."""
+    x, model, of_one = both("normalised")
+    freeze = lambda model: eqx.partition(
+        model,
+        eqx.tree_at(
+            lambda m: (m.shift, m.places),
+            jtu.tree_map(eqx.is_inexact_array, model),
+            (False, False),
+        ),
+    )
+
+    def factors(loss_fn, model):
+        trained, frozen = freeze(model)
+        part = lambda model, x: loss_fn(eqx.combine(model, frozen), x)
+        return collect(part, kfac.Exact(), trained, x)
+
+    found = factors(whole, model)
+    assert_near(found, factors(mapped, of_one))
+    assert found["others"].diagonal.size == sum(map(math.prod, [(H,), (H,), (), (K,)]))
+
+
+def test_returned():
+    """An array that a model returns as it is."""
+    call = lambda m, x: (x @ m.into, m.scale)
+    model = module(call, into=(D, H), scale=(H,))
+
+    def outside(model, x):
+        h, scale = model(x)
+        return loss(jnp.tanh(h * jnp.broadcast_to(scale, h.shape)))
+
+    converted = kfac.convert(model, example=ROWS)
+    with raises(ValueError, "called outside", "['others']"):
+        collect(outside, kfac.Exact(), converted, ROWS)
