@@ -569,7 +569,6 @@ MUTANTS = [
     M("_raw/_copies.py", "for _ in arrangement.seen[1:]:", "for _ in arrangement.seen[2:]:", "raw_batches"),
     M("_raw/_copies.py", "term.scale is not None or ", "", "raw_batches"),
     M("_raw/_copies.py", "axes.flips or not axes.is_whole", "axes.flips", "raw_batches"),
-    M("_raw/_watched.py", "if site.constant:  #", "if False:  #", "raw_batches"),
     M("_raw/_facts.py", "tagged, Fact(not fact.pending.constant)", "tagged, Fact(True)", "raw_batches"),
     M("_program/_program.py", "and (trace.is_constant(use) or trace.has_few_rows(use))\n    )", ")", "raw_transformations"),
     M("_curvature/_batch.py", "kind = kind._replace(terms=kind.terms * self.batch.micro_batches)", "pass", "trust batches"),

@@ -275,6 +275,9 @@ def test_products_with_constants_alone():
     x, shapes = normal(B, T), dict(into=(D, H), out=(K, H))
     model = kfac.convert(module(call, **shapes), example=x[0])
     assert set(model.tag) == {"others", "out"}
+    both_ways = lambda m, x: jnp.tanh(x @ m.into + jnp.sum(basis @ m.into, axis=0))
+    twice = kfac.convert(module(both_ways, into=(D, H)), example=ROWS[0])
+    assert set(twice.tag) == {"others"}
     found = collect(mapped, kfac.Exact(), model, x)
     dense = lambda m, x: jnp.tanh(x @ basis @ m.into) @ m.out.T
     full = kfac.convert(module(dense, **shapes), kfac.Diagonal(), example=x[0])
@@ -303,6 +306,15 @@ def test_frozen():
     found = factors(whole, model)
     assert_near(found, factors(mapped, of_one))
     assert found["others"].diagonal.size == sum(map(math.prod, [(H,), (H,), (), (K,)]))
+
+
+def test_scaled_copies():
+    """An array that is multiplied by a number before it meets data is no copy of it."""
+    model = module(lambda m, x: jnp.tanh(x * (2 * m.scale)) @ m.out, scale=(D,), out=(D,))
+    with raises(ValueError, "another way", "['others']"):
+        collect(whole, kfac.Exact(), kfac.convert(model, example=ROWS), ROWS)
+    of_one = kfac.convert(model, example=ROWS[0])
+    collect(mapped, kfac.Exact(), of_one, ROWS)
 
 
 def test_returned():

@@ -6,7 +6,6 @@ which example has which gradient. (Under `vmap`, an array is tagged once for eac
 before the call, whatever becomes of it then.)
 """
 
-import functools as ft
 from typing import Any, NamedTuple
 
 import jax
@@ -27,18 +26,18 @@ class Other(NamedTuple):
     layer: Layer
     name: str
 
-    def tagged(self, term: Term, value: Array, witness: Array) -> Array:
+    def tagged(self, term: Term, value: Array) -> Array:
         """The `value` of a term, with all copies of the array that it consists of tagged;
         as it is if it does not consist of whole copies."""
         arrangement = _copies(term.axes)
         if term.scale is not None or arrangement is None:
             return value
-        bind = ft.partial(self._copy, witness)
+        bind = self._copy
         for _ in arrangement.seen[1:]:
             bind = jax.vmap(bind)
         return arrangement.undo(bind(arrangement(value)), value.shape)
 
-    def _copy(self, witness: Array, entries: Array) -> Array:
+    def _copy(self, entries: Array) -> Array:
         """The entries of one copy, tagged. Of all other arrays that the tag covers, this
         copy has nothing: their gradients are zero."""
         form: Any = self.tag.form
@@ -49,8 +48,7 @@ class Other(NamedTuple):
         ]
         own[place] = entries.reshape(own[place].shape)
         layer = form.replace(self.layer, tuple(own))
-        example = jnp.where(jnp.isnan(witness), entries[0], entries[0])
-        layer = self.tag.parameters(layer, example)
+        layer = self.tag.parameters(layer, entries)
         return form.parameters(layer)[place].reshape(entries.shape)
 
 

@@ -254,7 +254,7 @@ def watched_call(module: Any, name: str, args: tuple, kwargs: dict[str, Any]) ->
     model = map_watched(marked, module)
     if not bound and not others:
         return getattr(joined(model), name)(*args, **kwargs)
-    return walked(model, name, args, kwargs, Binder(bound, others, witness))
+    return walked(model, name, args, kwargs, Binder(bound, others))
 
 
 def _is_called_later(out: PyTree, model: Any) -> bool:
@@ -368,10 +368,8 @@ class Binder(AbstractVisitor):
     """A visitor that binds the tags of arrays, by the numbers of these, where the arrays
     multiply data."""
 
-    def __init__(
-        self, bound: dict[int, list[Bound]], others: dict[int, Other], witness: Array
-    ):
-        self.bound, self.others, self.witness = bound, others, witness
+    def __init__(self, bound: dict[int, list[Bound]], others: dict[int, Other]):
+        self.bound, self.others = bound, others
 
     def site(self, site: Site, z: Array, bias: Term | None, order: Order | None) -> Array:
         bound = self._bound_at(site)
@@ -390,8 +388,6 @@ class Binder(AbstractVisitor):
         # are added to the same slots all the same.
         if swapped or form != expected:
             tag = Tag(form, tag.block, swapped=swapped).with_slots_of(tag)
-        if site.constant:  # Gradients differ from example to example all the same.
-            z = jnp.where(jnp.isnan(self.witness), z, z)
         return tagged(tag, z, site)
 
     def covered(self, site: Site, array: Array) -> Array:
@@ -406,7 +402,7 @@ class Binder(AbstractVisitor):
     def otherwise(self, terms: Sequence[Term], value: Any) -> Any:
         # What bypasses the tags is found by whoever collects the curvature.
         other = self.others.get(terms[0].parameter) if len(terms) == 1 else None
-        return value if other is None else other.tagged(terms[0], value, self.witness)
+        return value if other is None else other.tagged(terms[0], value)
 
     returned = otherwise
 
@@ -430,8 +426,7 @@ class Binder(AbstractVisitor):
                 for number, sliced in sliced_tags.items()
             }
             others = {n: self.others[n]._replace(tag=t) for n, t in sliced_others.items()}
-            both = {**self.bound, **new}, {**self.others, **others}
-            return Binder(*both, self.witness)
+            return Binder({**self.bound, **new}, {**self.others, **others})
 
         return (tags, other_tags), visitor_within
 
