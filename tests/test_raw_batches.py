@@ -76,6 +76,15 @@ def normalised(m, x):
     return h @ m.out.T - m.last * jnp.sum(x, axis=-1, keepdims=True)
 
 
+def computed(m, x):
+    """What is made of arrays before they meet data."""
+    scale = jax.nn.softplus(1 + m.scale) * jax.nn.softmax(m.mix)
+    h = jnp.tanh(x @ m.into) * scale + jnp.sum(m.shift**2) * jnp.where(
+        m.mix > 0, 1.0, m.mix
+    )
+    return h @ m.out.T
+
+
 def with_token(m, x):
     """A token joins those of an example."""
     token = jnp.broadcast_to(m.token, (*x.shape[:-2], 1, D))
@@ -119,6 +128,11 @@ MODELS = {
         ),
     ),
     "recurrent": (recurrent, TOKENS, dict(inner=(H, H), first=(H,), scale=(H,), **DENSE)),
+    "computed": (
+        computed,
+        TOKENS,
+        dict(scale=(H,), mix=(H,), shift=(2, 3), into=(D, H), out=(K, H)),
+    ),
     "with token": (
         with_token,
         TOKENS,
@@ -173,7 +187,7 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("name", ["rows", "mixing", "normalised"])
+@pytest.mark.parametrize("name", ["rows", "mixing", "normalised", "computed"])
 def test_blocks(name, block):
     x, model, of_one = both(name, BLOCKS[block])
     found = collect(whole, kfac.Exact(), model, x)

@@ -2,20 +2,26 @@
 
 Such an array is copied along the axis of the examples where it meets data: a scale, a
 shift, a table of positions. There, each copy is tagged by itself, so that it is known
-which example has which gradient. (Under `vmap`, an array is tagged once for each example
-before the call, whatever becomes of it then.)
+which example has which gradient. What is computed of arrays before (a softplus of a
+scale) is computed anew for each copy, of copies that are tagged.
+
+(Under `vmap`, an array is tagged once for each example before the call, whatever becomes
+of it then.)
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._custom_types import Layer
+from .._jax import Equation
 from .._tag import Tag
-from ._axes import Axes, merged
-from ._facts import Term
+from ._axes import merged
+from ._facts import Fact, Term
+from ._moves import evaluated
 from ._sites import Arrangement, Roles
 
 
@@ -26,18 +32,7 @@ class Other(NamedTuple):
     layer: Layer
     name: str
 
-    def tagged(self, term: Term, value: Array) -> Array:
-        """The `value` of a term, with all copies of the array that it consists of tagged;
-        as it is if it does not consist of whole copies."""
-        arrangement = _copies(term.axes)
-        if term.scale is not None or arrangement is None:
-            return value
-        bind = self._copy
-        for _ in arrangement.seen[1:]:
-            bind = jax.vmap(bind)
-        return arrangement.undo(bind(arrangement(value)), value.shape)
-
-    def _copy(self, entries: Array) -> Array:
+    def copy(self, entries: Array) -> Array:
         """The entries of one copy, tagged. Of all other arrays that the tag covers, this
         copy has nothing: their gradients are zero."""
         form: Any = self.tag.form
@@ -52,10 +47,88 @@ class Other(NamedTuple):
         return form.parameters(layer)[place].reshape(entries.shape)
 
 
-def _copies(axes: Axes) -> Arrangement | None:
-    """How a value with these axes is arranged as `[*copies, entries]`; `None` if it does
-    not have all entries of the array."""
-    if axes.flips or not axes.is_whole:
+class Computed(NamedTuple):
+    """What an operation makes of arrays like that, and of constants."""
+
+    eqn: Equation
+    operands: tuple[Any, ...]
+    # What each operand consists of, and how its entries are arranged; `None`: a constant.
+    sources: tuple["tuple[Copied, Arrangement] | None", ...]
+
+    @classmethod
+    def of(
+        cls,
+        eqn: Equation,
+        inputs: Sequence[tuple[Any, Fact]],
+        others: "dict[int, Copied]",
+    ) -> "Computed | None":
+        """The result of an operation on these values, none of which depends on data;
+        `None` if one of them is more than a single array, or an unknown one."""
+        sources = []
+        for _, fact in inputs:
+            if not fact.terms:
+                sources.append(None)
+                continue
+            term, *rest = fact.terms
+            arrangement = _arrangement(term)
+            other = others.get(term.parameter)
+            if rest or other is None or arrangement is None or term.stack:
+                return None
+            if len(arrangement.seen) > 1:  # There are several copies already.
+                return None
+            sources.append((other, arrangement))
+        if len(eqn.outvars) > 1:
+            return None
+        return cls(eqn, tuple(value for value, _ in inputs), tuple(sources))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.eqn.outvars[0].aval.shape  # pyright: ignore
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the result has no derivative."""
+        dtype = self.eqn.outvars[0].aval.dtype  # pyright: ignore
+        stops = self.eqn.primitive.name == "stop_gradient"
+        return stops or not jnp.issubdtype(dtype, jnp.inexact)
+
+    def copy(self, entries: Array) -> Array:
+        """The entries of one copy of the result, computed of copies that are tagged."""
+
+        def copied(value, source):
+            if source is None:
+                return value
+            other, arrangement = source
+            own = arrangement(value)
+            # The same, but another one for each copy of the result.
+            own = jnp.where(entries[0] != entries[0], own, own)
+            return arrangement.undo(other.copy(own), value.shape)
+
+        values = map(copied, self.operands, self.sources)
+        (out,) = evaluated(self.eqn, list(values))
+        return out.reshape(entries.shape)
+
+
+Copied: TypeAlias = Other | Computed
+
+
+def tagged_copies(other: Copied, term: Term, value: Array) -> Array:
+    """The `value` of a term, with all copies that it consists of tagged; as it is if it
+    does not consist of whole copies."""
+    arrangement = _arrangement(term)
+    if arrangement is None:
+        return value
+    bind = other.copy
+    for _ in arrangement.seen[1:]:
+        bind = jax.vmap(bind)
+    return arrangement.undo(bind(arrangement(value)), value.shape)
+
+
+def _arrangement(term: Term) -> Arrangement | None:
+    """How the value of a term is arranged as `[*copies, entries]`; `None` if it does not
+    have all entries of the array as they are."""
+    axes = term.axes
+    if axes.flips or not axes.is_whole or term.scale is not None:
         return None
     places = [i if axis is None else axis for i, axis in enumerate(axes.axes)]
     entries = merged(axes.factors)

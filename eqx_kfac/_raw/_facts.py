@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from jaxtyping import Array, ArrayLike, PyTree
 
-from .._jax import Atom, Jaxpr, Literal
+from .._jax import Atom, Equation, Jaxpr, Literal
 from ._axes import Axes, Factor
 from ._sites import Site
 
@@ -70,6 +70,11 @@ class AbstractVisitor(abc.ABC):
     def otherwise(self, terms: Sequence[Term], value: Any) -> Any:
         """Arrays are used in another way: the `value` that is the sum of these `terms`.
         Returns the value, tagged perhaps."""
+
+    def computed(self, eqn: Equation, inputs: Sequence[tuple[Any, Fact]]) -> Fact | None:
+        """An operation on arrays and constants alone. Returns what is to be known of its
+        result; by default, `None`: then it is an operation like any other."""
+        return None
 
     def returned(self, terms: Sequence[Term], value: Any) -> Any:
         """The `value` that is the sum of `terms` is a result of the program. Returns it,

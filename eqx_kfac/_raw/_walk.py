@@ -123,6 +123,11 @@ class Walk:
         """An operation of which is only known whether its results depend on data; `tell`:
         whether the visitor is told of the terms among its operands."""
         inputs = _settled(frame, eqn)
+        own = any(fact.terms for _, fact in inputs)
+        if own and tell and not any(fact.data for _, fact in inputs):
+            fact = self.visitor.computed(eqn, inputs)
+            if fact is not None:
+                return evaluated(eqn, [value for value, _ in inputs]), [fact]
         values = [
             self._otherwise(eqn, value, fact) if tell and fact.terms else value
             for value, fact in inputs

@@ -32,13 +32,13 @@ from jaxtyping import Array, PyTree
 
 from .._block import Kronecker
 from .._custom_types import Layer
-from .._jax import part_of
+from .._jax import Equation, part_of
 from .._module import member, replaced
 from .._tag import Tag
 from ..form import Parameters, View
 from ..nn import Derived
 from ._axes import Axes
-from ._copies import Other
+from ._copies import Computed, Copied, Other, tagged_copies
 from ._facts import AbstractVisitor, Fact, Order, Term
 from ._parts import holds_parts, Joined, joined
 from ._sites import matrix_key, Site, transposed_key
@@ -217,7 +217,7 @@ def joined_call(module: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> 
 def watched_call(module: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What a method of a watched module returns, with all tags bound."""
     bound: dict[int, list[Bound]] = {}
-    others: dict[int, Other] = {}
+    others: dict[int, Copied] = {}
     new_number = itertools.count()
     witness = _witness((args, kwargs))
 
@@ -368,7 +368,7 @@ class Binder(AbstractVisitor):
     """A visitor that binds the tags of arrays, by the numbers of these, where the arrays
     multiply data."""
 
-    def __init__(self, bound: dict[int, list[Bound]], others: dict[int, Other]):
+    def __init__(self, bound: dict[int, list[Bound]], others: dict[int, Copied]):
         self.bound, self.others = bound, others
 
     def site(self, site: Site, z: Array, bias: Term | None, order: Order | None) -> Array:
@@ -402,9 +402,19 @@ class Binder(AbstractVisitor):
     def otherwise(self, terms: Sequence[Term], value: Any) -> Any:
         # What bypasses the tags is found by whoever collects the curvature.
         other = self.others.get(terms[0].parameter) if len(terms) == 1 else None
-        return value if other is None else other.tagged(terms[0], value)
+        return value if other is None else tagged_copies(other, terms[0], value)
 
     returned = otherwise
+
+    def computed(self, eqn: Equation, inputs: Sequence[tuple[Any, Fact]]) -> Fact | None:
+        result = Computed.of(eqn, inputs, self.others)
+        if result is None:
+            return None
+        if result.is_constant:
+            return Fact()
+        number = -1 - len(self.others)  # Arrays have other numbers.
+        self.others[number] = result
+        return Fact(terms=(Term(number, Axes.of(result.shape)),))
 
     def sliced(self, parameters: set[int]) -> tuple[PyTree, Callable]:
         # The tags of stacked arrays have slots for each layer of the stack. A loop along
@@ -414,7 +424,8 @@ class Binder(AbstractVisitor):
             for number, several in self.bound.items()
             if number in parameters
         }
-        other_tags = {n: o.tag for n, o in self.others.items() if n in parameters}
+        own = {n: o for n, o in self.others.items() if n in parameters}
+        other_tags = {n: o.tag for n, o in own.items() if isinstance(o, Other)}
 
         def visitor_within(slices):
             sliced_tags, sliced_others = slices
@@ -425,7 +436,7 @@ class Binder(AbstractVisitor):
                 ]
                 for number, sliced in sliced_tags.items()
             }
-            others = {n: self.others[n]._replace(tag=t) for n, t in sliced_others.items()}
+            others = {n: own[n]._replace(tag=t) for n, t in sliced_others.items()}
             return Binder({**self.bound, **new}, {**self.others, **others})
 
         return (tags, other_tags), visitor_within
