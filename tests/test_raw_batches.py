@@ -322,13 +322,13 @@ def test_frozen():
     assert found["others"].diagonal.size == sum(map(math.prod, [(H,), (H,), (), (K,)]))
 
 
-def test_scaled_copies():
-    """An array that is multiplied by a number before it meets data is no copy of it."""
-    model = module(lambda m, x: jnp.tanh(x * (2 * m.scale)) @ m.out, scale=(D,), out=(D,))
-    with raises(ValueError, "another way", "['others']"):
+def test_matrices_that_are_computed():
+    """Each example would have a matrix of its own."""
+    call = lambda m, x: x @ jax.nn.softplus(m.into) @ m.out.T
+    model = module(call, into=(D, H), out=(K, H))
+    with raises(ValueError, "no tag follows", "['others']"):
         collect(whole, kfac.Exact(), kfac.convert(model, example=ROWS), ROWS)
-    of_one = kfac.convert(model, example=ROWS[0])
-    collect(mapped, kfac.Exact(), of_one, ROWS)
+    collect(mapped, kfac.Exact(), kfac.convert(model, example=ROWS[0]), ROWS)
 
 
 def test_returned():

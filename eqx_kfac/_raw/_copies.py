@@ -85,13 +85,6 @@ class Computed(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         return self.eqn.outvars[0].aval.shape  # pyright: ignore
 
-    @property
-    def is_constant(self) -> bool:
-        """Whether the result has no derivative."""
-        dtype = self.eqn.outvars[0].aval.dtype  # pyright: ignore
-        stops = self.eqn.primitive.name == "stop_gradient"
-        return stops or not jnp.issubdtype(dtype, jnp.inexact)
-
     def copy(self, entries: Array) -> Array:
         """The entries of one copy of the result, computed of copies that are tagged."""
 

@@ -67,9 +67,9 @@ class AbstractVisitor(abc.ABC):
         return array
 
     @abc.abstractmethod
-    def otherwise(self, terms: Sequence[Term], value: Any) -> Any:
-        """Arrays are used in another way: the `value` that is the sum of these `terms`.
-        Returns the value, tagged perhaps."""
+    def otherwise(self, terms: Sequence[Term], value: Any, matters: bool) -> Any:
+        """Arrays are used in another way: the `value` that is the sum of these `terms`;
+        `matters`: whether the result has derivatives. Returns the value, maybe tagged."""
 
     def computed(self, eqn: Equation, inputs: Sequence[tuple[Any, Fact]]) -> Fact | None:
         """An operation on arrays and constants alone. Returns what is to be known of its

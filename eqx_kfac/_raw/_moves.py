@@ -16,7 +16,7 @@ from ._facts import added, bias_order, Fact, Frame
 def _moved(frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
     """An operation that moves entries of its first operand."""
     (value, fact), *_ = inputs
-    move = ft.partial(_MOVES[eqn.primitive.name], eqn)
+    move = ft.partial(MOVES[eqn.primitive.name], eqn)
     out = lambda fact: (evaluated(eqn, [value]), [fact])
     if fact.terms:
         axes = [move(term.axes) for term in fact.terms]
@@ -162,6 +162,13 @@ def evaluated(eqn: Equation, values: Sequence[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def has_derivative(eqn: Equation) -> bool:
+    """Whether results of an operation may have derivatives other than zero."""
+    dtypes = [v.aval.dtype for v in eqn.outvars]  # pyright: ignore
+    stops = eqn.primitive.name == "stop_gradient"
+    return not stops and any(jnp.issubdtype(d, jnp.inexact) for d in dtypes)
+
+
 def _slice(eqn: Equation, axes: Axes) -> Axes | None:
     p = eqn.params
     if p["strides"] is not None and any(s != 1 for s in p["strides"]):
@@ -176,7 +183,7 @@ def _reshape(eqn: Equation, axes: Axes) -> Axes | None:
     return axes.reshape(eqn.params["new_sizes"])
 
 
-_MOVES: dict[str, Callable] = {
+MOVES: dict[str, Callable] = {
     "transpose": lambda eqn, axes: axes.transpose(eqn.params["permutation"]),
     "reshape": _reshape,
     "squeeze": lambda eqn, axes: axes.without(eqn.params["dimensions"]),
@@ -196,7 +203,7 @@ _MOVES: dict[str, Callable] = {
 
 
 MOVING: dict[str, Callable] = {
-    **dict.fromkeys(_MOVES, _moved),
+    **dict.fromkeys(MOVES, _moved),
     "convert_element_type": _cast,
     "split": _split,
     **dict.fromkeys(("mul", "div", "neg"), _multiplied),

@@ -65,7 +65,7 @@ class Notes(AbstractVisitor):
         # the same bias is only known in the end.
         return not isinstance(site.use.form, Lookup) and not site.constant
 
-    def otherwise(self, terms: Sequence[Term], value: Any) -> Any:
+    def otherwise(self, terms: Sequence[Term], value: Any, matters: bool) -> Any:
         for term in terms:
             self.other_uses.setdefault(term.parameter, set()).add(term.stack)
         return value

@@ -41,7 +41,7 @@ from ._facts import (
     sliced_fact,
     Term,
 )
-from ._moves import evaluated, MOVING
+from ._moves import evaluated, has_derivative, MOVES, MOVING
 from ._sites import contraction, convolution, lookup, row, Site
 
 
@@ -115,6 +115,10 @@ class Walk:
         """An operation that may keep a term what it is, or multiply data by it, or that
         has a program within it."""
         name = eqn.primitive.name
+        if name not in MOVES and name not in _WITHIN:
+            computed = self._computed(eqn, inputs)
+            if computed is not None:
+                return computed
         if name in MOVING:
             return MOVING[name](frame, eqn, inputs)
         return _FOLLOWED[name](self, frame, eqn, inputs) if name in _FOLLOWED else None
@@ -123,11 +127,6 @@ class Walk:
         """An operation of which is only known whether its results depend on data; `tell`:
         whether the visitor is told of the terms among its operands."""
         inputs = _settled(frame, eqn)
-        own = any(fact.terms for _, fact in inputs)
-        if own and tell and not any(fact.data for _, fact in inputs):
-            fact = self.visitor.computed(eqn, inputs)
-            if fact is not None:
-                return evaluated(eqn, [value for value, _ in inputs]), [fact]
         values = [
             self._otherwise(eqn, value, fact) if tell and fact.terms else value
             for value, fact in inputs
@@ -135,6 +134,16 @@ class Walk:
         out = evaluated(eqn, values)
         data = any(fact.data for _, fact in inputs)
         return out, [Fact(data)] * len(out)
+
+    def _computed(self, eqn: Equation, inputs: list) -> tuple | None:
+        """An operation on arrays and constants alone."""
+        of_data = any(fact.data for _, fact in inputs)
+        if of_data or not any(fact.terms for _, fact in inputs):
+            return None
+        fact = self.visitor.computed(eqn, inputs)
+        if fact is None:
+            return None
+        return evaluated(eqn, [value for value, _ in inputs]), [fact]
 
     def _otherwise(self, eqn: Equation, value: Any, fact: Fact) -> Any:
         """Terms as an operand of an operation that is not followed. Where numbers are
@@ -145,7 +154,7 @@ class Walk:
             broadcast = lambda term: term.axes.broadcast(shape, places)
             terms = [term._replace(axes=broadcast(term)) for term in terms]
             value = jax.lax.broadcast_in_dim(value, shape, tuple(places))
-        return self.visitor.otherwise(terms, value)
+        return self.visitor.otherwise(terms, value, has_derivative(eqn))
 
     #
     # Products of terms and data
@@ -306,7 +315,10 @@ class Walk:
         if None in facts_xs or along & within:
             return None
         carry = [  # In later rounds, it is another value.
-            (self.visitor.otherwise(fact.terms, value) if fact.terms else value, fact)
+            (
+                self.visitor.otherwise(fact.terms, value, True) if fact.terms else value,
+                fact,
+            )
             for value, fact in carry
         ]
         data = any(fact.data for _, fact in inputs)
@@ -376,14 +388,19 @@ def _all_alike(inputs: list, number: int) -> list[Fact]:
     return [Fact(any(fact.data for _, fact in inputs))] * number
 
 
-_FOLLOWED: dict[str, Callable] = {
-    "dot_general": Walk._contraction,
-    "conv_general_dilated": Walk._convolution,
-    "gather": Walk._lookup,
-    "dynamic_slice": Walk._dynamic_slice,
+# Operations that have programs within.
+_WITHIN: dict[str, Callable] = {
     **dict.fromkeys(("jit", "pjit", "closed_call", "core_call"), Walk._inlined),
     **dict.fromkeys(("checkpoint", "remat", "remat2"), Walk._checkpoint),
     "cond": Walk._cond,
     "while": Walk._while,
     "scan": Walk._scan,
+}
+
+_FOLLOWED: dict[str, Callable] = {
+    "dot_general": Walk._contraction,
+    "conv_general_dilated": Walk._convolution,
+    "gather": Walk._lookup,
+    "dynamic_slice": Walk._dynamic_slice,
+    **_WITHIN,
 }

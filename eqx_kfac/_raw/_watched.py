@@ -40,6 +40,7 @@ from ..nn import Derived
 from ._axes import Axes
 from ._copies import Computed, Copied, Other, tagged_copies
 from ._facts import AbstractVisitor, Fact, Order, Term
+from ._moves import has_derivative
 from ._parts import holds_parts, Joined, joined
 from ._sites import matrix_key, Site, transposed_key
 from ._walk import Walk
@@ -399,18 +400,19 @@ class Binder(AbstractVisitor):
         bound = self._bound_at(site)
         return bound is not None and bound.bias == bias.parameter
 
-    def otherwise(self, terms: Sequence[Term], value: Any) -> Any:
+    def otherwise(self, terms: Sequence[Term], value: Any, matters: bool) -> Any:
+        return self.returned(terms, value) if matters else value
+
+    def returned(self, terms: Sequence[Term], value: Any) -> Any:
         # What bypasses the tags is found by whoever collects the curvature.
         other = self.others.get(terms[0].parameter) if len(terms) == 1 else None
         return value if other is None else tagged_copies(other, terms[0], value)
-
-    returned = otherwise
 
     def computed(self, eqn: Equation, inputs: Sequence[tuple[Any, Fact]]) -> Fact | None:
         result = Computed.of(eqn, inputs, self.others)
         if result is None:
             return None
-        if result.is_constant:
+        if not has_derivative(eqn):
             return Fact()
         number = -1 - len(self.others)  # Arrays have other numbers.
         self.others[number] = result
