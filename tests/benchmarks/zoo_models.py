@@ -790,6 +790,46 @@ def expaloma_charges() -> Problem:
     return Problem(model, (x[0], *rest), data, loss_fn, batch=32)
 
 
+@entry("nequix", "graph")
+def nequix_potential() -> Problem:
+    from gradients import forces
+    from nequix.model import Nequix
+
+    sizes = dict(n_layers=2, radial_mlp_size=32, radial_mlp_layers=2, lmax=1)
+    model = Nequix(KEY, 2, hidden_irreps="16x0e + 16x1o", avg_n_neighbors=5.0, **sizes)
+    _, _, data = forces(KEY)
+    atoms = 6
+    ring = np.arange(atoms)
+    pairs = np.array([(i, j) for i in ring for j in ring if i != j])
+
+    def energies_and_forces(model, x, species):
+        """Of all clusters of a batch, which are one graph."""
+        first = atoms * np.arange(len(x))
+        i, j = (pairs + first[:, None, None]).reshape(-1, 2).T
+
+        def total(x):
+            x = x.reshape(-1, 3)
+            of_atoms = model.node_energies(x[i] - x[j], species.reshape(-1), i, j)
+            of_clusters = jnp.sum(of_atoms.reshape(-1, atoms), axis=1)
+            return jnp.sum(of_clusters), of_clusters
+
+        slopes, energies = jax.grad(total, has_aux=True)(x)
+        return energies, -slopes
+
+    def loss_fn(model, memory, x, species, energies, forces):
+        found, pulls = energies_and_forces(model, x, species)
+        of_energies = kfac.SquaredError(found[:, None], energies[:, None])
+        return of_energies + kfac.SquaredError(
+            pulls.reshape(forces.shape), forces
+        ), memory
+
+    x, *targets = (np.asarray(a, np.float32) for a in data)
+    species = np.tile(ring % 2, (len(x), 1))
+    example, method = (x[:32], species[:32]), energies_and_forces
+    data = x, species, *targets
+    return Problem(model, example, data, loss_fn, batch=32, method=method)
+
+
 @entry("connex", "graph")
 def connex_dag() -> Problem:
     import connex
