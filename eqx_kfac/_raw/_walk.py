@@ -15,7 +15,8 @@ A place where a term multiplies data is a *site*, and says what the array is use
 sites, with that bias. An operation that moves or casts the value leaves it pending if
 nothing else uses it. All other operations *settle* the value first: the visitor is told
 of its sites, without a bias. The visitor returns the value, tagged perhaps, with which
-the program goes on. It is also told of terms with which anything else is done.
+the program goes on. It is also told of terms with which anything else is done, and may
+have an operation on arrays and constants alone make another term.
 
 A *frame* has the values of all variables of one jaxpr, and the facts of them.
 """

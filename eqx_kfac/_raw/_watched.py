@@ -10,7 +10,8 @@ original class.
 The form of such a tag is a `View`. A tag with the form `Parameters` is *at the value* of
 its arrays instead, which are tagged before the call, once for every example. There, a
 *witness* tells examples apart: a number that is computed from all inputs of the call, so
-that `vmap` maps it over all axes over which it maps any of them.
+that `vmap` maps it over all axes over which it maps any of them. In a call that gets a
+whole batch, copies of the arrays are tagged instead (`_copies.py`).
 
 A complex array is trained as two real ones, its real and its imaginary part. A watched
 module holds these *parts* in the field of the array (`_parts.py`), and its methods get
