@@ -84,7 +84,8 @@ def convert(
         `".attention.query"`, and the module that holds it as its layer.
     - `example`: what one call gets: an array, or a tuple of the positional arguments
         (keys and states among them), as inside the `vmap` over the batch: without its
-        axis. Only shapes and types matter; `jax.ShapeDtypeStruct`s will do.
+        axis; a model that takes whole batches gets one. Only shapes and types matter;
+        `jax.ShapeDtypeStruct`s will do.
     - `method`: what is called: the name of a method, or a function of the model and
         the arguments in `example`.
     - `layers`: the forms of layers of other classes, by class. Such a layer maps its
@@ -234,7 +235,8 @@ class _Call:
             error.add_note(
                 "This happened while `kfac.convert` traced the model once, with the "
                 "`example`: what one call gets inside the `vmap` over the batch, without "
-                "the batch's axis; a tuple is taken for several arguments."
+                "the batch's axis (or a whole batch, if there is no `vmap`); a tuple is "
+                "taken for several arguments."
             )
             raise
         return found[-1]
