@@ -160,19 +160,19 @@ def analyse(
         filled = labelled.with_labels(*known, **options)
         return traced(loss_fn, labelled, filled, args, kwargs, expressions)
 
-    trace = trace_with()
-    copied = _outside(trace)
+    before, trace, lacking = _with_examples(trace_with)
+    # Where an array that is used for all examples at once meets data, there are copies of
+    # it for all of them, which can be tagged in place of its value.
+    copied = frozenset(
+        use.number
+        for use in _outside(before, trace)
+        if isinstance(trace.layers[use.number].tag.form, Parameters)
+    )
     if copied:
         trace_with = ft.partial(trace_with, copied=copied)
-        trace = trace_with()
-    _check_unnoticed(trace, trace_with(decoys=True))
-    # A layer whose input is the same for all examples of a `vmap` has no axis of them. If
-    # its tag knows the number of examples, it adds this axis, and sees the gradient of
-    # every example by itself.
-    before, lacking = trace, trace.lacking | _found_lacking(trace, trace_with)
-    if lacking:
-        trace = trace.with_uses_of(trace_with(trace.examples, lacking), lacking)
-    _check_shared(trace, before)
+        before, trace, lacking = _with_examples(trace_with)
+    _check_unnoticed(before, trace_with(decoys=True))
+    _check_shared(before, trace)
     if uses:
         check_uses(trace, trains)
     _check_examples(trace)
@@ -264,16 +264,19 @@ def _found_lacking(trace: Trace, trace_with: Callable) -> frozenset[int]:
     )
 
 
-def _outside(trace: Trace) -> frozenset[int]:
-    """The numbers of the tags at values of arrays that are used for all examples at once.
-    Where such an array meets data, there are copies of it for all of them."""
-    return frozenset(
-        use.number
-        for use in trace.uses
-        if isinstance(trace.layers[use.number].tag.form, Parameters)
-        and trace.may_serve_several(use)
-        and (trace.is_constant(use) or trace.has_few_rows(use))
-    )
+def _with_examples(trace_with: Callable) -> tuple[Trace, Trace, frozenset[int]]:
+    """A trace, and one in which some of the tags know the number of examples, and which
+    tags these are.
+
+    A layer whose input is the same for all examples of a `vmap` has no axis of them. If
+    its tag knows the number of examples, it adds this axis, and sees the gradient of
+    every example by itself."""
+    trace = trace_with()
+    lacking = trace.lacking | _found_lacking(trace, trace_with)
+    if not lacking:
+        return trace, trace, lacking
+    knowing = trace_with(trace.examples, lacking)
+    return trace, trace.with_uses_of(knowing, lacking), lacking
 
 
 def _check_unnoticed(trace: Trace, with_decoys: Trace) -> None:
@@ -296,26 +299,34 @@ def _check_unnoticed(trace: Trace, with_decoys: Trace) -> None:
         )
 
 
-def _check_shared(trace: Trace, before: Trace) -> None:
-    """Raises if rows belong to several examples. In `before`, the tags did not know the
-    number of examples. A layer that is called on constants inside of the `vmap` over the
-    examples had no axis of examples there, and now has one; if its axes are the same in
-    both traces, or known to be no examples, it is called outside."""
+def _outside(before: Trace, trace: Trace) -> list[TagUse]:
+    """The uses whose rows belong to several examples. In `before`, the tags did not know
+    the number of examples. A layer that is called on constants inside of the `vmap` over
+    the examples had no axis of examples there, and now has one; if its axes are the same
+    in both traces, or known to be no examples, it is called outside."""
+    found = []
     for old, use in zip(before.uses, trace.uses, strict=True):
-        path, tag, _ = trace.layers[use.number]
         if not trace.may_serve_several(use):
             continue
         unchanged = use.example_shape == old.example_shape
         outside = unchanged or not trace.has_example_axis(use)
         if (outside and trace.is_constant(use)) or trace.has_few_rows(use):
-            raise ValueError(
-                f"The layer `{path}` is called outside of the `vmap` over the "
-                f"{trace.examples[0]} examples ({_as_text(use)}), so that what it "
-                "returns serves several of them, whose gradients would be added up "
-                f"before they are squared. {_inside(tag)} (If its input is another one "
-                "for each example, but made within the loss function, by `jnp.arange` "
-                "say, pass it as an argument of the loss function.)"
-            )
+            found.append(use)
+    return found
+
+
+def _check_shared(before: Trace, trace: Trace) -> None:
+    """Raises if rows belong to several examples."""
+    for use in _outside(before, trace):
+        path, tag, _ = trace.layers[use.number]
+        raise ValueError(
+            f"The layer `{path}` is called outside of the `vmap` over the "
+            f"{trace.examples[0]} examples ({_as_text(use)}), so that what it returns "
+            "serves several of them, whose gradients would be added up before they are "
+            f"squared. {_inside(tag)} (If its input is another one for each example, but "
+            "made within the loss function, by `jnp.arange` say, pass it as an argument "
+            "of the loss function.)"
+        )
 
 
 def _inside(tag: Tag) -> str:
