@@ -568,7 +568,6 @@ MUTANTS = [
     M("_raw/_moves.py", "{*of_terms} != {shape}", "False", "raw raw_batches"),
     M("_raw/_copies.py", "for _ in arrangement.seen[1:]:", "for _ in arrangement.seen[2:]:", "raw_batches"),
     M("_raw/_copies.py", "if len(arrangement.seen) > 1:", "if False:", "raw_batches"),
-    M("_raw/_copies.py", "own = jnp.where(entries[0] != entries[0], own, own)", "pass", "raw_batches"),
     M("_raw/_copies.py", "not axes.is_whole or ", "", "raw_batches"),
     M("_raw/_watched.py", "if not has_derivative(eqn):", "if False:", "raw_batches"),
     M("_raw/_watched.py", "return self.returned(terms, value) if matters else value", "return self.returned(terms, value)", "raw_batches"),

@@ -341,6 +341,16 @@ def test_matrices_that_are_computed():
     collect(mapped, kfac.Exact(), kfac.convert(model, example=ROWS[0]), ROWS)
 
 
+def test_computed_of_copies():
+    """Copies that are made before the array meets data are no copies for examples."""
+    tables = lambda m: jnp.exp(jnp.broadcast_to(m.scale, (T, D)))
+    call = lambda m, x: jnp.tanh(x * tables(m)) @ m.out.T
+    model = module(call, scale=(D,), out=(K, D))
+    with raises(ValueError, "called outside", "['others']"):
+        collect(whole, kfac.Exact(), kfac.convert(model, example=TOKENS), TOKENS)
+    collect(mapped, kfac.Exact(), kfac.convert(model, example=TOKENS[0]), TOKENS)
+
+
 def test_returned():
     """An array that a model returns as it is."""
     call = lambda m, x: (x @ m.into, m.scale)
