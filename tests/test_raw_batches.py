@@ -89,9 +89,8 @@ def normalised(m, x):
 def computed(m, x):
     """What is made of arrays before they meet data."""
     scale = jax.nn.softplus(1 + m.scale) * jax.nn.softmax(m.mix)
-    h = jnp.tanh(x @ m.into) * scale + jnp.sum(m.shift**2) * jnp.where(
-        m.mix > 0, 1.0, m.mix
-    )
+    h = jnp.tanh(x @ m.into) * (scale / 2) + jnp.where(m.mix > 0, 1.0, m.mix + m.scale)
+    h = jnp.where(h > m.mix, h, jnp.sum(m.shift**2) * h)
     return h @ m.out.T
 
 

@@ -86,16 +86,15 @@ class Computed(NamedTuple):
         return self.eqn.outvars[0].aval.shape  # pyright: ignore
 
     def copy(self, entries: Array) -> Array:
-        """The entries of one copy of the result, computed of copies that are tagged."""
+        """The entries of one copy of the result, computed of copies that are tagged.
+        (These are the same for all copies of the result: their tags know the number of
+        examples.)"""
 
         def copied(value, source):
             if source is None:
                 return value
             other, arrangement = source
-            own = arrangement(value)
-            # The same, but another one for each copy of the result.
-            own = jnp.where(entries[0] != entries[0], own, own)
-            return arrangement.undo(other.copy(own), value.shape)
+            return arrangement.undo(other.copy(arrangement(value)), value.shape)
 
         values = map(copied, self.operands, self.sources)
         (out,) = evaluated(self.eqn, list(values))

@@ -819,9 +819,8 @@ def nequix_potential() -> Problem:
     def loss_fn(model, memory, x, species, energies, forces):
         found, pulls = energies_and_forces(model, x, species)
         of_energies = kfac.SquaredError(found[:, None], energies[:, None])
-        return of_energies + kfac.SquaredError(
-            pulls.reshape(forces.shape), forces
-        ), memory
+        of_forces = kfac.SquaredError(pulls.reshape(forces.shape), forces)
+        return of_energies + of_forces, memory
 
     x, *targets = (np.asarray(a, np.float32) for a in data)
     species = np.tile(ring % 2, (len(x), 1))
