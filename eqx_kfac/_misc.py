@@ -67,6 +67,14 @@ def by_path(model: PyTree) -> dict[str, Inexact[Array, "..."]]:
     return {jtu.keystr(p): leaf for p, leaf in leaves if eqx.is_inexact_array(leaf)}
 
 
+def at_paths(arrays: dict[str, Array], tree: PyTree) -> PyTree:
+    """`tree`, with `arrays` in the place of those leaves that have their paths: the
+    inverse of `by_path`."""
+    leaves, treedef = jtu.tree_flatten_with_path(tree)
+    new = [arrays.get(jtu.keystr(path), leaf) for path, leaf in leaves]
+    return jtu.tree_unflatten(treedef, new)
+
+
 def masked(tree: PyTree, mask: Any) -> PyTree:
     """The parameters of `tree` that `mask` wants: a function of a leaf, a tree of
     booleans, or `None` for all."""

@@ -35,6 +35,18 @@ def leaves(tree):
     return jtu.tree_leaves(params_of(tree))
 
 
+def velocity_of(state, model):
+    """The velocity, shaped like the trained part of a model."""
+    named = lambda path, _: state.velocity.get(jtu.keystr(path))
+    return jtu.tree_map_with_path(named, params_of(model))
+
+
+def with_velocity(state, velocity):
+    """`state`, with a velocity that is shaped like a model."""
+    found, _ = jtu.tree_flatten_with_path(velocity)
+    return state._replace(velocity={jtu.keystr(path): v for path, v in found})
+
+
 def flat(tree):
     return ravel_pytree(tree)[0]
 

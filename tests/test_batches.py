@@ -24,6 +24,7 @@ from .helpers import (
     normal,
     only_arrays,
     squared as loss_without_keys,
+    velocity_of,
 )
 from .plain import plain_kfac
 
@@ -389,7 +390,7 @@ def test_first_examples(micro_batches):
     assert_other_numbers(state.curvature, curvature(x, y, None, weights), 1e-2)
 
     rate = float(info.learning_rate)
-    direction = [v / rate for v in layers_of(state.velocity)]
+    direction = [v / rate for v in layers_of(velocity_of(state, model))]
     want = best_learning_rate(model, direction, 6, damping)
     assert rate == pytest.approx(want, rel=1e-12)
     for other in (3, BATCH):

@@ -362,3 +362,51 @@ def test_functions_that_methods_return():
         ValueError, match=r"`.tag\['w'\]` reach the losses in a way that no tag"
     ):
         collect(loss_fn, kfac.Exact(), OUTER, VECTORS)
+
+
+@jax.tree_util.register_pytree_node_class
+class Gaussian:
+    """Has a standard deviation of its own if its mean is an array; so a tree of other
+    leaves has fewer of them."""
+
+    def __init__(self, mean, deviation=None):
+        self.mean, self.deviation = mean, deviation
+
+    def tree_flatten(self):
+        both = self.mean, self.deviation
+        return both if eqx.is_array(self.mean) else both[:1], None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+class Policy(eqx.Module):
+    mean: eqx.nn.Linear
+    log_deviation: Array
+
+    def __init__(self):
+        self.mean = eqx.nn.Linear(3, 2, key=jax.random.key(0))
+        self.log_deviation = jnp.zeros(2)
+
+    def __call__(self, x):
+        return Gaussian(self.mean(x), jnp.exp(self.log_deviation))
+
+
+def test_results_that_are_unlike_other_trees():
+    """Distributions of some packages are such results."""
+    plain = filled(Policy)
+    with pytest.raises(ValueError, match="arity mismatch"):
+        eqx.filter(plain(VECTORS[0]), eqx.is_array)
+    policy = kfac.convert(plain, example=VECTORS[0])
+    assert [layer.block for layer in kfac.summary(policy).layers] == [
+        "Kronecker(Joint)",
+        "Diagonal",
+    ]
+
+    def loss_fn(model, x):
+        found = jax.vmap(model)(x)
+        return kfac.NormalNLL(found.mean, 2 * jnp.log(found.deviation), 0 * found.mean)
+
+    report = kfac.verify(loss_fn, policy, VECTORS)
+    assert all(layer.unseen < 1e-12 for layer in report.layers)

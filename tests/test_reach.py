@@ -10,7 +10,7 @@ from jax import lax
 
 import eqx_kfac as kfac
 from eqx_kfac._program._backwards import _Backwards
-from eqx_kfac._program._reach import Reach, SUMMED
+from eqx_kfac._program._reach import parts_of, Reach, SUMMED
 
 from .helpers import leaves, normal
 
@@ -147,19 +147,61 @@ OPERATIONS = {
 }
 
 
+def reach_of(fn):
+    """What becomes the first axis of `fn(y)`."""
+    jaxpr = jax.make_jaxpr(fn)(Y).jaxpr
+    (out,) = jaxpr.outvars
+    start = Reach((1, *[0] * (out.aval.ndim - 1)), terms=1)
+    (reach,) = _Backwards().through(jaxpr, [start])
+    return reach
+
+
 def first_axis(fn):
     """Which axis of `y` becomes the first one of `fn(y)`. (`None` also if that is only
     unknown of one of both axes.)"""
-    jaxpr = jax.make_jaxpr(fn)(Y).jaxpr
-    (out,) = jaxpr.outvars
-    (reach,) = _Backwards().through(jaxpr, [Reach((1, *[0] * (out.aval.ndim - 1)))])
+    reach = reach_of(fn)
     if reach is None:
         return "stopped"
     found = [i for i, terms in enumerate(reach.axes) if terms & 1]
     if found:
         return found[0]
     summed = any(terms >> SUMMED & 1 for terms in reach.axes)
-    return None if reach.unknown & 1 or summed else ()
+    return None if (reach.unknown | reach.joined) & 1 or summed else ()
+
+
+grid = lambda y: y[:, None] * jnp.ones((5, 3, 4))
+# Which axes of `y` become a part of the first axis of the result; `None`, if nothing is
+# known.
+JOINING = {
+    "both": (lambda y: y.reshape(20), [0, 1]),
+    "with another": (lambda y: grid(y).reshape(15, 4), [0]),
+    "with two, one after the other": (
+        lambda y: (grid(y).reshape(15, 4)[:, None] * jnp.ones((1, 2, 1))).reshape(30, 4),
+        [0],
+    ),
+    "with one of length one": (lambda y: y[:, None].reshape(5, 4), []),
+    "column by column": (lambda y: jnp.reshape(grid(y)[..., 0], 15, order="F"), [0]),
+    "rows, repeated": (lambda y: jnp.repeat(y, 3, axis=0), [0]),
+    "tiles": (lambda y: jnp.tile(y, (3, 1)), [0]),
+    "tiles of one row": (lambda y: jnp.tile(y[:1], (3, 1)), []),
+    "tiles behind": (lambda y: jnp.tile(y, (1, 3)), []),
+    "a number": (lambda y: jnp.sum(y) * jnp.ones(6), []),
+    "without one row": (lambda y: grid(y).reshape(15, 4)[1:], None),
+    "and split again": (lambda y: grid(y).reshape(15, 4).reshape(3, 5, 4), None),
+    "and looked up": (lambda y: grid(y).reshape(15, 4)[ROWS], None),
+    "and added up": (lambda y: jnp.cumsum(grid(y).reshape(15, 4), 0), [0]),
+}
+
+
+@pytest.mark.parametrize("name", JOINING)
+def test_joined_axes(name):
+    fn, want = JOINING[name]
+    reach = reach_of(fn)
+    parts = [i for i, terms in enumerate(reach.axes) if parts_of(terms) & 1]
+    assert parts == (want or [])
+    assert bool(reach.unknown & 1) == (want is None)
+    assert bool(reach.joined & 1) == bool(want)
+    assert not (reach.joined & reach.served & 1)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -467,6 +509,79 @@ def test_members_of_a_stack():
     with pytest.raises(ValueError, match="return serves several"):
         collect(summed_outside, stack, x, grid)
     collect(lambda m, x: each(m, x), stack, X)  # Members first.
+
+
+class Separable(eqx.Module):
+    """A function of two variables, as a sum of products of functions of each."""
+
+    first: kfac.Linear
+    second: kfac.Linear
+
+    def __call__(self, x, t):
+        return self.first(x) * self.second(t)
+
+    def on_grid(self, x, t):
+        first, second = jax.vmap(self.first)(x), jax.vmap(self.second)(t)
+        return first[:, None] * second[None]
+
+
+POINTS = normal(N, D, seed=5), normal(3, D, seed=6)
+ON_GRIDS = {
+    "joined": lambda m, x, t: m.on_grid(x, t).reshape(-1, K),
+    "joined by pairs": lambda m, x, t: jax.vmap(lambda x: jax.vmap(lambda t: m(x, t))(t))(
+        x
+    ).reshape(-1, K),
+    "contracted": lambda m, x, t: (
+        jnp.einsum("ik,jk->ij", jax.vmap(m.first)(x), jax.vmap(m.second)(t)).ravel()
+    )[:, None],
+    "derivatives": lambda m, x, t: jax.jvp(
+        lambda x: m.on_grid(x, t).reshape(-1, K), (x,), (jnp.ones_like(x),)
+    )[1],
+    "repeated": lambda m, x, t: (
+        jnp.repeat(jax.vmap(m.first)(x), len(t), axis=0)
+        * jnp.tile(jax.vmap(m.second)(t), (len(x), 1))
+    ),
+}
+
+
+def rows_of_grid(x, t):
+    """Both coordinates of every point."""
+    return jnp.repeat(x, len(t), axis=0), jnp.tile(t, (len(x), 1))
+
+
+@pytest.mark.parametrize("name", ON_GRIDS)
+def test_points_of_a_grid_in_a_row(name):
+    """Each row of either layer serves several points: one cotangent for all points adds
+    their gradients up. With a cotangent for every point, it does not."""
+    fn = ON_GRIDS[name]
+    model = Separable(*[kfac.Linear(D, K, key=key) for key in KEYS[:2]])
+    loss_fn = lambda m, *points: squared(fn(m, *points))
+    with pytest.raises(ValueError, match=r"`\.first`, `\.second` return serves several"):
+        kfac.curvature(loss_fn, fisher=EXACT)(model, *POINTS)
+    kfac.curvature(loss_fn)(model, *POINTS, key=KEYS[2])  # Draws for every point.
+    take = kfac.curvature(loss_fn, fisher=kfac.Exact(example_axes=0))
+    found = take(model, *POINTS).first.output_factor
+    together = lambda m, x, t: squared(jax.vmap(m)(x, t))
+    if name not in {"derivatives", "contracted"}:
+        apart = kfac.curvature(together, fisher=EXACT)(model, *rows_of_grid(*POINTS))
+        assert np.allclose(found, apart.first.output_factor)
+
+
+def test_points_of_a_grid_that_are_rows():
+    """Where the layers are called for every point of the grid, they may be joined; and so
+    may the points of the members of a stack, each of which has rows of its own."""
+    model = Separable(*[kfac.Linear(D, K, key=key) for key in KEYS[:2]])
+    shape = lambda a: a.reshape(N, 3, D)
+    at_points = lambda m, x, t: jax.vmap(jax.vmap(m))(shape(x), shape(t))
+    joined = lambda m, x, t: at_points(m, x, t).reshape(-1, K)
+    in_a_row = lambda m, x, t: jax.vmap(m)(x, t)
+    points = rows_of_grid(*POINTS)
+    got, want = (collect(fn, model, *points) for fn in (joined, in_a_row))
+    for a, b in zip(leaves(got), leaves(want), strict=True):
+        assert np.allclose(a, b)
+    stack = eqx.filter_vmap(lambda key: kfac.Linear(D, K, key=key))(KEYS[:2])
+    each = eqx.filter_vmap(lambda m, x: jax.vmap(m)(x), in_axes=(eqx.if_array(0), None))
+    collect(lambda m, x: each(m, x).reshape(-1, K), stack, X)
 
 
 def test_one_example():

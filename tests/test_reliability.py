@@ -513,7 +513,7 @@ def test_rejection_with_donated_buffers():
     for t, want in enumerate(results):
         old = state
         model, state, info = step(model, state)
-        assert old.velocity.layers[0].weight.is_deleted()
+        assert old.velocity[".layers[0].weight"].is_deleted()
         for got, other in zip(arrays((model, state)), arrays(want[:2]), strict=True):
             np.testing.assert_allclose(got, other, rtol=1e-9, atol=1e-12)
         assert bool(info.rejected) == (expected[t] in REJECTING)

@@ -181,7 +181,7 @@ def test_momentum_that_leads_uphill_is_not_tried_again():
     def body(carry, _):
         model, state = carry
         model, state, info = optimizer.step(valley, model, state, x, y**2)
-        return (model, state), (info.rejected, state.velocity.weight, info.loss)
+        return (model, state), (info.rejected, state.velocity[".weight"], info.loss)
 
     scan = jax.jit(lambda *start: jax.lax.scan(body, start, length=100)[1])
     rejected, velocity, loss = map(np.asarray, scan(model, optimizer.init(model)))

@@ -521,6 +521,22 @@ class TenthBlock(kfac.Kronecker):
         return super().factors(statistics, 10 * count, l2)
 
 
+def test_numbers_that_are_drawn_are_no_wrong_scale():
+    """Where the outputs are one number, twice, an estimate is exact but for a factor."""
+    layer = eqx.nn.Linear(D, K, use_bias=False, key=KEY)
+
+    def loss_fn(model, x):
+        outputs = jax.vmap(model)(x)[:, :1] * jnp.ones((1, 2))
+        return kfac.SquaredError(outputs, jnp.zeros_like(outputs))
+
+    drawn = dict(fisher=kfac.MonteCarlo(), key=KEY)
+    (check,) = kfac.verify(loss_fn, kfac.convert(layer), one, **drawn).layers
+    assert check.cosine > 1 - 1e-9 and abs(check.ratio - 1) > 1e-2
+    assert check.verdict == "approximate"
+    (check,) = kfac.verify(loss_fn, kfac.convert(layer, HalfBlock()), one).layers
+    assert check.verdict == "WRONG SCALE: exact, but for a factor of 0.5"
+
+
 def test_wrong_scale_of_several_examples():
     report = kfac.verify(softmax, mlp(TenthBlock()), X, CLASSES)
     for check in report.layers:

@@ -24,11 +24,13 @@ class AbstractFisher(eqx.Module):
         of them.
     - `centred`: whether the mean over the examples is subtracted from what every
         cotangent gives.
+    - `drawn`: whether its cotangents are random numbers, so that the estimate has noise.
     """
 
     batch_size: eqx.AbstractVar[int]
     examples: eqx.AbstractVar[int | None]
     centred: ClassVar[bool] = False
+    drawn: ClassVar[bool] = False
 
     @property
     def name(self) -> str:

@@ -20,6 +20,7 @@ class _Samples(AbstractFisher):
     num_samples: int = eqx.field(static=True, default=1)
     batch_size: int = eqx.field(static=True, default=1)
     examples: int | None = eqx.field(static=True, default=None)
+    drawn = True
     _drawing: ClassVar[str]  # What it does, for a message.
 
     def __init__(

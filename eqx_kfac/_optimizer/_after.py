@@ -9,7 +9,7 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from .._custom_types import Model, Numeric
-from .._misc import is_none, masked, tree_where
+from .._misc import by_path, is_none, masked, tree_where
 from .._tag import partition_tagged
 from ._choices import Rules
 from ._hyperparameters import WeightDecay
@@ -55,7 +55,7 @@ def after(
     chosen = dict(learning_rate=rate, momentum=momentum, damping=damping)
     state = state._replace(
         step=state.step + 1,
-        velocity=velocity,
+        velocity=by_path(velocity),
         extent=extent,
         fallback=fallback,
         averaged_parameters=iterates,

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 from .._curvature import check_pushes_forward, LinearisedBatch
 from .._custom_types import Model
 from .._inner_products import tree_dot
-from .._misc import tree_where
+from .._misc import at_paths, tree_where
 from .._module import PlainModule
 from ._extent import Extent
 from ._schedule_free import Dealing, Lengths
@@ -131,7 +131,7 @@ class Bounds(PlainModule):
         assert state.extent is not None  # A state has one if there is a region.
         rate, one = state.learning_rate, jnp.ones_like(state.learning_rate)
         # The slope of the loss along the previous velocity.
-        slope = tree_dot(state.velocity, gradient).astype(rate.dtype)
+        slope = tree_dot(at_paths(state.velocity, gradient), gradient).astype(rate.dtype)
         # The curvature may have changed since the previous velocity was measured; but the
         # inequality of Cauchy and Schwarz holds in every metric.
         previous = jnp.maximum(state.extent.squared_length, slope**2 / _positive(norm))

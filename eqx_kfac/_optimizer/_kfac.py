@@ -13,6 +13,7 @@ from .._curvature import Batch, GradientRows, LinearisedBatch, ValueAndGrads
 from .._custom_types import Key, Model, Numeric
 from .._devices import beside, cast_varying, putting, varying_axes, zeros_split_as
 from .._fisher import AbstractFisher, Centred, MonteCarlo
+from .._misc import by_path
 from .._raw import check_covered
 from .._solver import AbstractDampedSolver
 from .._tag import partition_tagged
@@ -293,7 +294,7 @@ class KFAC(eqx.Module):
             curvature=curvature,
             inverse=inverse,
             known=known,
-            velocity=jtu.tree_map(zeros_split_as, tagged),
+            velocity=jtu.tree_map(zeros_split_as, by_path(tagged)),
             layer_damping=init_layer_damping(self._rules.layer_damping, curvature, model),
             fallback=init_fallback(model, self.fallback),
             averaged_parameters=init_average(self.averaging, model),

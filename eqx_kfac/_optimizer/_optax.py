@@ -233,7 +233,7 @@ class _KFAC:
             trees = _in_place_of(params, optimizer.fallback)
             leaf = trees["curvature"]
             state = optimizer._init_with(
-                velocity=params,
+                velocity=leaf,
                 layer_damping=None if optimizer._rules.layer_damping is None else leaf,
                 averaged_parameters=None if optimizer.averaging is None else leaf,
                 rollback=leaf,

@@ -192,9 +192,10 @@ class KFACState(NamedTuple):
     - `inverse`: the same, with the factorisation of the damped factors.
     - `weight`: the total weight of the moving average; 0 before the first estimate in
         which any layer has curvature.
-    - `velocity`: the previous update of the tagged layers (or how far these are ahead
-        of their average, with [`eqx_kfac.ScheduleFree`][]); zero after one that was
-        rejected because it led uphill.
+    - `velocity`: the previous update of the tagged layers, by path: an array for each
+        parameter (or how far these are ahead of their average, with
+        [`eqx_kfac.ScheduleFree`][]). It is zero after an update that was rejected because
+        it led uphill.
     - `extent`: how long `velocity` is in the metric of the curvature
         ([`eqx_kfac.Extent`][]), if a `TrustRegion` bounds it.
     - `layer_damping`: the damping of each layer as last chosen by a `LayerDamping`, if
@@ -217,7 +218,7 @@ class KFACState(NamedTuple):
     curvature: Model
     inverse: Model
     weight: Float[Array, ""]
-    velocity: Model
+    velocity: dict[str, Array]
     extent: Extent | None
     layer_damping: Model | None
     fallback: Any
@@ -402,8 +403,7 @@ def averaged(model: _Model, state: KFACState) -> _Model:
             "This optimizer does not average its iterates. Construct it with "
             "`kfac.KFAC(..., averaging=0.99)` (or 1 for the mean of all)."
         )
-    ahead = isinstance(iterates, Ahead)
-    known = by_path(state.velocity) if ahead else iterates.mean
+    known = state.velocity if isinstance(iterates, Ahead) else iterates.mean
     missing = sorted(set(known) - set(by_path(model)))
     if missing:
         raise ValueError(

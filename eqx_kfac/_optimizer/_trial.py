@@ -22,7 +22,7 @@ from .._curvature import (
 from .._custom_types import Model
 from .._inner_products import all_finite, as_parts, squared_norm_of_sum, tree_dot
 from .._inverse import precondition, precondition_through_rows
-from .._misc import accumulator
+from .._misc import accumulator, at_paths
 from .._module import PlainModule
 from .._solver import AbstractDampedSolver
 from .._tag import partition_tagged
@@ -127,7 +127,7 @@ class Trial(PlainModule):
         bounds = self._bounds
         given, later, extent = bounds.lengths(natural, self._gradient)
         (scale, momentum), predicted = self._chosen_lengths(damping, natural, given)
-        before = state.velocity
+        before = at_paths(state.velocity, natural)
         # Both numbers in one array: what a GPU does to two of them are two kernels.
         lengths = jax.lax.optimization_barrier(jnp.stack([scale, momentum]))
         remembered = None if later is None else jnp.stack(later)
@@ -327,7 +327,8 @@ class Trial(PlainModule):
             return [*given], None
         ruled = [self.rules.learning_rate is not None, self.rules.momentum is not None]
         direction = jtu.tree_map(jnp.negative, natural)
-        model = self._quadratic(damping, direction, self.state.velocity)
+        before = at_paths(self.state.velocity, natural)
+        model = self._quadratic(damping, direction, before)
         rate, momentum = (None if r else g for r, g in zip(ruled, given))
         best = rule(model, (rate, momentum), self.start.remaining)
         lengths = [

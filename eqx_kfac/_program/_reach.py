@@ -29,8 +29,9 @@ class Reach(NamedTuple):
     bits of an integer: those of the first loss the lowest, then those of the others.
     Above these, at `SUMMED`, are the axes of terms that an axis may become although sums
     are taken over it; then, at `POOLED`, those all along which such a sum is used (a mean
-    over the batch, say); and at `LACKING` those that an axis does not become in one way
-    to the losses, but in another.
+    over the batch, say); at `LACKING` those that an axis does not become in one way to
+    the losses, but in another; and at `JOINED` those of which it becomes a part, because
+    it is joined to them with others: all points of a grid in a row.
 
     **Fields:**
 
@@ -62,7 +63,7 @@ class Reach(NamedTuple):
 
     def doubting(self, lost: int) -> "Reach":
         """This reach, with the axes of terms that are `lost` unknown."""
-        return self._replace(unknown=self.unknown | terms_of(lost))
+        return self._replace(unknown=self.unknown | terms_of(lost) | parts_of(lost))
 
     def mixing(self, bits: int) -> "Reach":
         """This reach, with the axes of terms in `bits` mixed."""
@@ -70,8 +71,14 @@ class Reach(NamedTuple):
 
     @property
     def known(self) -> int:
-        """All axes of terms that an axis of the array becomes, or may become."""
-        return terms_of(_union(self.axes))
+        """All axes of terms that an axis of the array becomes, or may become, or becomes
+        a part of."""
+        return terms_of(_union(self.axes)) | parts_of(_union(self.axes))
+
+    @property
+    def joined(self) -> int:
+        """The axes of terms of which an axis of the array, or a loop, becomes a part."""
+        return parts_of(_union(self.axes) | _union(self.loops))
 
     @property
     def summed(self) -> int:
@@ -82,17 +89,25 @@ class Reach(NamedTuple):
     @property
     def served(self) -> int:
         """The axes of terms all along which every entry of the array is used."""
-        return self.terms & ~(self.known | terms_of(_union(self.loops)) | self.unknown)
+        looped = terms_of(_union(self.loops)) | self.joined
+        return self.terms & ~(self.known | looped | self.unknown)
 
 
 SUMMED = 1024  # Terms that are told apart have no more axes.
 POOLED = 2 * SUMMED
 LACKING = 3 * SUMMED
+JOINED = 4 * SUMMED
+_ALL = (1 << SUMMED) - 1
 
 
 def terms_of(bits: int) -> int:
     """The axes of terms that an axis becomes, or may become."""
-    return (bits | bits >> SUMMED) & ((1 << SUMMED) - 1)
+    return (bits | bits >> SUMMED) & _ALL
+
+
+def parts_of(bits: int) -> int:
+    """The axes of terms of which an axis becomes a part."""
+    return bits >> JOINED & _ALL
 
 
 # `None`, if no output depends on the array, or none with a gradient.
@@ -110,7 +125,8 @@ def either(a: Reached, b: Reached) -> Reached:
     pairs = [*zip(a.axes, b.axes, strict=True), *zip(a.loops, b.loops, strict=True)]
     for x, y in pairs:
         mixed |= both & (x ^ y)
-    lacking = [both & ~unknown & (terms_of(x) ^ terms_of(y)) for x, y in pairs]
+    sure = both & ~(unknown | a.joined | b.joined)
+    lacking = [sure & (terms_of(x) ^ terms_of(y)) for x, y in pairs]
     axes = tuple(bits | new << LACKING for bits, new in zip(axes, lacking))
     return Reach(axes, loops, unknown, terms, mixed)
 
@@ -144,7 +160,7 @@ def aligned(call: Call, out: Reach) -> list[Reached]:
             return out.moved(())
         if len(shape) != len(call.result):
             return _lost(shape, out)
-        axes = []
+        axes, lost = [], 0
         for length, result, bits in zip(shape, call.result, out.axes, strict=True):
             if length == result:
                 axes.append(bits)
@@ -152,7 +168,8 @@ def aligned(call: Call, out: Reach) -> list[Reached]:
                 axes.append(0)
             else:  # Entries have other places in the result, or none.
                 axes.append(terms_of(bits) << SUMMED)
-        return out.moved(axes)
+                lost |= parts_of(bits)
+        return out.moved(axes, lost)
 
     return list(map(operand, call.operands))
 
@@ -163,7 +180,7 @@ def unknown(call: Call, out: Reach) -> list[Reached]:
 
 def _lost(shape: Sequence[int], out: Reach) -> Reach:
     """The reach of an operand of which nothing is known."""
-    return out.moved([0] * len(shape), out.known)
+    return out.keeping([0] * len(shape))
 
 
 def _stopped(call: Call, out: Reach) -> list[Reached]:
@@ -194,22 +211,55 @@ def _squeeze(call: Call, out: Reach) -> list[Reached]:
 
 
 def _reshape(call: Call, out: Reach) -> list[Reached]:
-    """An axis stays one if it is as long as before, and so is all that is behind it.
-    (Column by column, `order="F"`, axes are permuted before they are joined.)"""
+    """An axis stays one if it is as long as before, and so is all that is behind it; and
+    several may be joined to one. (Column by column, `order="F"`, axes are permuted before
+    they are.)"""
     x, *others = call.operands
     order = call.params["dimensions"]
     order = range(len(x)) if order is None else order
-    axes, found = [0] * len(x), 0
-    behind = {
-        (n, math.prod(call.result[i + 1 :])): out.axes[i]
-        for i, n in enumerate(call.result)
-        if n != 1
-    }
-    lengths = [x[axis] for axis in order]
-    for i, axis in enumerate(order):
-        axes[axis] = behind.get((x[axis], math.prod(lengths[i + 1 :])), 0)
-        found |= axes[axis]
-    return [out.moved(axes, _union(out.axes) & ~found), *[None] * len(others)]
+    ends = {axis: _ends([x[a] for a in order], i) for i, axis in enumerate(order)}
+    axes, lost = [0] * len(x), 0
+    for i, bits in enumerate(out.axes):
+        first, last = _ends(call.result, i)
+        inside = [a for a in order if x[a] > 1 and _within(ends[a], (first, last))]
+        if not inside or math.prod(x[a] for a in inside) != call.result[i]:
+            lost |= bits
+        elif len(inside) == 1:
+            axes[inside[0]] = bits
+        else:
+            part, uncertain = _part(bits)
+            lost |= uncertain
+            for axis in inside:
+                axes[axis] = part
+    return [out.moved(axes, lost & ~_union(axes)), *[None] * len(others)]
+
+
+def _ends(shape: Sequence[int], axis: int) -> tuple[int, int]:
+    """How many entries of an array, in a row, one step along an axis goes past, and how
+    many all of its steps do."""
+    step = math.prod(shape[axis + 1 :])
+    return step * shape[axis], step
+
+
+def _within(part: tuple[int, int], whole: tuple[int, int]) -> bool:
+    return part[0] <= whole[0] and part[1] >= whole[1]
+
+
+def _part(bits: int) -> tuple[int, int]:
+    """What is known of an axis that becomes a part of one of which `bits` are known; and
+    what of these is not known any more."""
+    return (bits & _ALL | parts_of(bits)) << JOINED, bits & ~(_ALL | _ALL << JOINED)
+
+
+def _tile(call: Call, out: Reach) -> list[Reached]:
+    """An axis that is repeated is joined with one that counts the repetitions."""
+    (x,) = call.operands
+    axes, lost = [], 0
+    for length, repetitions, bits in zip(x, call.params["reps"], out.axes, strict=True):
+        part, uncertain = _part(bits) if repetitions > 1 else (bits, 0)
+        axes.append(0 if length == 1 and repetitions > 1 else part)
+        lost |= uncertain
+    return [out.moved(axes, lost)]
 
 
 def _reordered(call: Call, out: Reach) -> list[Reached]:
@@ -345,6 +395,7 @@ RULES: dict[str, Callable] = {
     "broadcast_in_dim": _broadcast,
     "squeeze": _squeeze,
     "reshape": _reshape,
+    "tile": _tile,
     **dict.fromkeys(("rev", "sort"), _reordered),
     "pad": _pad,
     **dict.fromkeys(("top_k", "ppermute", "all_to_all"), unknown),

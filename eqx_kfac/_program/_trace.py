@@ -18,7 +18,7 @@ import jax
 
 from .._tag import TaggedLayer
 from ._interpreter import Context, Value
-from ._reach import LACKING, POOLED, Reach, SUMMED
+from ._reach import LACKING, parts_of, POOLED, Reach, SUMMED, terms_of
 
 
 DATA, STATISTIC = 1, 2
@@ -280,8 +280,25 @@ class Trace(NamedTuple):
         normalisation, does not count.)"""
         if use.reach is None or self.splits_examples(use) or self.examples == (1,):
             return False
-        axes = self._row_axes(use)
-        return any(_serves(use, axes, first) for first in self._first_axes(use))
+        axes, firsts = self._row_axes(use), self._first_axes(use)
+        return any(_serves(use, axes, f) or self._is_part(use, f) for f in firsts)
+
+    def _is_part(self, use: TagUse, first: int) -> bool:
+        """Whether the axes and loops of a use are joined with others to `first`, the axis
+        of the examples in a loss: fewer rows than there are examples."""
+        assert use.reach is not None
+        reach, loops = use.reach, use.context.loops
+        bits = [*reach.axes, *reach.loops]
+        lengths = [*use.x.shape[: use.stack], *use.example_shape, *loops]
+        if len(bits) != len(lengths) or reach.unknown & first:
+            return False
+        if any(terms_of(b) & first for b in bits):
+            return False
+        parts = [n for b, n in zip(bits, lengths) if parts_of(b) & first]
+        place = first.bit_length() - 1
+        pairs = zip(axes_of_terms(self.term_shapes), self.term_shapes, strict=True)
+        number = min(shape[axes.index(place)] for axes, shape in pairs if place in axes)
+        return bool(parts) and None not in parts and math.prod(parts) < number
 
     def has_example_axis(self, use: TagUse) -> bool:
         """Whether the outermost example axis of a use counts the examples: it is as long,
@@ -374,7 +391,8 @@ def _becomes(use: TagUse, bits: int, first: int) -> bool | None:
     assert use.reach is not None
     if bits & first:
         return True
-    return None if (use.reach.unknown | bits >> SUMMED) & first else False
+    doubtful = use.reach.unknown | use.reach.joined | bits >> SUMMED
+    return None if doubtful & first else False
 
 
 def _serves(use: TagUse, axes: list[int], first: int) -> bool:

@@ -175,7 +175,9 @@ def bypassed(call: Callable, model: Model) -> list[TaggedLayer]:
     params, static = eqx.partition(labelled.with_labels(), eqx.is_inexact_array)
 
     def outputs(params):
-        return eqx.filter(call(eqx.combine(params, static)), eqx.is_array)
+        # Of whatever kind of tree, which may not be one with `None` in its leaves' place.
+        leaves = jtu.tree_leaves(call(eqx.combine(params, static)))
+        return list(filter(eqx.is_array, leaves))
 
     closed = jax.make_jaxpr(outputs)(params)
     num_outputs = len(closed.jaxpr.outvars)

@@ -293,10 +293,10 @@ def walked(
         out = method_of(model, name)(*args, **kwargs)
         if _is_called_later(out, model):
             raise CalledLater
-        arrays, others = eqx.partition(out, eqx.is_array)
-        arrays, structure = jtu.tree_flatten(arrays)
+        found, structure = jtu.tree_flatten(out)
+        others = [None if eqx.is_array(leaf) else leaf for leaf in found]
         not_arrays[:] = structure, others
-        return arrays
+        return [leaf for leaf in found if eqx.is_array(leaf)]
 
     arrays = [values[i] for i in dynamic]
     closed = jax.make_jaxpr(run)(arrays)
@@ -310,7 +310,8 @@ def walked(
     values, facts = ([p[i] for p in pairs] for i in (0, 1))
     results = Walk(visitor).results(jaxpr, consts, values, facts)
     structure, others = not_arrays
-    return eqx.combine(structure.unflatten(results), others)
+    arrays = iter(results)
+    return structure.unflatten(next(arrays) if o is None else o for o in others)
 
 
 def method_of(model: Any, name: Any) -> Callable:

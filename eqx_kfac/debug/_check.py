@@ -40,8 +40,9 @@ class LayerCheck:
         (by the jackknife); else 0.
     - `alone`: the ratio for the first example by itself. It is only looked at if the
         ratio is far from 1, and NaN otherwise.
+    - `drawn`: whether the estimate to approximate with draws random numbers.
     - `single`: whether there is one example, which uses the layer once, and the estimate
-        has no noise: then the traces are the same, for every block of the library.
+        has no error: then the traces are the same, for every block of the library.
     - `tolerance`: up to which an error is rounding: $10 \sqrt\varepsilon$ of its type.
     - `scalar`: whether its canonical matrix has one row, or one column.
     - `too_large`: whether its curvature does not fit into the memory that is allowed.
@@ -67,6 +68,7 @@ class LayerCheck:
     cosine_noise: np.ndarray
     ratio_noise: np.ndarray
     alone: np.ndarray
+    drawn: bool
     single: bool
     tolerance: float
     scalar: bool
@@ -123,7 +125,7 @@ class LayerCheck:
         ratio, cosine = worst(self.ratio, 1.0), float(np.nanmin(self.cosine))
         if not self.estimated:
             proportional = np.sqrt(np.clip(1 - cosine**2, 0, 1)) <= self.tolerance
-            if proportional and not self.shared and not self.scalar:
+            if proportional and not (self.shared or self.scalar or self.drawn):
                 return f"WRONG SCALE: exact, but for a factor of {ratio:.4g}"
             if np.all(self.zero | (self.diagonal_error <= self.tolerance)):
                 return "approximate, with the exact diagonal"

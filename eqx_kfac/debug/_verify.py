@@ -330,9 +330,8 @@ def _check(
     comparison, noise = (comparison, None) if found is None else found
     zero = np.zeros(sizes.stack)
     shared = bool(np.any(rows > every.examples))
-    is_noisy = not (
-        problem.fisher is None or isinstance(problem.fisher, (Exact, Empirical))
-    )
+    fisher = problem.fisher
+    is_same = fisher is None or isinstance(fisher, (Exact, Empirical))
     return LayerCheck(
         path=path,
         form=tag.form.label,
@@ -348,7 +347,8 @@ def _check(
         cosine_noise=zero if noise is None else noise.cosine,
         ratio_noise=zero if noise is None else noise.ratio,
         alone=nothing,
-        single=every.examples == 1 and not shared and not is_noisy,
+        drawn=fisher is not None and fisher.drawn,
+        single=every.examples == 1 and not shared and is_same,
         tolerance=float(10 * np.sqrt(np.finfo(share.dtype).eps)),
         scalar=1 in (sizes.d_out, sizes.d_in + sizes.bias),
         too_large=False,
