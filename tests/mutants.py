@@ -339,6 +339,8 @@ MUTANTS = [
     M("_program/_reach.py", "aligned(call, out.mixing(out.axes[axis]))", "aligned(call, out)", "ways"),
     M("_program/_reach.py", "bits if n == 1 else 0 for n", "bits for n", "reach"),
     M("_program/_reach.py", "aligned(call, out.doubting(_union(out.loops)))", "aligned(call, out)", "ways reach"),
+    M("_program/_backwards.py", "if name in _WRITING:", "if False:", "models"),
+    M("_program/_backwards.py", '{"maybe_set", "vprim"}', '{"maybe_set"}', "models"),
     M("_curvature/_batch.py", "parts = self.micro_batches", "parts = 1", "ways"),
     M("_program/_joint.py", "return examples if written <= _MOST else None", "return examples", "joint"),
     M("_program/_joint.py", "if any(use.devices > 1 for use in uses):", "if False:", "sharding"),

@@ -835,3 +835,45 @@ def test_neural_ode(adjoint):
         error(found.mlp.layers[0].input_factor, one_step.mlp.layers[0].input_factor)
         > 1e-3
     )
+
+
+def by_heun(model, y):
+    for _ in range(STEPS):
+        first = model(None, y, None)
+        second = model(None, y + first / STEPS, None)
+        y = y + (first + second) / (2 * STEPS)
+    return y
+
+
+@pytest.mark.parametrize("batch", ["mapped", "within"])
+def test_stages_of_a_solver(batch):
+    """Their results are written into a buffer, which shows where they go."""
+    diffrax = pytest.importorskip("diffrax")
+
+    def solved(term, y):
+        term = diffrax.ODETerm(term)
+        options = dict(t0=0.0, t1=1.0, dt0=1 / STEPS, max_steps=STEPS)
+        adjoint = diffrax.DirectAdjoint()
+        return diffrax.diffeqsolve(
+            term, diffrax.Heun(), y0=y, adjoint=adjoint, **options
+        ).ys[-1]
+
+    def outputs(model, x):
+        if batch == "mapped":
+            return jax.vmap(ft.partial(solved, model))(x)
+        return solved(lambda t, y, _: jax.vmap(lambda y: model(t, y, None))(y), x)
+
+    def loss_of(outputs):
+        return lambda model, x: kfac.SoftmaxCrossEntropy(
+            outputs(model, x), jnp.arange(N) % 2
+        )
+
+    x, model = normal(N, 2, seed=1), kfac.convert(filled(Field, scale=0.4))
+    collect = lambda f: eqx.filter_jit(kfac.curvature(loss_of(f), kfac.Exact()))(model, x)
+    got = collect(outputs)
+    want = collect(lambda model, x: jax.vmap(ft.partial(by_heun, model))(x))
+    for a, b in zip(jtu.tree_leaves(got), jtu.tree_leaves(want), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-10 * max(1, np.linalg.norm(b))
+    model = kfac.convert(filled(Field, scale=0.4), kfac.Kronecker(kfac.Expand()))
+    apart = collect(outputs)
+    assert error(apart.mlp.layers[0].output_factor, got.mlp.layers[0].output_factor) > 0.1

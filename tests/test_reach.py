@@ -10,7 +10,16 @@ from jax import lax
 
 import eqx_kfac as kfac
 from eqx_kfac._program._backwards import _Backwards
-from eqx_kfac._program._reach import parts_of, Reach, SUMMED
+from eqx_kfac._program._reach import (
+    Call,
+    either,
+    JOINED,
+    LACKING,
+    parts_of,
+    Reach,
+    RULES,
+    SUMMED,
+)
 
 from .helpers import leaves, normal
 
@@ -73,6 +82,7 @@ def with_own_derivative(y):
 
 with_own_derivative.defjvp(lambda p, t: (jnp.sin(p[0]), t[0]))
 convolve = lambda x, k: lax.conv_general_dilated(x, k, (1,), "SAME")
+written_at = lax.dynamic_update_slice
 pooled = lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 2), "VALID")
 windows = lambda x: lax.reduce_window(x, 0.0, lax.add, (2, 1), (1, 1), "SAME")
 # How the first axis of the result depends on `y`: the axis of `y` that becomes it; `()`,
@@ -111,6 +121,9 @@ OPERATIONS = {
     ),
     "convolution": (lambda y: convolve(y[:, None], MATRIX[:3, None, :3]), 0),
     "a kernel": (lambda y: convolve(MATRIX[:, None], y[:, None, :3]), None),
+    "written behind": (lambda y: written_at(jnp.zeros((5, 6)), y, (0, 1)), 0),
+    "written among others": (lambda y: written_at(jnp.zeros((6, 4)), y, (1, 0)), None),
+    "written over": (lambda y: written_at(y, MATRIX[:, :2], (0, 1)), 0),
     "pooling": (pooled, 0),
     "windows along it": (windows, None),
     "concatenated behind": (lambda y: jnp.concatenate([y, MATRIX], 1), 0),
@@ -190,6 +203,12 @@ JOINING = {
     "and split again": (lambda y: grid(y).reshape(15, 4).reshape(3, 5, 4), None),
     "and looked up": (lambda y: grid(y).reshape(15, 4)[ROWS], None),
     "and added up": (lambda y: jnp.cumsum(grid(y).reshape(15, 4), 0), [0]),
+    "after they were looked up": (lambda y: grid(y[ROWS]).reshape(15, 4), None),
+    "after they were rotated": (
+        lambda y: grid(jnp.concatenate([y[1:], y[:1]])).reshape(15, 4),
+        None,
+    ),
+    "a row alone": (lambda y: y[:1].reshape(1, 2, 2), None),
 }
 
 
@@ -201,7 +220,31 @@ def test_joined_axes(name):
     assert parts == (want or [])
     assert bool(reach.unknown & 1) == (want is None)
     assert bool(reach.joined & 1) == bool(want)
-    assert not (reach.joined & reach.served & 1)
+
+
+def test_joined_axes_of_sums():
+    """Each entry may still be used for a single one of the terms."""
+    nodes = lambda y: grid((MATRIX @ MATRIX.T) @ y).reshape(15, 4)
+    assert reach_of(nodes).axes[0] >> SUMMED & 1
+    part = 1 << JOINED
+    in_a_loop = Reach((0,), loops=(part,), terms=1)
+    assert in_a_loop.joined == 1 and in_a_loop.served == 0
+    assert Reach((0,), terms=1).served == 1
+
+
+def test_joined_axes_in_one_way_of_two():
+    """It may be that an axis becomes all of it in both ways, and not that it does not."""
+    one, other = Reach((1,), terms=1), Reach((1 << JOINED,), terms=1)
+    for both in (either(one, other), either(other, one)):
+        assert both.axes == (1 | 1 << JOINED,) and both.mixed == 1
+    neither = either(one, Reach((0,), terms=1))
+    assert neither.axes == (1 | 1 << LACKING,)
+
+
+def test_what_is_lost_along_one_axis_may_be_known_of_another():
+    call = Call("reshape", dict(dimensions=None), [(5, 4)], (5, 2, 2))
+    (reach,) = RULES["reshape"](call, Reach((1, 1, 0), terms=1))
+    assert reach.axes == (1, 0) and reach.unknown == 0
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -573,12 +616,22 @@ def test_points_of_a_grid_that_are_rows():
     model = Separable(*[kfac.Linear(D, K, key=key) for key in KEYS[:2]])
     shape = lambda a: a.reshape(N, 3, D)
     at_points = lambda m, x, t: jax.vmap(jax.vmap(m))(shape(x), shape(t))
-    joined = lambda m, x, t: at_points(m, x, t).reshape(-1, K)
-    in_a_row = lambda m, x, t: jax.vmap(m)(x, t)
+    order = jnp.array([1, 2, 0])
+    rotation = jnp.eye(3)[order]
+    joined = [
+        lambda m, x, t: at_points(m, x, t).reshape(-1, K),
+        # Whichever point a row serves, it is the only one.
+        lambda m, x, t: at_points(m, x, t)[:, order].reshape(-1, K),
+        lambda m, x, t: jnp.einsum("ji,nik->njk", rotation, at_points(m, x, t)).reshape(
+            -1, K
+        ),
+    ]
     points = rows_of_grid(*POINTS)
-    got, want = (collect(fn, model, *points) for fn in (joined, in_a_row))
-    for a, b in zip(leaves(got), leaves(want), strict=True):
-        assert np.allclose(a, b)
+    want = collect(lambda m, x, t: jax.vmap(m)(x, t), model, *points)
+    for fn in joined:
+        got = collect(fn, model, *points)
+        for a, b in zip(leaves(got), leaves(want), strict=True):
+            assert np.allclose(a, b)
     stack = eqx.filter_vmap(lambda key: kfac.Linear(D, K, key=key))(KEYS[:2])
     each = eqx.filter_vmap(lambda m, x: jax.vmap(m)(x), in_axes=(eqx.if_array(0), None))
     collect(lambda m, x: each(m, x).reshape(-1, K), stack, X)

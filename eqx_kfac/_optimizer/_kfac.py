@@ -14,6 +14,7 @@ from .._custom_types import Key, Model, Numeric
 from .._devices import beside, cast_varying, putting, varying_axes, zeros_split_as
 from .._fisher import AbstractFisher, Centred, MonteCarlo
 from .._misc import by_path
+from .._module import replaced
 from .._raw import check_covered
 from .._solver import AbstractDampedSolver
 from .._tag import partition_tagged
@@ -238,7 +239,8 @@ class KFAC(eqx.Module):
         Steps are those of stochastic reconfiguration: the covariance
         ([`eqx_kfac.Centred`][]), a learning rate of $0.1 / (1 + t / 1000)$ per Hartree at
         step $t$, a constant damping and norm constraint, no momentum. Curvature is
-        estimated, and inverted, at every tenth step. The parameters to evaluate are
+        estimated, and inverted, at every tenth step, and more often among the first
+        twenty, as by [`eqx_kfac.KFAC`][]. The parameters to evaluate are
         [`eqx_kfac.averaged`][]. The blocks of the model have to be able to subtract a
         mean: [`eqx_kfac.TNT`][], [`eqx_kfac.Kronecker`][], [`eqx_kfac.Diagonal`][],
         [`eqx_kfac.Full`][].
@@ -270,10 +272,10 @@ class KFAC(eqx.Module):
             damping=3e-3,
             fisher=Centred(),
             norm_constraint=0.03,
-            curvature_period=10,
-            inverse_period=10,
         )
-        return cls(**{**chosen, **choices})
+        periods = dict(curvature_period=10, inverse_period=10)
+        optimizer = cls(**{**chosen, **periods, **choices})
+        return replaced(optimizer, "_early", frozenset(periods) - frozenset(choices))
 
     @putting
     def init(self, model: Model) -> KFACState:

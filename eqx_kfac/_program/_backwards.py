@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .._jax import Equation, Literal
 from .._tag import label_of, tag_p
-from ._jaxpr import is_call, is_program, jaxprs, opened, scan_counts
+from ._jaxpr import is_call, is_program, jaxprs, opened, scan_counts, written_out
 from ._reach import aligned, Call, either, Reach, Reached, RULES, unknown
 
 
@@ -91,6 +91,8 @@ class _Backwards:
             self.through(jaxpr, [_nothing_known(_shape(v)) for v in jaxpr.outvars])
         if all(out is None for out in outs):
             return [None] * len(eqn.invars)
+        if name in _WRITING:
+            return self.through(written_out(eqn), outs)
         rule = RULES.get(name, aligned)
         if others or any(map(is_program, params.values())):
             rule = unknown
@@ -196,5 +198,7 @@ def _shape(atom: Any) -> tuple[int, ...]:
     return getattr(atom.aval, "shape", ())
 
 
+# What Equinox's loops write into a buffer with, alone and mapped: diffrax's solvers do.
+_WRITING = frozenset({"maybe_set", "vprim"})
 # All axes of terms.
 _ALL = -1

@@ -148,6 +148,14 @@ def _jaxprs(value: Any) -> Iterator[AnyJaxpr]:
             yield from _jaxprs(item)
 
 
+def written_out(eqn: Equation) -> Jaxpr:
+    """An operation of which there is a function for its values, as the operations that
+    this consists of."""
+    operands = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    run = lambda *operands: eqn.primitive.impl(*operands, **eqn.params)
+    return jax.make_jaxpr(run)(*operands).jaxpr
+
+
 def opened(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
     """A jaxpr, with constants or without, and its constants."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())

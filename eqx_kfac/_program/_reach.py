@@ -410,7 +410,7 @@ RULES: dict[str, Callable] = {
         ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"),
         _windows,
     ),
-    "dynamic_slice": _sliced_somewhere,
+    **dict.fromkeys(("dynamic_slice", "dynamic_update_slice"), _sliced_somewhere),
     **dict.fromkeys(
         "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax "
         "argmin".split(),
