@@ -16,7 +16,7 @@ import pytest
 
 import eqx_kfac as kfac
 
-from .helpers import assert_same, assert_same_leaves
+from .helpers import assert_same, assert_same_leaves, squared
 from .plain import plain_kfac
 
 
@@ -434,3 +434,32 @@ def test_equal_models_share_a_compiled_function():
     assert len(traces) == 2
     run_and_collect(kfac.convert(model_of("mlp", 1), blocks=reduce_block()))
     assert len(traces) == 4
+
+
+def test_arrays_of_a_weak_type():
+    """The update would take it away, and the step would be compiled several times."""
+
+    class Scaled(eqx.Module):
+        inner: eqx.nn.Linear
+        scale: jax.Array
+
+        def __call__(self, x):
+            return self.scale * self.inner(x)
+
+    weak = jnp.full((), 0.5), jnp.full(2, 0.25)
+    assert all(a.weak_type for a in weak)
+    layer = eqx.nn.Linear(3, 2, key=jax.random.key(0))
+    layer = eqx.tree_at(lambda m: m.bias, layer, weak[1])
+    model = kfac.convert(Scaled(layer, weak[0]), example=jnp.ones(3))
+    assert not any(a.weak_type for a in jtu.tree_leaves(eqx.filter(model, eqx.is_array)))
+    assert model.scale == 0.5 and np.all(model.inner.bias == 0.25)
+    optimizer = plain_kfac(0.1, fisher=kfac.Exact())
+
+    @eqx.filter_jit
+    @eqx.debug.assert_max_traces(max_traces=1)
+    def step(model, state):
+        return optimizer.step(squared, model, state, jnp.ones((4, 3)), jnp.ones((4, 2)))
+
+    state = optimizer.init(model)
+    for _ in range(3):
+        model, state, _ = step(model, state)

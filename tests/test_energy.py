@@ -483,6 +483,10 @@ def test_vmc_takes_other_choices():
     assert isinstance(optimizer.fisher, kfac.Centred) and optimizer.damping == 1e-2
     assert optimizer.curvature_period == optimizer.inverse_period == 10
     assert kfac.KFAC.vmc() == kfac.KFAC.vmc()  # Compiled once.
+    lines = str(optimizer).splitlines()
+    assert sum("every 10 steps, at first at 0, 1, 2, 3, 4, 6" in e for e in lines) == 2
+    lines = str(kfac.KFAC.vmc(curvature_period=10, inverse_period=1)).splitlines()
+    assert not any("at first" in line for line in lines)
     with pytest.raises(TypeError, match="unknown"):
         kfac.KFAC.vmc(unknown=1)
     with pytest.raises(ValueError, match=r"Use `kfac.TNT\(\)`"):

@@ -53,9 +53,9 @@ def check_uses(trace: Trace, trains: bool) -> None:
 _OUTSIDE = (
     "Arrays of the {layers} reach the losses in a way that no tag follows: {parameters} "
     "are used outside of the methods of their module, or in another way than "
-    "`kfac.convert` saw with an `example`. Use them in a method; "
-    "convert the model with the method that the loss function calls, "
-    "`kfac.convert(model, example=x[0], method=...)`; or leave them untagged, "
+    "`kfac.convert` saw with an `example`. Use them in a method, which is called inside "
+    "of the `vmap` over the examples; convert the model with the method that the loss "
+    "function calls, `kfac.convert(model, example=x[0], method=...)`; or leave them untagged, "
     "`kfac.convert(model, example=x[0], blocks={blocks})`, with a `fallback`."
 )
 _UNCALLED = (
@@ -76,8 +76,9 @@ _PENALISED = (
     "blocks={blocks})`, with a `fallback`."
 )
 _UNUSED = (
-    "The {layers} {are} trained, but the loss function never calls {them}. Freeze what "
-    "is not used (`eqx.partition` it out of the model that is trained), or remove it."
+    "The {layers} {are} trained, but the loss function never calls {them}, and does "
+    "nothing else with {parameters}. Freeze what is not used (`eqx.partition` it out of "
+    "the model that is trained), or remove it."
 )
 _FOLLOWED = (
     "take gradients within the loss with respect to `kfac.revert(model)`; or have tags "

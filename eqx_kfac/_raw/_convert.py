@@ -98,7 +98,8 @@ def convert(
     The model with the same leaves, the same outputs and the same files
     (`eqx.tree_serialise_leaves`). Its modules are still instances of their classes. Only
     a complex array of theirs is held as two real ones, which are what is trained; whoever
-    reads the field gets the complex array.
+    reads the field gets the complex array. (And no array of floating-point numbers has a
+    weak type: `jnp.full(3, 0.5)` has one.)
 
     **Raises:** `ValueError` for a type or a path in `blocks` that matches no layer, or if
     no array is in a module; `TypeError` if there is nothing to call.
@@ -129,7 +130,7 @@ def convert(
         of_rest = Diagonal() if rest is None else rest
         model = _with_tags(model, notes, choice, of_rest)
     choice.check()
-    return model
+    return jtu.tree_map(_of_definite_type, model)
 
 
 def revert(model: _T) -> _T:
@@ -141,6 +142,13 @@ def revert(model: _T) -> _T:
     - `model`: any PyTree; layers that are not tagged stay as they are.
     """
     return revert_layers(_unformed_layers(_unwatched(model)))
+
+
+def _of_definite_type(leaf: Any) -> Any:
+    """An array that was made of Python's numbers (`jnp.full(3, 0.5)`) has a weak type,
+    which is another one after the first update: a jitted step would be compiled anew."""
+    is_weak = eqx.is_inexact_array(leaf) and leaf.weak_type
+    return jnp.asarray(leaf, leaf.dtype) if is_weak else leaf
 
 
 def _unwatched(model: Model) -> Any:
