@@ -151,7 +151,7 @@ def _jaxprs(value: Any) -> Iterator[AnyJaxpr]:
 def written_out(eqn: Equation) -> Jaxpr:
     """An operation of which there is a function for its values, as the operations that
     this consists of."""
-    operands = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    operands = [v.aval for v in eqn.invars]
     run = lambda *operands: eqn.primitive.impl(*operands, **eqn.params)
     return jax.make_jaxpr(run)(*operands).jaxpr
 
