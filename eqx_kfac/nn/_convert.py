@@ -159,9 +159,10 @@ class Choice:
     def check(self) -> None:
         """Raises if a choice is for nothing that is there."""
         if self.unused:
+            there = list(dict.fromkeys(self.paths))
             raise ValueError(
                 f"No layer that can be tagged has {names(list(map(str, self.unused)))}, "
-                f"given in `blocks`. There are: {names(self.paths)}; and types of "
+                f"given in `blocks`. There are: {names(there)}; and types of "
                 "`equinox.nn`. Layers that are tagged already stay as they are: convert "
                 "`kfac.revert(model)`; a tag that a class was written with stays there, "
                 "too."
