@@ -55,8 +55,8 @@ _OUTSIDE = (
     "are used outside of the methods of their module, or in another way than "
     "`kfac.convert` saw with an `example`. Use them in a method, which is called inside "
     "of the `vmap` over the examples; convert the model with the method that the loss "
-    "function calls, `kfac.convert(model, example=x[0], method=...)`; or leave them untagged, "
-    "`kfac.convert(model, example=x[0], blocks={blocks})`, with a `fallback`."
+    "function calls, `kfac.convert(model, example=x[0], method=...)`; or leave them "
+    "untagged, `kfac.convert(model, example=x[0], blocks={blocks})`, with a `fallback`."
 )
 _UNCALLED = (
     "The {layers} {are} trained, but the loss function never calls {them}: {parameters} "

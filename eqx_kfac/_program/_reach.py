@@ -59,7 +59,8 @@ class Reach(NamedTuple):
     def keeping(self, axes: Sequence[int]) -> "Reach":
         """The reach of an operand with these `axes`: of what the result's axes become and
         none of these does, nothing is known."""
-        return self.moved(axes, _union(self.axes) & ~_union(axes))
+        lost = _union(self.axes) & ~_union(axes)
+        return self.moved(axes, lost | _fewer_parts(self.axes, axes))
 
     def doubting(self, lost: int) -> "Reach":
         """This reach, with the axes of terms that are `lost` unknown."""
@@ -133,6 +134,18 @@ def either(a: Reached, b: Reached) -> Reached:
 
 def _union(bits: Sequence[int]) -> int:
     return ft.reduce(operator.or_, bits, 0)
+
+
+def _fewer_parts(before: Sequence[int], after: Sequence[int]) -> int:
+    """The axes of terms of which not as many axes become a part as `before`. (Several
+    become a part of the same one, so that it is not enough if any does.)"""
+    lost, left = 0, parts_of(_union(before))
+    while left:
+        first = left & -left
+        left ^= first
+        numbers = [sum(parts_of(a) & first > 0 for a in axes) for axes in (before, after)]
+        lost |= first if numbers[1] < numbers[0] else 0
+    return lost
 
 
 class Call(NamedTuple):
@@ -231,7 +244,8 @@ def _reshape(call: Call, out: Reach) -> list[Reached]:
             lost |= uncertain
             for axis in inside:
                 axes[axis] = part
-    return [out.moved(axes, lost & ~_union(axes)), *[None] * len(others)]
+    lost = lost & ~_union(axes) | parts_of(lost)
+    return [out.moved(axes, lost), *[None] * len(others)]
 
 
 def _ends(shape: Sequence[int], axis: int) -> tuple[int, int]:
