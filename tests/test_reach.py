@@ -208,6 +208,12 @@ JOINING = {
         lambda y: grid(jnp.concatenate([y[1:], y[:1]])).reshape(15, 4),
         None,
     ),
+    "rounds of a loop": (lambda y: grid(scanned(y)).reshape(15, 4), [0]),
+    "rounds that look up": (
+        lambda y: grid(lax.map(lambda i: 2 * y[i], np.arange(5))).reshape(15, 4),
+        None,
+    ),
+    "rounds that delay": (lambda y: grid(delayed(y)).reshape(15, 4), None),
     "both, one of them looked up": (lambda y: y[:, ROWS[:2]].reshape(10), None),
     "both, after they were split": (lambda y: y.reshape(5, 2, 2).reshape(20), None),
     "both, one of them split": (lambda y: y.reshape(5, 4, 1).reshape(20), [0, 1]),
