@@ -396,7 +396,7 @@ class Policy(eqx.Module):
 def test_results_that_are_unlike_other_trees():
     """Distributions of some packages are such results."""
     plain = filled(Policy)
-    with pytest.raises(ValueError, match="arity mismatch"):
+    with pytest.raises(ValueError, match="arity mismatch|numbers of pytree children"):
         eqx.filter(plain(VECTORS[0]), eqx.is_array)
     policy = kfac.convert(plain, example=VECTORS[0])
     assert [layer.block for layer in kfac.summary(policy).layers] == [
