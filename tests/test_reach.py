@@ -201,9 +201,14 @@ JOINING = {
     "a number": (lambda y: jnp.sum(y) * jnp.ones(6), []),
     "without one row": (lambda y: grid(y).reshape(15, 4)[1:], None),
     "and split again": (lambda y: grid(y).reshape(15, 4).reshape(3, 5, 4), None),
-    "and looked up": (lambda y: grid(y).reshape(15, 4)[ROWS], None),
+    "and looked up": (lambda y: grid(y).reshape(15, 4)[ROWS], [0]),
+    "looked up": (lambda y: y[ROWS], [0]),
+    "looked up by pairs": (lambda y: y[ROWS, ROWS % 4], [0, 1]),
+    "looked up in each": (lambda y: jax.vmap(lambda r, i: r[i])(y, ROWS), []),
+    "reversed": (lambda y: y[::-1], [0]),
+    "sorted": (lambda y: jnp.sort(y, 0), [0]),
     "and added up": (lambda y: jnp.cumsum(grid(y).reshape(15, 4), 0), [0]),
-    "after they were looked up": (lambda y: grid(y[ROWS]).reshape(15, 4), None),
+    "after they were looked up": (lambda y: grid(y[ROWS]).reshape(15, 4), [0]),
     "after they were rotated": (
         lambda y: grid(jnp.concatenate([y[1:], y[:1]])).reshape(15, 4),
         None,
@@ -214,7 +219,7 @@ JOINING = {
         None,
     ),
     "rounds that delay": (lambda y: grid(delayed(y)).reshape(15, 4), None),
-    "both, one of them looked up": (lambda y: y[:, ROWS[:2]].reshape(10), None),
+    "both, one of them looked up": (lambda y: y[:, ROWS[:2]].reshape(10), [0, 1]),
     "both, after they were split": (lambda y: y.reshape(5, 2, 2).reshape(20), None),
     "both, one of them split": (lambda y: y.reshape(5, 4, 1).reshape(20), [0, 1]),
     "split across": (lambda y: y.reshape(5, 2, 2).reshape(10, 2).reshape(20), None),
@@ -579,6 +584,7 @@ class Separable(eqx.Module):
 
 
 POINTS = normal(N, D, seed=5), normal(3, D, seed=6)
+SOME = [7, 0, 4, 11, 3, 8, 2]
 ON_GRIDS = {
     "joined": lambda m, x, t: m.on_grid(x, t).reshape(-1, K),
     "joined by pairs": lambda m, x, t: jax.vmap(lambda x: jax.vmap(lambda t: m(x, t))(t))(
@@ -590,6 +596,11 @@ ON_GRIDS = {
     "derivatives": lambda m, x, t: jax.jvp(
         lambda x: m.on_grid(x, t).reshape(-1, K), (x,), (jnp.ones_like(x),)
     )[1],
+    "some of them": lambda m, x, t: m.on_grid(x, t).reshape(-1, K)[jnp.array(SOME)],
+    "some of them, by pairs": lambda m, x, t: m.on_grid(x, t)[
+        jnp.array(SOME) // 3, jnp.array(SOME) % 3
+    ],
+    "reversed": lambda m, x, t: m.on_grid(x[::-1], t)[:, ::-1].reshape(-1, K),
     "repeated": lambda m, x, t: (
         jnp.repeat(jax.vmap(m.first)(x), len(t), axis=0)
         * jnp.tile(jax.vmap(m.second)(t), (len(x), 1))
@@ -615,7 +626,7 @@ def test_points_of_a_grid_in_a_row(name):
     take = kfac.curvature(loss_fn, fisher=kfac.Exact(example_axes=0))
     found = take(model, *POINTS).first.output_factor
     together = lambda m, x, t: squared(jax.vmap(m)(x, t))
-    if name not in {"derivatives", "contracted"}:
+    if "joined" in name or name in {"repeated", "reversed"}:
         apart = kfac.curvature(together, fisher=EXACT)(model, *rows_of_grid(*POINTS))
         assert np.allclose(found, apart.first.output_factor)
 

@@ -56,10 +56,11 @@ class Reach(NamedTuple):
         became unknown."""
         return self._replace(axes=tuple(axes)).doubting(lost)
 
-    def keeping(self, axes: Sequence[int]) -> "Reach":
+    def keeping(self, axes: Sequence[int], parts: int = 0) -> "Reach":
         """The reach of an operand with these `axes`: of what the result's axes become and
-        none of these does, nothing is known."""
-        lost = _union(self.axes) & ~_union(axes)
+        none of these does, nothing is known; but for those of which some became `parts`.
+        """
+        lost = _union(self.axes) & ~_union(axes) & ~parts
         return self.moved(axes, lost | _fewer_parts(self.axes, axes))
 
     def doubting(self, lost: int) -> "Reach":
@@ -277,10 +278,14 @@ def _tile(call: Call, out: Reach) -> list[Reached]:
 
 
 def _reordered(call: Call, out: Reach) -> list[Reached]:
-    """Along some axes, entries change their places."""
-    gone = call.params.get("dimensions", (call.params.get("dimension"),))
-    axes = [0 if i in gone else bits for i, bits in enumerate(out.axes)]
-    return [out.keeping(axes) for _ in call.operands]
+    """Along some axes, entries change their places: all that is known is that each place
+    has one of them."""
+    moved = call.params.get("dimensions", (call.params.get("dimension"),))
+    axes, lost = list(out.axes), 0
+    for axis in moved:
+        axes[axis], uncertain = _part(out.axes[axis])
+        lost |= uncertain
+    return [out.moved(axes, lost) for _ in call.operands]
 
 
 def _pad(call: Call, out: Reach) -> list[Reached]:
@@ -377,8 +382,14 @@ def _gather(call: Call, out: Reach) -> list[Reached]:
     pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims)
     for axis, place in pairs:
         axes[axis] = out.axes[batch[place]]
+    # Each place has one of the entries that are looked up, whichever.
+    of_indices = set(range(len(batch))) - {*numbers.start_indices_batching_dims}
+    part, _ = _part(_union([out.axes[batch[i]] for i in of_indices]))
+    for axis in numbers.collapsed_slice_dims:
+        axes[axis] = part
+    found = out.keeping(axes, parts_of(_union(axes)))
     # In every round of a loop, other entries may be looked up.
-    return [out.keeping(axes).doubting(_union(out.loops)), _lost(indices, out)]
+    return [found.doubting(_union(out.loops)), _lost(indices, out)]
 
 
 def _scatter(call: Call, out: Reach) -> list[Reached]:
