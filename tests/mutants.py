@@ -336,7 +336,7 @@ MUTANTS = [
     M("_program/_reach.py", "0 if length == 1 and repetitions > 1 else part", "part", "reach"),
     M("_program/_reach.py", '    "tile": _tile,\n', "", "reach"),
     M("_program/_trace.py", "use.reach.unknown | use.reach.joined", "use.reach.unknown", "reach"),
-    M("_program/_trace.py", "_serves(use, axes, f) or self._is_part(use, f)", "_serves(use, axes, f)", "reach"),
+    M("_program/_trace.py", "_serves(use, axes, f) or self._has_few_parts(use, f)", "_serves(use, axes, f)", "reach"),
     M("_program/_trace.py", "len(bits) != len(lengths) or reach.unknown & first", "len(bits) != len(lengths)", "reach"),
     M("_program/_trace.py", "if any(terms_of(b) & first for b in bits):", "if False:", "reach"),
     M("_program/_trace.py", "math.prod(parts) < number", "math.prod(parts) <= number", "reach"),

@@ -487,6 +487,8 @@ def test_vmc_takes_other_choices():
     assert sum("every 10 steps, at first at 0, 1, 2, 3, 4, 6" in e for e in lines) == 2
     lines = str(kfac.KFAC.vmc(curvature_period=10, inverse_period=1)).splitlines()
     assert not any("at first" in line for line in lines)
+    lines = str(kfac.KFAC.vmc(inverse_period="auto")).splitlines()
+    assert sum("steps, at first at 0, 1, 2, 3, 4, 6" in line for line in lines) == 2
     with pytest.raises(TypeError, match="unknown"):
         kfac.KFAC.vmc(unknown=1)
     with pytest.raises(ValueError, match=r"Use `kfac.TNT\(\)`"):

@@ -275,7 +275,7 @@ class KFAC(eqx.Module):
         )
         periods = dict(curvature_period=10, inverse_period=10)
         optimizer = cls(**{**chosen, **periods, **choices})
-        return replaced(optimizer, "_early", frozenset(periods) - frozenset(choices))
+        return replaced(optimizer, "_early", optimizer._early | {*periods} - {*choices})
 
     @putting
     def init(self, model: Model) -> KFACState:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .._custom_types import Model
 from .._devices import zeros_split_as
-from .._misc import by_path, is_none, tree_where
+from .._misc import at_paths, by_path, is_none, tree_where
 
 
 class Rollback(eqx.Module):
@@ -122,12 +122,10 @@ class Rollback(eqx.Module):
     def restored(self, model: Model) -> Model:
         """`model`, with the last good parameters if they went back in the last step."""
 
-        def choose(path, p):
-            if not eqx.is_inexact_array(p):
-                return p
-            return tree_where(self.back, self.params[jtu.keystr(path)], p)
+        def choose(p, good):
+            return tree_where(self.back, good, p) if eqx.is_inexact_array(p) else p
 
-        return jtu.tree_map_with_path(choose, model)
+        return jtu.tree_map(choose, model, at_paths(self.params, model))
 
     def restoring(self, updates: Model, model: Model) -> Model:
         """The updates, or what leads from `model` to the last good parameters if they are

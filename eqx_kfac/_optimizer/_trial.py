@@ -126,8 +126,10 @@ class Trial(PlainModule):
         # Learning rate and momentum, as the bounds and then as a rule will have them.
         bounds = self._bounds
         given, later, extent = bounds.lengths(natural, self._gradient)
-        (scale, momentum), predicted = self._chosen_lengths(damping, natural, given)
         before = at_paths(state.velocity, natural)
+        (scale, momentum), predicted = self._chosen_lengths(
+            damping, natural, before, given
+        )
         # Both numbers in one array: what a GPU does to two of them are two kernels.
         lengths = jax.lax.optimization_barrier(jnp.stack([scale, momentum]))
         remembered = None if later is None else jnp.stack(later)
@@ -317,7 +319,7 @@ class Trial(PlainModule):
         return ratio, self._share(proposal, tagged)
 
     def _chosen_lengths(
-        self, damping: Float[Array, ""], natural: Model, given: tuple
+        self, damping: Float[Array, ""], natural: Model, before: Model, given: tuple
     ) -> tuple[list, Float[Array, ""] | None]:
         r"""$\alpha$ and $\mu$, and the change of the loss that the quadratic model
         predicts for them. Without a rule for either length, both are as `given`, and
@@ -327,7 +329,6 @@ class Trial(PlainModule):
             return [*given], None
         ruled = [self.rules.learning_rate is not None, self.rules.momentum is not None]
         direction = jtu.tree_map(jnp.negative, natural)
-        before = at_paths(self.state.velocity, natural)
         model = self._quadratic(damping, direction, before)
         rate, momentum = (None if r else g for r, g in zip(ruled, given))
         best = rule(model, (rate, momentum), self.start.remaining)

@@ -30,8 +30,9 @@ class Reach(NamedTuple):
     Above these, at `SUMMED`, are the axes of terms that an axis may become although sums
     are taken over it; then, at `POOLED`, those all along which such a sum is used (a mean
     over the batch, say); at `LACKING` those that an axis does not become in one way to
-    the losses, but in another; and at `JOINED` those of which it becomes a part, because
-    it is joined to them with others: all points of a grid in a row.
+    the losses, but in another; and at `JOINED` those of which it becomes a part: every
+    place along these has an entry of it, whichever. It may be joined to them with others
+    (all points of a grid in a row), or its entries are looked up.
 
     **Fields:**
 

@@ -281,11 +281,11 @@ class Trace(NamedTuple):
         if use.reach is None or self.splits_examples(use) or self.examples == (1,):
             return False
         axes, firsts = self._row_axes(use), self._first_axes(use)
-        return any(_serves(use, axes, f) or self._is_part(use, f) for f in firsts)
+        return any(_serves(use, axes, f) or self._has_few_parts(use, f) for f in firsts)
 
-    def _is_part(self, use: TagUse, first: int) -> bool:
-        """Whether the axes and loops of a use are joined with others to `first`, the axis
-        of the examples in a loss: fewer rows than there are examples."""
+    def _has_few_parts(self, use: TagUse, first: int) -> bool:
+        """Whether every example of a loss, along `first`, has a row of a use, whichever,
+        and there are fewer rows than examples. Then some row serves several."""
         assert use.reach is not None
         reach, loops = use.reach, use.context.loops
         bits = [*reach.axes, *reach.loops]

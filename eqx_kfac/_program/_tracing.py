@@ -175,7 +175,7 @@ def bypassed(call: Callable, model: Model) -> list[TaggedLayer]:
     params, static = eqx.partition(labelled.with_labels(), eqx.is_inexact_array)
 
     def outputs(params):
-        # Of whatever kind of tree, which may not be one with `None` in its leaves' place.
+        # Some packages' results are no trees any more with `None` in a leaf's place.
         leaves = jtu.tree_leaves(call(eqx.combine(params, static)))
         return list(filter(eqx.is_array, leaves))
 

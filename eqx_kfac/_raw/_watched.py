@@ -310,8 +310,8 @@ def walked(
     values, facts = ([p[i] for p in pairs] for i in (0, 1))
     results = Walk(visitor).results(jaxpr, consts, values, facts)
     structure, others = not_arrays
-    arrays = iter(results)
-    return structure.unflatten(next(arrays) if o is None else o for o in others)
+    rest = iter(results)
+    return structure.unflatten(next(rest) if o is None else o for o in others)
 
 
 def method_of(model: Any, name: Any) -> Callable:
