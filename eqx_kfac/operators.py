@@ -3,6 +3,7 @@ memory."""
 
 from ._operator import (
     KroneckerOperator as KroneckerOperator,
+    MaskedOperator as MaskedOperator,
     Packed as Packed,
     SeriesOperator as SeriesOperator,
     ShardedPacked as ShardedPacked,

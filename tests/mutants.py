@@ -625,7 +625,7 @@ MUTANTS = [
     M("debug/_compare.py", "[a * (1 - np.eye(n)) for a in squares]", "squares", "verify"),
     M("debug/_compare.py", "kernel = matmul(right(x, operator.input_factor), x.T)", "kernel = matmul(x, x.T)", "verify_rows"),
     M("debug/_compare.py", "jax.lax.map(lambda own: matmul(kernel, own), g)", "g", "verify_rows"),
-    M("debug/_rows.py", "if use is None or use.derivative:", "if use is None:", "verify_rows"),
+    M("debug/_rows.py", "if use is None or use.derivative or is_masked:", "if use is None:", "verify_rows"),
     M("debug/_compare.py", "np.sqrt((k - 1) * np.var(a, -1))", "np.sqrt(np.var(a, -1))", "verify"),
     M("debug/_plan.py", "index, jax.random.key(2))", "0, jax.random.key(2))", "verify"),
     M("debug/_plan.py", "return a * trailing(signs[: len(a)].astype(a.dtype), a)", "return a", "verify"),

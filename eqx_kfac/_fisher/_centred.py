@@ -36,13 +36,16 @@ class Centred(Exact):
     def check(self, model: Model) -> None:
         super().check(model)
         layers = tagged_layers(model)
-        others = [path for path, tag, _ in layers if not tag.block.subtracts_means]
+        # The mean of masked gradients may be larger than their moments without a mask.
+        knows = lambda tag: tag.block.subtracts_means and tag.form.mask is None
+        others = [path for path, tag, _ in layers if not knows(tag)]
         if others:
             raise ValueError(
                 "`kfac.Centred` takes the mean of examples' gradients away, which the "
                 f"blocks of {names(others)} do not know. Use `kfac.TNT()`, "
                 "`kfac.Full()`, `kfac.Diagonal()`, `kfac.Identity()`, or (where the "
-                "weight is not used transposed) `kfac.Kronecker()`; or `kfac.Exact()`."
+                "weight is neither masked nor used transposed) `kfac.Kronecker()`; or "
+                "`kfac.Exact()`."
             )
         is_rounded = lambda p: p is not None and p.dtype.itemsize < 4
         rounded = [

@@ -9,9 +9,10 @@ from jaxtyping import Array, Bool
 from .._custom_types import Model, PerLayer
 from .._devices import Devices
 from .._jobs import done, Job, products
-from .._operator import has_sharded, unpacked
+from .._operator import has_sharded, MaskedOperator, unpacked
 from .._solver import AbstractDampedSolver
 from .._tag import blank, map_at_once, Tag, update_layers
+from ..form import has_bias
 from ._factorise import damping_of, for_each
 
 
@@ -44,10 +45,14 @@ def solutions(
         if factors is None:
             return None
 
+        bias = has_bias(tag.form, layer)
+
         def solve(matrix, factors, state, damping, still):
             # What `lx.linear_solve` computes, without its derivatives, which nothing here
             # needs, and without its checks, which do not know explicit meshes.
-            operator, state, options = solvable(tag, factors, state, solver, damping)
+            operator, state, options = solvable(
+                tag, factors, state, solver, damping, bias
+            )
             # Reshaped by way of a vector: explicit meshes know no other way.
             vector = matrix.reshape(-1).reshape(operator.in_structure().shape)
             solution, _, _ = solver.compute(state, vector, options)
@@ -55,7 +60,8 @@ def solutions(
 
         matrix = tag.to_matrix(layer).astype(factors.l2.dtype)
         args = matrix, *unpacked((factors, state)), damping_of(factors, damping), still
-        return Job(tag.block, solve, args, factors.l2.ndim)
+        key = tag.block if tag.form.mask is None else (tag.block, tag.form.mask, bias)
+        return Job(key, solve, args, factors.l2.ndim)
 
     def do(jobs):
         if has_sharded((curvature, inverse)):
@@ -83,10 +89,20 @@ def with_matrices(tree: Model, matrices: Model) -> Model:
 
 
 def solvable(
-    tag: Tag, factors: Any, state: Any, solver: AbstractDampedSolver, damping: PerLayer
+    tag: Tag,
+    factors: Any,
+    state: Any,
+    solver: AbstractDampedSolver,
+    damping: Array,
+    bias: bool,
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """The operator of one layer, and the solver's state and options for it."""
-    options = {"damping": damping}
+    """The operator of one layer, which may have a `bias` beside weights, and the solver's
+    state and options for it."""
+    options = {"damping": damping, "bias": bias}
     factors, state = unpacked((factors, state))
-    operator = tag.block.operator(factors)
-    return operator, solver.init(operator, options) if state is None else state, options
+    operator = tag.operator(factors)
+    if state is None:
+        state = solver.init(operator, options)
+    elif isinstance(operator, MaskedOperator):
+        state = solver.masked(operator, state, damping, bias)
+    return operator, state, options

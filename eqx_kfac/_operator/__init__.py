@@ -10,6 +10,7 @@ from ._factor import (
     trace_of_factor as trace_of_factor,
 )
 from ._kronecker import KroneckerOperator as KroneckerOperator
+from ._masked import MaskedOperator as MaskedOperator
 from ._packed import (
     has_sharded as has_sharded,
     is_packed as is_packed,
@@ -33,6 +34,7 @@ from ._spectral import (
 )
 from ._symmetric import (
     AbstractSymmetricOperator as AbstractSymmetricOperator,
+    DampedOperator as DampedOperator,
     flatten as flatten,
     LinearisedOperator as LinearisedOperator,
     Structure as Structure,

@@ -99,7 +99,7 @@ class AbstractSymmetricOperator(lx.AbstractLinearOperator):
 class DampedOperator(AbstractSymmetricOperator):
     r"""$C + \lambda I$, with $\lambda \ge 0$."""
 
-    operator: AbstractSymmetricOperator
+    operator: lx.AbstractLinearOperator
     damping: Any
 
     def mv(self, vector: PyTree) -> PyTree:
@@ -113,10 +113,10 @@ class DampedOperator(AbstractSymmetricOperator):
 
     @property
     def positive_semidefinite(self) -> bool:
-        return self.operator.positive_semidefinite
+        return lx.is_positive_semidefinite(self.operator)
 
     def linearise(self) -> "DampedOperator":
-        return DampedOperator(self.operator.linearise(), self.damping)
+        return DampedOperator(lx.linearise(self.operator), self.damping)
 
 
 class LinearisedOperator(AbstractSymmetricOperator):

@@ -211,7 +211,7 @@ def _measured(tag: Tag, layer: Layer, factors: Any, gradient: Array) -> Any:
     number = -1 if has_bias(tag.form, layer) else None  # Of columns.
 
     def of_one(factors, matrix, gradient):
-        operator = _of_one_step(tag.block.operator(unpacked(factors)))
+        operator = _of_one_step(tag.operator(unpacked(factors)))
         diagonal = lx.diagonal(operator).reshape(matrix.shape)
         weights, matrix, weight_gradient = (
             a[:, :number] for a in (diagonal, matrix, gradient)

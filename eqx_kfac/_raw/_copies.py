@@ -20,8 +20,7 @@ from .._custom_types import Layer
 from .._jax import Equation
 from .._tag import Tag
 from ._axes import merged
-from ._facts import Fact, Term
-from ._moves import evaluated
+from ._facts import evaluated, Fact, Term
 from ._sites import Arrangement, Roles
 
 

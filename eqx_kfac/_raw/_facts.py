@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, PyTree
 
 from .._jax import Atom, Equation, Jaxpr, Literal
+from ..form import Mask
 from ._axes import Axes, Factor
 from ._sites import Site
 
@@ -26,6 +27,7 @@ class Term(NamedTuple):
     axes: Axes
     stack: int = 0  # How many of its leading axes loops go along.
     scale: ArrayLike | None = None  # A number by which it is multiplied.
+    mask: Mask | None = None  # Which entries are not zero, along its own axes.
 
 
 class Pending(NamedTuple):
@@ -70,6 +72,23 @@ class AbstractVisitor(abc.ABC):
     def otherwise(self, terms: Sequence[Term], value: Any, matters: bool) -> Any:
         """Arrays are used in another way: the `value` that is the sum of these `terms`;
         `matters`: whether the result has derivatives. Returns the value, maybe tagged."""
+
+    @abc.abstractmethod
+    def masked(
+        self, term: Term, mask: Any, kept: int, elsewhere: Sequence[Any]
+    ) -> Term | None:
+        """An array is multiplied by `mask`, or kept where that is `kept` and otherwise
+        replaced by what is `elsewhere`; these do not depend on data. Returns what the
+        term is then; `None` if `mask` is none of zeros and ones."""
+
+    def evaluated(self, eqn: Equation, values: Sequence[Any]) -> list[Any]:
+        """The results of an operation that depend on no data."""
+        return evaluated(eqn, values)
+
+    def same_in_rounds(self, values: Any) -> Any:
+        """What a loop gets of `values` in each round, if that is the same in all and is
+        to be known; by default, `None`."""
+        return None
 
     def computed(self, eqn: Equation, inputs: Sequence[tuple[Any, Fact]]) -> Fact | None:
         """An operation on arrays and constants alone. Returns what is to be known of its
@@ -135,7 +154,7 @@ class Frame:
 def _as_first(z: Array, pending: Pending) -> Array:
     """A result in the axes that it had at first."""
     factors = pending.axes.factors
-    order = sorted(range(len(factors)), key=lambda i: _place(factors[i]))
+    order = sorted(range(len(factors)), key=lambda i: place(factors[i]))
     z = z.reshape([f.size for f in factors]).transpose(order)
     return z.reshape(pending.sites[0].outputs.shape)
 
@@ -143,13 +162,14 @@ def _as_first(z: Array, pending: Pending) -> Array:
 def _as_now(z: Array, pending: Pending) -> Array:
     """The inverse."""
     factors = pending.axes.factors
-    order = sorted(range(len(factors)), key=lambda i: _place(factors[i]))
+    order = sorted(range(len(factors)), key=lambda i: place(factors[i]))
     back = sorted(range(len(order)), key=order.__getitem__)
     z = z.reshape([factors[i].size for i in order]).transpose(back)
     return z.reshape(pending.axes.shape)
 
 
-def _place(factor: Factor) -> tuple[int, int]:
+def place(factor: Factor) -> tuple[int, int]:
+    """Where a factor is in its array: a key to sort by."""
     return factor.axis, -factor.stride
 
 
@@ -163,7 +183,7 @@ def bias_order(pending: Pending, bias: Term) -> Order | None:
     if len(bias.axes.shape) != len(axes.shape) or not bias.axes.is_whole:
         return None
     entries = bias.axes.factors
-    if entries != sorted(entries, key=_place):
+    if entries != sorted(entries, key=place):
         return None
     channels = []
     for axis, own in zip(axes.axes, bias.axes.axes, strict=True):
@@ -178,6 +198,14 @@ def bias_order(pending: Pending, bias: Term) -> Order | None:
     rank = lambda i: (site.outputs.order.index(channels[i].axis), -channels[i].stride)
     order = tuple(sorted(range(len(channels)), key=rank))
     return tuple(f.size for f in channels), order
+
+
+def evaluated(eqn: Equation, values: Sequence[Any]) -> list[Any]:
+    """What an equation gives."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    out = eqn.primitive.bind(*functions, *values, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def product(factors: Sequence[Factor]) -> int:
@@ -208,11 +236,14 @@ def sliced_fact(fact: Fact) -> Fact | None:
         is_whole = term.axes.lengths[term.stack] == size
         if first != stacked or not is_whole or term.stack in term.axes.flips:
             return None
+        if term.mask is not None and not term.mask.is_repeated:
+            return None  # Each layer has a mask of its own.
         axes = term.axes.without([0])
         if any(f.axis <= term.stack for f in axes.factors):
             return None
         window = list(axes.window)
         window[term.stack] = 0, 1  # One layer of the stack.
         axes = axes._replace(window=tuple(window))
-        terms.append(term._replace(axes=axes, stack=term.stack + 1))
+        mask = None if term.mask is None else Mask(term.mask.entries[0])
+        terms.append(term._replace(axes=axes, stack=term.stack + 1, mask=mask))
     return Fact(fact.data, tuple(terms))

@@ -10,7 +10,7 @@ import numpy as np
 
 from .._jax import Equation
 from ._axes import Axes
-from ._facts import added, bias_order, Fact, Frame
+from ._facts import added, bias_order, evaluated, Fact, Frame
 
 
 def _moved(frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
@@ -34,7 +34,7 @@ def _moved(frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
         return out(fact._replace(pending=fact.pending._replace(axes=axes)))
     uniform = _number(value, fact)
     if uniform is not None and fact.pending is None:
-        return out(fact._replace(uniform=uniform))
+        return frame.visitor.evaluated(eqn, [value]), [fact._replace(uniform=uniform)]
     return None
 
 
@@ -48,9 +48,12 @@ def _cast(frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
     keep = fact.terms or fact.uniform is not None
     if fact.pending is not None:
         keep = frame.used_once(eqn.invars[0])
-    (out,) = evaluated(eqn, [value])
-    uniform = None if fact.uniform is None else jnp.asarray(fact.uniform).astype(new)
-    return ([out], [fact._replace(uniform=uniform)]) if keep else None
+    if not keep:
+        return None
+    if fact.uniform is None:
+        return evaluated(eqn, [value]), [fact]
+    out, uniform = (frame.visitor.evaluated(eqn, [v]) for v in (value, fact.uniform))
+    return out, [fact._replace(uniform=uniform[0])]
 
 
 def _split(frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
@@ -86,13 +89,50 @@ def _multiplied(frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
         if name == "div" and side == 1:
             return None
         number = _number(*inputs[1 - side])
-        if number is None or inputs[1 - side][1].terms:
+        if inputs[1 - side][1].terms:
             return None
+        if number is None:
+            return _by_mask(frame, eqn, side, 1 - side) if name == "mul" else None
         number = 1 / number if name == "div" else number
     scale = lambda t: number if t.scale is None else t.scale * number
     terms = tuple(t._replace(scale=scale(t)) for t in fact.terms)
     data = any(f.data for _, f in inputs)
     return evaluated(eqn, values), [Fact(data, terms)]
+
+
+def _by_mask(
+    frame: Frame, eqn: Equation, array: int, mask: int, rest: int | None = None
+) -> tuple | None:
+    """The operand `array` of an operation where the operand `mask` is one (or is the
+    number of the case, if there is a `rest` for elsewhere)."""
+    value, fact = frame.read(eqn.invars[array])
+    others = [frame.read(eqn.invars[i]) for i in (mask, rest) if i is not None]
+    shape = eqn.outvars[0].aval.shape  # pyright: ignore
+    unknown = any(other.data or other.terms or other.pending for _, other in others)
+    if unknown or fact.data or np.shape(value) != shape:
+        return None
+    where, *elsewhere = (_entries(*other) for other in others)
+    kept = 1 if rest is None else array - 1
+    terms = [frame.visitor.masked(t, where, kept, elsewhere) for t in fact.terms]
+    if None in terms:
+        return None
+    out = evaluated(eqn, [frame.read(atom)[0] for atom in eqn.invars])
+    return out, [Fact(False, tuple(t for t in terms if t is not None))]
+
+
+def _selected(frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
+    """An array where a condition holds, and zeros elsewhere."""
+    (which, _), *cases = inputs
+    sides = [i for i, (_, case) in enumerate(cases) if case.terms]
+    if len(cases) != 2 or len(sides) != 1 or np.ndim(which) == 0:
+        return None
+    (side,) = sides
+    return _by_mask(frame, eqn, 1 + side, 0, 2 - side)
+
+
+def _entries(value: Any, fact: Fact) -> Any:
+    """All entries of a value, or the number that they are."""
+    return value if fact.uniform is None else fact.uniform
 
 
 def _sum(frame: Frame, eqn: Equation, inputs: list) -> tuple | None:
@@ -154,14 +194,6 @@ def _along(shape: Sequence[int], axis: int, start: int, stop: int) -> tuple:
     return starts, stops
 
 
-def evaluated(eqn: Equation, values: Sequence[Any]) -> list[Any]:
-    """What an equation gives."""
-    params = eqn.primitive.get_bind_params(eqn.params)
-    functions, params = params if isinstance(params, tuple) else ((), params)
-    out = eqn.primitive.bind(*functions, *values, **params)
-    return list(out) if eqn.primitive.multiple_results else [out]
-
-
 def has_derivative(eqn: Equation) -> bool:
     """Whether results of an operation may have derivatives other than zero."""
     dtypes = [v.aval.dtype for v in eqn.outvars]  # pyright: ignore
@@ -207,6 +239,7 @@ MOVING: dict[str, Callable] = {
     "convert_element_type": _cast,
     "split": _split,
     **dict.fromkeys(("mul", "div", "neg"), _multiplied),
+    "select_n": _selected,
     **dict.fromkeys(("add", "add_any", "sub"), _sum),
     "complex": _complex,
 }

@@ -22,9 +22,21 @@ from typing import Any, NamedTuple, TypeAlias
 from jaxtyping import Array, PyTree
 
 from .._block import AbstractBlock, Kronecker
+from .._jax import Equation
 from .._tag import Tag
-from ..form import AbstractForm, Convolution, Leaf, Lookup, Parameters, size_of, View
+from ..form import (
+    AbstractForm,
+    Convolution,
+    Leaf,
+    Lookup,
+    Mask,
+    Masked,
+    Parameters,
+    size_of,
+    View,
+)
 from ._facts import AbstractVisitor, Order, Term
+from ._masks import canonical_mask, concrete, first_of_equal, masked_term
 from ._sites import matrix_key, Site, transposed_key
 
 
@@ -36,6 +48,7 @@ class NotedUse(NamedTuple):
     stack: int  # Along how many leading axes of the array loops go.
     bias: int | None  # The number of the array that is the bias.
     bias_leaf: Leaf | None  # How the form sees the bias.
+    mask: Mask | None = None  # Which entries of the canonical matrix are used.
 
 
 class Notes(AbstractVisitor):
@@ -53,8 +66,10 @@ class Notes(AbstractVisitor):
         number = leaf = None
         if bias is not None and order is not None:
             number, leaf = bias.parameter, _bias_leaf(site, bias, order)
-        use = site.use
-        noted = NotedUse(use.form, use.weight, site.stack, number, leaf)
+        use, mask = site.use, canonical_mask(site)
+        if mask is None and site.mask is not None:  # It has no canonical matrix.
+            self.other_uses.setdefault(site.parameter, set()).add(site.stack)
+        noted = NotedUse(use.form, use.weight, site.stack, number, leaf, mask)
         uses = self.constant_uses if site.constant else self.uses
         if noted not in uses.setdefault(site.parameter, []):
             uses[site.parameter].append(noted)
@@ -69,6 +84,17 @@ class Notes(AbstractVisitor):
         for term in terms:
             self.other_uses.setdefault(term.parameter, set()).add(term.stack)
         return value
+
+    def masked(
+        self, term: Term, mask: Any, kept: int, elsewhere: Sequence[Any]
+    ) -> Term | None:
+        return masked_term(term, mask, kept, elsewhere)
+
+    def evaluated(self, eqn: Equation, values: Sequence[Any]) -> list[Any]:
+        return concrete(eqn, values)
+
+    def same_in_rounds(self, values: Any) -> Any:
+        return first_of_equal(values)
 
     def sliced(self, parameters: set[int]) -> tuple[PyTree, Callable]:
         return (), lambda _: self  # There is nothing to slice: the visitor has no arrays.
@@ -135,6 +161,7 @@ class Part(NamedTuple):
     tied: bool  # Whether some of the uses are of the transpose.
     bias: int | None  # The number of the array that is the bias in all uses.
     bias_leaf: Leaf | None
+    mask: Mask | None = None  # Which entries of the canonical matrix are used.
 
 
 def parts_of(arrays: Sequence[RawArray], notes: Notes, choose: Choose) -> list[Part]:
@@ -190,9 +217,13 @@ def _part(number: int, stack: int, uses: list[NotedUse]) -> Part | None:
             if isinstance(use.form, Convolution) or transposed_key(key) != owner_key:
                 return None
             tied = True
+    masks = {use.mask for use in uses}
+    if len(masks) > 1 or (tied and owner.mask is not None):
+        return None  # Each use has a gradient in other entries.
     biases = {(use.bias, use.bias_leaf) for use in uses}
     bias, leaf = biases.pop() if len(biases) == 1 and not tied else (None, None)
-    return Part(number, owner.form, owner.weight, stack, tied, bias, leaf)
+    matrix = number, owner.form, owner.weight, stack, tied
+    return Part(*matrix, bias, leaf, owner.mask)
 
 
 def _has_fitting_block(array: RawArray, part: Part, choose: Choose) -> bool:
@@ -264,10 +295,11 @@ def tags_for(
 def _form(part: Part, arrays: Sequence[RawArray]) -> View:
     """The form of the tag of a part."""
     weight = dataclasses.replace(part.weight, name=arrays[part.number].name)
+    form = part.form if part.mask is None else Masked(part.form, part.mask.entries)
     if part.bias is None or part.bias_leaf is None:
-        return View(part.form, weight)
+        return View(form, weight)
     bias = dataclasses.replace(part.bias_leaf, name=arrays[part.bias].name)
-    return View(part.form, weight, bias)
+    return View(form, weight, bias)
 
 
 def _name(array: RawArray, part: Part) -> str:

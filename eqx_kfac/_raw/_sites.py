@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._jax import Equation
-from ..form import AbstractForm, Convolution, Dense, Einsum, Leaf, Lookup
+from ..form import AbstractForm, Convolution, Dense, Einsum, Leaf, Lookup, Mask
 from ._axes import Axes, Axis, Factor, merged
 
 
@@ -76,6 +76,7 @@ class Site(NamedTuple):
     # Over how many of the first axes of `x`, and of the arranged outputs, there is a map.
     mapped: int = 0
     constant: bool = False  # Whether `x` is the same for all data.
+    mask: Mask | None = None  # Which entries of the array are not zero.
 
 
 def contraction(eqn: Equation, side: int, axes: Axes, x: Array) -> tuple | None:

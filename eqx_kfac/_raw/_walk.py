@@ -35,6 +35,7 @@ from ..form import Dense, Einsum, Lookup
 from ._axes import Axes
 from ._facts import (
     AbstractVisitor,
+    evaluated,
     Fact,
     Frame,
     Pending,
@@ -42,7 +43,7 @@ from ._facts import (
     sliced_fact,
     Term,
 )
-from ._moves import evaluated, has_derivative, MOVES, MOVING
+from ._moves import has_derivative, MOVES, MOVING
 from ._sites import contraction, convolution, lookup, row, Site
 
 
@@ -132,8 +133,8 @@ class Walk:
             self._otherwise(eqn, value, fact) if tell and fact.terms else value
             for value, fact in inputs
         ]
-        out = evaluated(eqn, values)
         data = any(fact.data for _, fact in inputs)
+        out = (evaluated if data else self.visitor.evaluated)(eqn, values)
         return out, [Fact(data)] * len(out)
 
     def _computed(self, eqn: Equation, inputs: list) -> tuple | None:
@@ -229,7 +230,10 @@ class Walk:
             Site(t.parameter, t.stack, *_scaled(_in_one_layer(m, t.stack), t.scale))
             for t, m in zip(terms, matches, strict=True)
         ]
-        sites = [site._replace(constant=constant) for site in sites]
+        sites = [
+            site._replace(constant=constant, mask=term.mask)
+            for site, term in zip(sites, terms, strict=True)
+        ]
         values = [
             ft.reduce(lambda a, s: self.visitor.covered(s, a), sites, value)
             if fact.terms
@@ -327,10 +331,15 @@ class Walk:
         facts = [f for _, f in consts] + [Fact(data)] * n + facts_xs
         for_visitor, visitor_within = self.visitor.sliced(along)
         fixed = [value for value, _ in consts]
+        same = [
+            None if fact.data or fact.terms else self.visitor.same_in_rounds(value)
+            for value, fact in xs
+        ]
 
         def body(carry, slices):
             xs, for_visitor = slices
-            values = [*fixed, *carry, *xs]
+            known = [x if s is None else s for x, s in zip(xs, same, strict=True)]
+            values = [*fixed, *carry, *known]
             walk = Walk(visitor_within(for_visitor))
             out, _ = walk._run(inner, constants, values, facts, settle=True)
             return out[:n], out[n:]

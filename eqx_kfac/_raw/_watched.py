@@ -36,7 +36,7 @@ from .._custom_types import Layer
 from .._jax import Equation, part_of
 from .._module import member, replaced
 from .._tag import Tag
-from ..form import Parameters, View
+from ..form import AbstractForm, Masked, Parameters, View
 from ..nn import Derived
 from ._axes import Axes
 from ._copies import Computed, Copied, Other, tagged_copies
@@ -383,13 +383,15 @@ class Binder(AbstractVisitor):
         if bound.bias is not None and bias is None:
             return bound.tag.uncover(z)
         tag = bound.tag
-        expected, form = tag.form.form, site.use.form  # pyright: ignore
+        expected, form = _unmasked(tag), site.use.form
         key = matrix_key(form, site.use.weight)
         swapped = key != matrix_key(expected, tag.form.weight)  # pyright: ignore
         # The form of this use may differ from the form of the tag, by the strides of a
         # convolution for instance, or it may be a use of the transpose. Its statistics
         # are added to the same slots all the same.
         if swapped or form != expected:
+            mask = tag.form.mask
+            form = form if mask is None else Masked(form, mask.entries)
             tag = Tag(form, tag.block, swapped=swapped).with_slots_of(tag)
         return tagged(tag, z, site)
 
@@ -409,6 +411,13 @@ class Binder(AbstractVisitor):
         # What bypasses the tags is found by whoever collects the curvature.
         other = self.others.get(terms[0].parameter) if len(terms) == 1 else None
         return value if other is None else tagged_copies(other, terms[0], value)
+
+    def masked(
+        self, term: Term, mask: Any, kept: int, elsewhere: Sequence[Any]
+    ) -> Term | None:
+        # What the mask is has been looked at when the tag was made.
+        bound = self.bound.get(term.parameter, ())
+        return term if any(own.tag.form.mask for own in bound) else None
 
     def computed(self, eqn: Equation, inputs: Sequence[tuple[Any, Fact]]) -> Fact | None:
         result = Computed.of(eqn, inputs, self.others)
@@ -451,11 +460,17 @@ class Binder(AbstractVisitor):
         key = matrix_key(site.use.form, site.use.weight)
         for bound in self.bound.get(site.parameter, ()):
             form, block = bound.tag.form, bound.tag.block
-            tag_key = matrix_key(form.form, form.weight)  # pyright: ignore
+            tag_key = matrix_key(_unmasked(bound.tag), form.weight)  # pyright: ignore
             tied = isinstance(block, Kronecker) and block.tied
             if key == tag_key or (tied and transposed_key(key) == tag_key):
                 return bound
         return None
+
+
+def _unmasked(tag: Tag) -> AbstractForm:
+    """What an array with this tag, whose form is a `View`, is used as."""
+    form = tag.form.form  # pyright: ignore
+    return form.form if isinstance(form, Masked) else form
 
 
 def tagged(tag: Tag, z: Array, site: Site) -> Array:

@@ -7,7 +7,16 @@ import lineax as lx
 from jaxtyping import Array, Float, PyTree
 
 from .._custom_types import Options
-from .._operator import eigh, Factor, KroneckerOperator, SeriesOperator, SpectralOperator
+from .._operator import (
+    DampedOperator,
+    eigh,
+    Factor,
+    KroneckerOperator,
+    MaskedOperator,
+    SeriesOperator,
+    SpectralOperator,
+)
+from ._masked import conjugate_gradients, MaskedState
 from ._series import apply_series, factorise_series, SeriesState
 
 
@@ -116,6 +125,28 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
         factors = operator.output_factor, operator.input_factor
         return self.damped(*factors, damping, bias)
 
+    def damped_operator(
+        self,
+        operator: lx.AbstractLinearOperator,
+        damping: Float[Array, ""],
+        bias: bool = False,
+    ) -> lx.AbstractLinearOperator:
+        """The operator whose inverse the solver applies, given all but the damping."""
+        if isinstance(operator, lx.DiagonalLinearOperator):
+            return lx.DiagonalLinearOperator(operator.diagonal + damping)
+        return DampedOperator(operator, damping)
+
+    def masked(
+        self,
+        operator: MaskedOperator,
+        state: Any,
+        damping: Float[Array, ""],
+        bias: bool = False,
+    ) -> MaskedState:
+        """The state for a masked operator, given that for the operator within."""
+        damped = self.damped_operator(operator.operator, damping, bias)
+        return MaskedState(MaskedOperator(damped, operator.mask), state)
+
     def split(self, state: tuple) -> tuple[tuple, tuple]:
         """What a state has of either factor."""
         half = len(state) // 2
@@ -128,8 +159,11 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
     def init(self, operator: lx.AbstractLinearOperator, options: Options) -> Any:
         """Factorises the operator."""
         leaf = jtu.tree_leaves(operator)[0]
-        bias = options.get("bias", False)
-        prepared = self.prepare(operator, _damping(options, leaf), bias)
+        bias, damping = options.get("bias", False), _damping(options, leaf)
+        if isinstance(operator, MaskedOperator):
+            state = self.init(operator.operator, options)
+            return self.masked(operator, state, damping, bias)
+        prepared = self.prepare(operator, damping, bias)
         if not isinstance(prepared, Pair):
             return prepared
         previous = options.get("previous")
@@ -139,7 +173,10 @@ class AbstractDampedSolver(AbstractSymmetricSolver[_State]):
     def compute(
         self, state: Any, vector: Float[Array, "..."], options: Options
     ) -> tuple[Float[Array, "..."], lx.RESULTS, Options]:
-        if isinstance(state, lx.DiagonalLinearOperator):
+        if isinstance(state, MaskedState):
+            inverse = lambda v: self.compute(state.state, v, options)[0]
+            solution = conjugate_gradients(state.damped, inverse, vector)
+        elif isinstance(state, lx.DiagonalLinearOperator):
             solution = vector / (state.diagonal + _damping(options, vector))
         elif isinstance(state, SeriesState):
             solution = apply_series(state, vector)

@@ -2,6 +2,7 @@ import abc
 from typing import NamedTuple
 
 import equinox as eqx
+import lineax as lx
 from jaxtyping import Array, Float
 
 from .._operator import Factor, KroneckerOperator
@@ -37,6 +38,17 @@ class AbstractFactoredSolver(AbstractDampedSolver[InverseState]):
     ) -> Pair:
         scaled = bias and self.scaled_bias
         return Pair(*damped_factors(output_factor, input_factor, damping, scaled))
+
+    def damped_operator(
+        self,
+        operator: lx.AbstractLinearOperator,
+        damping: Float[Array, ""],
+        bias: bool = False,
+    ) -> lx.AbstractLinearOperator:
+        if not isinstance(operator, KroneckerOperator):
+            return super().damped_operator(operator, damping, bias)
+        factors = operator.output_factor, operator.input_factor
+        return KroneckerOperator(*self.damped(*factors, damping, bias))
 
     def decompose(self, factor: Factor, previous: tuple | None) -> tuple:
         return (self.invert(factor, None if previous is None else previous[0]),)

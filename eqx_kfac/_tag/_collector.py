@@ -137,6 +137,9 @@ class GradientCollector(AbstractCollector):
         norms = jnp.linalg.norm(g, axis=-1) * jnp.linalg.norm(x, axis=-1)
         size = jnp.sum(norms, axis=tuple(range(rows.stack, norms.ndim)))
         gradient = moment(g, x, rows.stack, like.gradient)
+        if rows.mask is not None:
+            mask = rows.mask.of_columns(gradient.shape[-1])
+            gradient = jnp.where(mask, gradient, 0)
         outputs = CollectedGradient(gradient, number, size)
         return Statistics(zeros_of(slots.inputs), outputs)
 

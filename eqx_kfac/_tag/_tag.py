@@ -7,12 +7,14 @@ whose cotangents the statistics are. A tag that has slots *collects*.
 """
 
 import functools as ft
+import math
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import lineax as lx
 from jaxtyping import Array, Inexact, Shaped
 from wadler_lindig import AbstractDoc, TextDoc
 
@@ -38,6 +40,7 @@ from .._devices import (
 )
 from .._misc import accumulator, is_none
 from .._module import PlainModule, replaced
+from .._operator import MaskedOperator
 from ..form import AbstractForm, Parameters
 from ._collector import GradientCollector, RowCollector
 from ._primitive import covered_p, Label, Layout, tag_p
@@ -396,6 +399,17 @@ class Tag(PlainModule):
         stack = self.form.sizes(layer).stack
         # The last axes, `groups` in number, are for the maps that one layer consists of.
         return stack[: len(stack) - self.form.groups]
+
+    def operator(self, factors: Any) -> lx.AbstractLinearOperator:
+        """The curvature of one layer with these factors: what its block says of the
+        canonical matrix, or of those entries of it that are not masked."""
+        operator = self.block.operator(factors)
+        if self.form.mask is None:
+            return operator
+        shape = operator.in_structure().shape
+        d_out, _ = self.form.mask.entries.shape
+        mask = self.form.mask.of_columns(math.prod(shape) // d_out)
+        return MaskedOperator(operator, mask.reshape(shape))
 
     def to_matrix(self, layer: Layer) -> Inexact[Array, "*stack d_out d_in"]:
         """The canonical matrix of a layer (or of its gradient). If the layer's features

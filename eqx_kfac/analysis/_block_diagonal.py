@@ -20,6 +20,7 @@ from .._operator import (
     AbstractSymmetricOperator,
     eigenvalues,
     flatten,
+    MaskedOperator,
     spectral,
     squared_norm,
     Structure,
@@ -88,7 +89,7 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
                     "`kfac.curvature(loss_fn)(model, ...)` returns it, but at a tagged "
                     f"layer it has a {type(factors).__name__}."
                 )
-            operator = over_stack(tag.block.operator, factors.l2.ndim)(factors)
+            operator = over_stack(tag.operator, factors.l2.ndim)(factors)
             return _Block(operator, factors.l2, has_bias(tag.form, layer))
 
         found, _ = flatten_tags(lambda tag, layer, own: own, model, curvature)
@@ -276,7 +277,7 @@ class BlockDiagonalOperator(AbstractSymmetricOperator):
         """
 
         def inverse(bias, op, shift):
-            if is_factorised(op):
+            if is_factorised(op) or isinstance(op, MaskedOperator):
                 return spectral(op).power(-1, shift)
             state = solver.init(op, {"damping": shift, "bias": bias})
             if isinstance(state, solver.state_type):

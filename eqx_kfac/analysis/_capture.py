@@ -80,15 +80,18 @@ class Captured(eqx.Module):
 
     def gradients(self) -> Float[Array, "..."]:
         r"""The gradients of single examples with respect to the layer's canonical matrix,
-        $\sum g \bar x^\top$ over the positions within the layer: `[*stack, *examples,
-        d_out, d_in(+1)]`, after an axis of cotangents if there is one."""
+        $\sum g \bar x^\top$ over the positions within the layer, zero where the weight is
+        masked: `[*stack, *examples, d_out, d_in(+1)]`, after an axis of cotangents if
+        there is one."""
         x, g = self.rows()
         axes = self.stack + self.form.groups + self.examples
         x = x.reshape(*x.shape[:axes], -1, x.shape[-1])
 
         def product(g):
             g = g.reshape(*g.shape[:axes], -1, g.shape[-1]).astype(x.dtype)
-            return matmul(g.mT, x)
+            whole, mask = matmul(g.mT, x), self.form.mask
+            used = True if mask is None else mask.of_columns(x.shape[-1])
+            return jnp.where(used, whole, 0)
 
         return jax.lax.map(product, g) if self.several else product(g)
 

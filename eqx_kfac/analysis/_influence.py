@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from .._checks import check_instance
 from .._custom_types import Model, PerLayer
@@ -71,10 +71,12 @@ class Influence(eqx.Module):
 
         def score(operator, shift, rows):
             def one(row):
-                gradient = _gradients(_Rows(row.x[None], row.g[None]))
+                gradient = _gradients(_Rows(row.x[None], row.g[None], rows.mask))
                 return jnp.vdot(gradient, _times(operator, gradient))
 
-            return jax.lax.map(one, _cast(rows, operator), batch_size=_AT_ONCE)
+            rows = _cast(rows, operator)
+            each = rows._replace(mask=None)
+            return jax.lax.map(one, each, batch_size=_AT_ONCE)
 
         return self._inverse(model).sum_over_layers(score, self._rows(model, data))
 
@@ -146,6 +148,7 @@ class _Rows(NamedTuple):
 
     x: Float[Array, "*stack examples rows d_in"]
     g: Float[Array, "*stack examples rows d_out"]
+    mask: Bool[Array, "*stack d_out d_in"] | None = None
 
 
 def _is_captured(node: object) -> bool:
@@ -165,7 +168,11 @@ def _of_examples(captured: Captured) -> _Rows:
     def by_example(a):
         return a.reshape(*a.shape[: axes + 1], -1, a.shape[-1])
 
-    return _Rows(by_example(x), by_example(g))
+    mask = captured.form.mask
+    if mask is not None:
+        mask = mask.of_columns(x.shape[-1])
+        mask = jnp.broadcast_to(mask, x.shape[:axes] + mask.shape)
+    return _Rows(by_example(x), by_example(g), mask)
 
 
 def _scores(inverse: BlockDiagonalOperator, test: Model, train: Model) -> Array:
@@ -213,11 +220,12 @@ def _pairs(operator: Any, shift: Array, test: _Rows, train: _Rows) -> Array:
 
 def _cast(rows: _Rows, operator: lx.AbstractLinearOperator) -> _Rows:
     dtype = operator.in_structure().dtype
-    return _Rows(*(a.astype(dtype) for a in rows))
+    return rows._replace(x=rows.x.astype(dtype), g=rows.g.astype(dtype))
 
 
 def _gradients(rows: _Rows) -> Float[Array, "examples d_out d_in"]:
-    return matmul(rows.g.mT, rows.x)
+    gradients = matmul(rows.g.mT, rows.x)
+    return gradients if rows.mask is None else jnp.where(rows.mask, gradients, 0)
 
 
 def _times(operator: Any, gradients: Array) -> Array:

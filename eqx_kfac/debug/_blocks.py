@@ -132,7 +132,7 @@ def operators(model: Model, factors: Model, fn: Callable) -> list[Any]:
     def of_layer(tag, layer, factors):
         if factors is None:
             return None
-        apply = lambda factors: fn(tag.block.operator(factors))
+        apply = lambda factors: fn(tag.operator(factors))
         return over_stack(apply, factors.l2.ndim)(factors)
 
     found, _ = flatten_tags(of_layer, model, factors)

@@ -60,7 +60,8 @@ class Places:
             return None
         used = self._found()[0][number]
         use, sizes = used.once, used.site.sizes
-        if use is None or use.derivative:
+        is_masked = used.site.form.mask is not None  # Then it is no sum of rows.
+        if use is None or use.derivative or is_masked:
             return None
         members, d_out, d_in = (
             math.prod(sizes.stack),

@@ -37,7 +37,7 @@ def spectra(model: Model, curvature: Model) -> list[Spectrum]:
     BlockDiagonalOperator(curvature, model)  # Raises, if the curvature is not complete.
 
     def of_one(tag, factors):
-        operator = tag.block.operator(factors)
+        operator = tag.operator(factors)
         total = trace(operator) + factors.l2 * operator.in_size()
         if is_too_wide(operator):
             return total, None

@@ -19,6 +19,8 @@ from ._inputs import (
     Window as Window,
 )
 from ._lookup import Lookup as Lookup
+from ._mask import Mask as Mask
+from ._masked import Masked as Masked
 from ._parameters import Parameters as Parameters
 from ._view import Leaf as Leaf, size_of as size_of, View as View
 from ._within import Within as Within
@@ -31,6 +33,7 @@ __all__ = [  # For layers of one's own. (The other names are for this library's.
     "Einsum",
     "Gates",
     "Lookup",
+    "Masked",
     "Parameters",
     "Rows",
     "Sizes",

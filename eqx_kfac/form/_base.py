@@ -8,6 +8,7 @@ from .._custom_types import Layer, Weights
 from .._jax import SharedNode
 from .._module import member, PlainModule, replaced
 from ._inputs import AbstractInputs
+from ._mask import Mask
 
 
 class Sizes(NamedTuple):
@@ -54,6 +55,7 @@ class Rows(NamedTuple):
     - `reverse`: whether they are derivatives in reverse mode, $\bar x = W^\top \bar z$:
         then `x` has what is pulled back to $\bar x$, and `g` has $\bar z$.
     - `basis`: what `basis` of the block returns; `None` if it has none.
+    - `mask`: the mask of the layer's weight, if it has one.
     """
 
     x: AbstractInputs
@@ -64,6 +66,7 @@ class Rows(NamedTuple):
     derivative: bool = False
     reverse: bool = False
     basis: Any = None
+    mask: Mask | None = None
 
 
 class AbstractForm(PlainModule):
@@ -92,6 +95,12 @@ class AbstractForm(PlainModule):
         """How many of the last stack axes are within one layer: 1 if it consists of
         several maps side by side, else 0."""
         return 0
+
+    @property
+    def mask(self) -> Mask | None:
+        """Which entries of the weight (in the canonical matrix) are used; `None`: all.
+        See [`eqx_kfac.form.Masked`][]."""
+        return None
 
     @property
     @abc.abstractmethod

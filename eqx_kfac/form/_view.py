@@ -8,6 +8,7 @@ from jaxtyping import Array, Inexact, Shaped
 from .._custom_types import Layer, Weights
 from ._base import AbstractForm, Rows, Sizes
 from ._inputs import AbstractInputs
+from ._mask import Mask
 
 
 class Leaf(eqx.Module):
@@ -106,6 +107,10 @@ class View(AbstractForm):
     @property
     def groups(self) -> int:
         return self.form.groups
+
+    @property
+    def mask(self) -> Mask | None:
+        return self.form.mask
 
     def sizes(self, layer: Layer) -> Sizes:
         return self.form.sizes(self._inner(layer))

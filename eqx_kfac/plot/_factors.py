@@ -69,7 +69,7 @@ def _matrices(tag: Tag, layer: Layer, own: AbstractFactors) -> dict[str, np.ndar
     first = lambda a: np.asarray(a.reshape(-1, *a.shape[own.l2.ndim :])[0])
     if own.symmetric:
         return {name: first(getattr(own, name)) for name in own.symmetric}
-    diagonal = lambda own: lx.diagonal(tag.block.operator(own))
+    diagonal = lambda own: lx.diagonal(tag.operator(own))
     shape = tag.to_matrix(layer).shape[own.l2.ndim :]
     return {"diagonal": first(over_stack(diagonal, own.l2.ndim)(own)).reshape(shape)}
 
