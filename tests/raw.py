@@ -109,11 +109,12 @@ def shown(model: Any) -> dict[str, str]:
     layers = zip(kfac._tag.trained_layers(model), kfac.summary(model).layers, strict=True)
     for (path, tag, _), line in layers:
         form = getattr(tag.form, "form", tag.form)
+        kind = form.label if tag.form.mask else type(form).__name__
         stack = "".join(f"[{n}]" for n in line.stack)
         sizes = f"{line.d_out}x{line.d_in}" if line.d_in else f"{line.d_out}"
         bias = "+1" if line.bias and line.d_in else ""
         tied = ", tied" if getattr(tag.block, "tied", False) else ""
-        lines[path] = f"{type(form).__name__}{stack} {sizes}{bias}{tied}"
+        lines[path] = f"{kind}{stack} {sizes}{bias}{tied}"
     return lines
 
 
@@ -151,22 +152,27 @@ def check(
     ):
         rows = jacobian[:number].reshape(-1, jacobian.shape[-1])
         dense = rows.T @ rows / number
-        paths = [path for path, *_ in kfac._tag.trained_layers(exact_for)]
-        for path, factors, places in zip(paths, *blocks, strict=True):
-            check_blocks(path, factors, places, dense, path in shared)
+        layers = kfac._tag.trained_layers(exact_for)
+        for (path, tag, _), factors, places in zip(layers, *blocks, strict=True):
+            mask = tag.form.mask and tag.form.mask.entries
+            check_blocks(path, factors, places, dense, path in shared, mask)
         everywhere = np.sort(np.concatenate([np.ravel(places) for places in blocks[1]]))
         np.testing.assert_array_equal(everywhere, np.arange(len(dense)))
 
 
-def check_blocks(path: str, factors: Any, places: Any, dense: Any, shared: bool) -> None:
-    """Of a layer, or of all in a stack: the dense block; or, if it is `shared`, another
-    one."""
+def check_blocks(
+    path: str, factors: Any, places: Any, dense: Any, shared: bool, mask: Any = None
+) -> None:
+    """Of a layer, or of all in a stack: the dense block (what a `mask` leaves of it); or,
+    if it is `shared`, another one."""
     places = np.asarray(places).astype(int)
     wrong = []
     for index in np.ndindex(places.shape[:-2]):
-        own = places[index].ravel()
+        own, used = places[index].ravel(), np.ones(places.shape[-2:], bool)
+        if mask is not None:  # A bias is behind it.
+            used[:, : mask.shape[1]] = mask
         block = jtu.tree_map(lambda a, i=index: np.asarray(a)[i], factors)
-        error, size = block_error(block, dense[np.ix_(own, own)])
+        error, size = block_error(block, dense[np.ix_(own, own)], used.ravel())
         wrong.append(error / size if size > 0 else error)
     is_kron = hasattr(factors, "output_factor")
     if shared and is_kron:
@@ -175,14 +181,16 @@ def check_blocks(path: str, factors: Any, places: Any, dense: Any, shared: bool)
         assert max(wrong) <= 1e-10, f"{path} is wrong by {wrong}"
 
 
-def block_error(block: Any, exact: Any) -> tuple[float, float]:
-    """How far a block is from the exact one; and the size of that."""
+def block_error(block: Any, exact: Any, used: Any) -> tuple[float, float]:
+    """How far a block, where entries are `used`, is from the exact one; and the size of
+    that."""
     norm = np.linalg.norm
-    if hasattr(block, "matrix"):
-        return norm(block.matrix - exact), norm(exact)
     if hasattr(block, "diagonal"):
         diagonal = np.diag(exact)
-        return norm(block.diagonal.ravel() - diagonal), norm(diagonal)
-    both = block.output_factor, block.input_factor
-    whole = np.kron(*(f if f.ndim == 2 else np.diag(f) for f in both))
-    return norm(whole - exact), norm(exact)
+        return norm(used * block.diagonal.ravel() - diagonal), norm(diagonal)
+    if hasattr(block, "matrix"):
+        whole = block.matrix
+    else:
+        both = block.output_factor, block.input_factor
+        whole = np.kron(*(f if f.ndim == 2 else np.diag(f) for f in both))
+    return norm(whole * used * used[:, None] - exact), norm(exact)

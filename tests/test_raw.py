@@ -16,6 +16,8 @@ conv = jax.lax.conv_general_dilated
 VECTORS = normal(3, 3)
 WORDS = jnp.array([1, 4, 4])
 SEQUENCES = normal(2, 3, 4)
+HALF = np.array([[1, 0, 1], [1, 1, 0], [0, 0, 0], [0, 1, 1]], bool)
+KEPT = HALF.astype(float)
 IMAGES = normal(2, 2, 4, 4)  # Channels first.
 
 
@@ -446,6 +448,101 @@ CASES = {
         w=(3, 3),
         v=(2, 3),
         g=(2,),
+    ),
+    "masked": case(
+        lambda m, x: (m.w * KEPT) @ x + m.b,
+        VECTORS,
+        {"w": "Masked(Dense) 4x3+1"},
+        w=(4, 3),
+        b=(4,),
+    ),
+    "replaced by zeros": case(
+        lambda m, x: jnp.where(HALF, 0.0, 2 * m.w) @ x,
+        VECTORS,
+        {"w": "Masked(Dense) 4x3"},
+        w=(4, 3),
+    ),
+    "a triangle from the right": case(
+        lambda m, x: jnp.tril(m.v) @ jnp.tanh(jnp.where(HALF.T, m.w.T, 0) @ x.T).T,
+        normal(3, 3, 4),
+        {"v": "Masked(Dense) 3x3", "w": "Masked(Dense) 3x4"},
+        "w",
+        w=(4, 3),
+        v=(3, 3),
+    ),
+    "masked twice": case(
+        lambda m, x: (KEPT * (m.w * np.tri(4, 3)).reshape(2, 6)[::1].reshape(4, 3)) @ x,
+        VECTORS,
+        {"w": "Masked(Dense) 4x3"},
+        w=(4, 3),
+    ),
+    "a masked kernel": case(
+        lambda m, x: jnp.tanh(conv(x[None], m.k * np.tri(3, 3), (1, 1), "SAME")[0] + m.b),
+        IMAGES,
+        {"k": "Masked(Convolution) 3x18+1"},
+        "k",
+        k=(3, 2, 3, 3),
+        b=(3, 1, 1),
+    ),
+    "a mask that is computed": case(
+        lambda m, x: (m.w * jax.lax.stop_gradient(m.w > 0).astype(float)) @ x,
+        VECTORS,
+        {"w": "Masked(Dense) 4x3"},
+        w=(4, 3),
+    ),
+    "a mask of other numbers": case(
+        lambda m, x: (m.w * (KEPT / 2)) @ x,
+        VECTORS,
+        {"others": "Parameters 12"},
+        w=(4, 3),
+    ),
+    "replaced by other numbers": case(
+        lambda m, x: jnp.where(HALF, m.w, 1) @ x,
+        VECTORS,
+        {"others": "Parameters 12"},
+        w=(4, 3),
+    ),
+    "a mask of data": case(
+        lambda m, x: (m.w * (x > 0).astype(float)) @ x,
+        VECTORS,
+        {"others": "Parameters 12"},
+        w=(4, 3),
+    ),
+    "two masks": case(
+        lambda m, x: (m.w * KEPT) @ x + jnp.tanh((m.w * np.tri(4, 3)) @ x),
+        VECTORS,
+        {"others": "Parameters 12"},
+        w=(4, 3),
+    ),
+    "with and without a mask": case(
+        lambda m, x: (m.w * KEPT) @ x + jnp.tanh(m.w @ x),
+        VECTORS,
+        {"others": "Parameters 12"},
+        w=(4, 3),
+    ),
+    "masked there and back": case(
+        lambda m, x: (m.w * KEPT).T @ jnp.tanh((m.w * KEPT) @ x),
+        VECTORS,
+        {"others": "Parameters 12"},
+        w=(4, 3),
+    ),
+    "a mask for a part": case(
+        lambda m, x: (m.w[:2] * KEPT[:2]) @ x + jnp.tanh(m.w[2:] @ x),
+        VECTORS,
+        {"others": "Parameters 12"},
+        w=(4, 3),
+    ),
+    "masks side by side": case(
+        lambda m, x: jnp.einsum("goi,i->go", m.w * np.tri(4, 3), x),
+        VECTORS,
+        {"w": "Masked(Dense) 8x3"},
+        w=(2, 4, 3),
+    ),
+    "masks of groups": case(
+        lambda m, x: jnp.einsum("goi,gi->go", m.w * np.tri(4, 3), jnp.stack([x, -x])),
+        VECTORS,
+        {"others": "Parameters 24"},
+        w=(2, 4, 3),
     ),
     "complex": case(
         spectral,

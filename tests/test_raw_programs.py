@@ -75,6 +75,22 @@ class Doubled(eqx.nn.Linear):
         return 2 * super().__call__(x)
 
 
+def masked_blocks(m, x):
+    def block(x, layer):
+        w, b = layer
+        return jnp.tanh(w @ x + b), None
+
+    return jax.lax.scan(block, x, (jnp.tril(m.w), m.b))[0]
+
+
+def masked_in_loop(m, x, masks):
+    def block(x, layer):
+        w, b, mask = layer
+        return jnp.tanh(jnp.where(mask != 0, w, 0) @ x + b), None
+
+    return jax.lax.scan(block, x, (m.w, m.b, masks))[0]
+
+
 CASES = {
     "recurrent": case(
         looped,
@@ -100,6 +116,27 @@ CASES = {
         w=(2, 3, 3),
         b=(2, 3),
         g=(2, 3),
+    ),
+    "a loop along masked layers": case(
+        masked_blocks,
+        VECTORS,
+        {"w": "Masked(Dense)[2] 3x3+1"},
+        w=(2, 3, 3),
+        b=(2, 3),
+    ),
+    "masks in a loop": case(
+        lambda m, x: masked_in_loop(m, x, np.stack([np.tri(3)] * 2)),
+        VECTORS,
+        {"w": "Masked(Dense)[2] 3x3+1"},
+        w=(2, 3, 3),
+        b=(2, 3),
+    ),
+    "a mask for each round": case(
+        lambda m, x: masked_in_loop(m, x, np.stack([np.tri(3), np.tri(3).T])),
+        VECTORS,
+        {"others, stacked 1": "Parameters[2] 12"},
+        w=(2, 3, 3),
+        b=(2, 3),
     ),
     "loops in loops": case(
         twice_looped,
@@ -190,7 +227,7 @@ CASES = {
     "stopped in part": case(
         lambda m, x: jax.lax.stop_gradient(m.w) @ jnp.tanh(m.w @ x),
         VECTORS,
-        {"others": "Parameters 9"},
+        {"w": "Dense 3x3"},
         w=(3, 3),
     ),
     "changed in place": case(

@@ -30,7 +30,7 @@ class MaskedOperator(AbstractSymmetricOperator):
 
     def as_matrix(self) -> Float[Array, "size size"]:
         mask = self.mask.reshape(-1)
-        return jnp.where(mask[:, None] & mask, self.operator.as_matrix(), 0)
+        return jnp.where(jnp.outer(mask, mask), self.operator.as_matrix(), 0)
 
     def in_structure(self) -> jax.ShapeDtypeStruct:
         return self.operator.in_structure()

@@ -81,7 +81,7 @@ class Notes(AbstractVisitor):
         return not isinstance(site.use.form, Lookup) and not site.constant
 
     def otherwise(self, terms: Sequence[Term], value: Any, matters: bool) -> Any:
-        for term in terms:
+        for term in terms if matters else ():
             self.other_uses.setdefault(term.parameter, set()).add(term.stack)
         return value
 
