@@ -314,8 +314,12 @@ def test_what_is_masked_stays(optimizer):
         assert np.array_equal(moved, np.asarray(layer.mask))
 
 
-def test_layers_of_one_shape_have_their_own_masks():
+@pytest.mark.parametrize("in_a_batch", [False, True])
+def test_layers_of_one_shape_have_their_own_masks(in_a_batch, monkeypatch):
     """Layers of equal shapes are solved for in one batch on an accelerator."""
+    if in_a_batch:
+        elsewhere = lambda jobs, cpu, elsewhere: elsewhere(jobs)
+        monkeypatch.setattr("eqx_kfac._jobs._by_platform", elsewhere)
     masks = [np.tri(4), np.tri(4).T]
     keys = jr.split(jr.key(0))
     layers = [

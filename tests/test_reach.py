@@ -262,6 +262,31 @@ def test_what_is_lost_along_one_axis_may_be_known_of_another():
     assert reach.axes == (1, 0) and reach.unknown == 0
 
 
+def test_what_was_a_part_twice_and_is_once_is_unknown():
+    """Who counts rows by one of two axes that became parts would count too few."""
+    part = 1 << JOINED
+    both = Reach((part, part), terms=1)
+    assert both.keeping((part, part)).unknown == 0
+    assert both.keeping((part, 0)).unknown == 1
+    assert both.keeping((part, 0), parts=1).unknown == 1
+
+
+@pytest.mark.parametrize("doubt", [dict(unknown=1), dict(loops=(1 << JOINED,))])
+def test_what_is_not_sure_lacks_nothing(doubt):
+    """In one of two ways, the axis may be that of the terms, or a part of it."""
+    loops = dict(loops=(0,)) if "loops" in doubt else {}
+    one, other = Reach((1,), terms=1, **loops), Reach((0,), terms=1, **doubt)
+    assert either(one, other).axes == (1,) == either(other, one).axes
+    sure = Reach((0,), terms=1, **loops)
+    assert either(one, sure).axes == (1 | 1 << LACKING,)
+
+
+def test_entries_looked_up_in_each_row():
+    """Which entry of a row it is does not say which row."""
+    reach = reach_of(lambda y: jax.vmap(lambda row, i: row[i])(y, ROWS))
+    assert reach.axes == (1, 0) and reach.unknown == 0
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations(name):
     fn, axis = OPERATIONS[name]

@@ -42,7 +42,7 @@ def _along_own_axes(term: Term, entries: np.ndarray) -> np.ndarray | None:
     axes, lengths = term.axes, term.axes.lengths[term.stack :]
     whole = tuple((0, n) for n in lengths)
     is_moved_only = axes.is_whole and not (axes.copied or axes.flips)
-    if not is_moved_only or axes.window[term.stack :] != whole:
+    if not (is_moved_only and axes.window[term.stack :] == whole):
         return None
     factors = axes.factors
     order = sorted(range(len(factors)), key=lambda i: place(factors[i]))
