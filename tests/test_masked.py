@@ -142,6 +142,15 @@ def test_diagonal_blocks_are_exact():
     assert np.all([np.isclose(layer.ratio, 1) for layer in report.layers])
 
 
+def test_verify_compares_large_layers_as_small_ones():
+    small, large = (
+        kfac.verify(softmax, Net(), *batch(), limit=limit) for limit in (4096, 1)
+    )
+    for own, other in zip(small.layers, large.layers, strict=True):
+        close(other.error, own.error, 1e-6)
+        close(other.cosine, own.cosine, 1e-6)
+
+
 @pytest.mark.parametrize("limit", [4096, 1])
 def test_verify_finds_another_mask(limit):
     right = kfac.verify(softmax, Net(), *batch(), limit=limit)
@@ -151,12 +160,16 @@ def test_verify_finds_another_mask(limit):
     assert "WRONG" not in wrong.layers[1].verdict
 
 
-def test_a_mask_of_ones_changes_nothing():
+@pytest.mark.parametrize(
+    "options", [{}, dict(learning_rate=1e-2, damping=1e-2, momentum=0.9)]
+)
+def test_a_mask_of_ones_changes_nothing(options):
     x, y = batch()
+    x = x.at[:, 0].multiply(1e-2)  # So that biases are damped in units of their own.
     estimate = eqx.filter_jit(kfac.curvature(softmax, kfac.Exact()))
     plain = Net(masks=EVERYTHING, told=(None, None))
     masked = Net(masks=EVERYTHING, told=EVERYTHING)
-    optimizer = kfac.KFAC(1e-2, fisher=kfac.Exact(), damping=1e-2, momentum=0.9)
+    optimizer = kfac.KFAC(fisher=kfac.Exact(), **options)
     results = []
     for model in (plain, masked):
         factors = estimate(model, x, y)
@@ -329,7 +342,9 @@ def test_layers_of_one_shape_have_their_own_masks(in_a_batch, monkeypatch):
     net = eqx.nn.Sequential([eqx.nn.Lambda(layer) for layer in layers])
     x, y = normal(8, 4), jnp.arange(8) % 4
     optimizer = kfac.KFAC(0.1, fisher=kfac.Exact(), damping=1e-2)
-    new, _, _ = stepped(optimizer, softmax, net, optimizer.init(net), x, y)
+    # A function of its own, which nobody has compiled before.
+    step = eqx.filter_jit(lambda *args: optimizer.step(softmax, *args))
+    new, _, _ = step(net, optimizer.init(net), x, y)
     for old, new in zip(net.layers, new.layers, strict=True):
         moved = np.asarray(old.fn.weight != new.fn.weight)
         assert np.array_equal(moved, np.asarray(old.fn.mask))

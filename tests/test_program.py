@@ -108,6 +108,42 @@ def standardised(m, x, y):
     return base(eqx.tree_at(lambda m: m.layers[0].weight, m, replace_fn=change), x, y)
 
 
+def transposed(m, x, y):
+    square = lambda w: w.at[:D, :D].set(w[:D, :D].T * jnp.ones((D, D)))
+    change = lambda w: jnp.where(jnp.arange(5)[:, None] < 2, w, square(w))
+    return base(eqx.tree_at(lambda m: m.layers[0].weight, m, replace_fn=change), x, y)
+
+
+def chosen(m, x, y):
+    change = lambda w: jnp.where(jnp.arange(5)[:, None] < 2, w, 0)
+    return base(eqx.tree_at(lambda m: m.layers[0].weight, m, replace_fn=change), x, y)
+
+
+def negative(m, x, y):
+    change = lambda w: jnp.ones_like(w) - w
+    return base(eqx.tree_at(lambda m: m.layers[0].weight, m, replace_fn=change), x, y)
+
+
+def straight_through(m, x, y):
+    """Rounded forwards, the identity backwards."""
+    change = lambda w: w + jax.lax.stop_gradient(jnp.round(w) - w)
+    return base(eqx.tree_at(lambda m: m.layers[0].weight, m, replace_fn=change), x, y)
+
+
+def moved(m, x, y):
+    def change(w):
+        parts = jnp.split(w.T.reshape(2, -1), 2)
+        w = jnp.concatenate([part.astype(jnp.float32) for part in parts])
+        return w.reshape(D, 5).T.astype(float)
+
+    return base(eqx.tree_at(lambda m: m.layers[0].weight, m, replace_fn=change), x, y)
+
+
+def one_of_both(m, x, y):
+    change = lambda w: jnp.where(jnp.sum(x) > 0, w, w + 1)
+    return base(eqx.tree_at(lambda m: m.layers[0].weight, m, replace_fn=change), x, y)
+
+
 class Tied(eqx.Module):
     """An embedding that is used raw, as the projection onto its rows."""
 
@@ -136,10 +172,13 @@ CHANGED = [
     (scaled, mlp, ".layers[0]"),
     (masked, mlp, ".layers[0]"),
     (standardised, mlp, ".layers[0]"),
+    (transposed, mlp, ".layers[0]"),
+    (chosen, mlp, ".layers[0]"),
+    (negative, mlp, ".layers[0]"),
 ]
 
 
-@pytest.mark.parametrize("loss_fn, make, path", BESIDE)
+@pytest.mark.parametrize("loss_fn, make, path", BESIDE + CHANGED)
 def test_parameters_beside_their_tag(loss_fn, make, path):
     model, optimizer = make(), plain_kfac(0.1)
     state = optimizer.init(model)
@@ -150,6 +189,46 @@ def test_parameters_beside_their_tag(loss_fn, make, path):
         with pytest.raises(ValueError) as error:
             take()
         assert path in str(error.value) and "blocks=" in str(error.value)
+
+
+@pytest.mark.parametrize("loss_fn, make, path", CHANGED)
+def test_layers_with_other_parameters(loss_fn, make, path):
+    with pytest.raises(ValueError, match="with something else in the place of its") as e:
+        curvature(loss_fn, make(), X, Y)
+    assert f"`{path}`" in str(e.value) and ".layers[1]" not in str(e.value)
+
+
+@pytest.mark.parametrize("loss_fn", [straight_through, moved, one_of_both])
+def test_parameters_that_are_what_they_were(loss_fn):
+    """What is added to them, and how they are moved, changes no gradient."""
+    report = kfac.verify(loss_fn, mlp(), X, Y)
+    assert all(check.unseen < 1e-6 for check in report.layers)
+    assert curvature(loss_fn, mlp(), X, Y) is not None
+
+
+@pytest.mark.parametrize("how", ["masked", "scaled"])
+def test_changed_layers_within_a_model(how):
+    """They are converted with an example, and what is done with them is followed."""
+
+    class Changed(eqx.Module):
+        linear: eqx.nn.Linear
+
+        def __call__(self, x):
+            keep = jnp.arange(2.0 * D).reshape(K, D) % 3 > 0
+            change = dict(
+                masked=lambda w: jnp.where(keep, w, 0), scaled=lambda w: jnp.exp(w)
+            )[how]
+            return eqx.tree_at(lambda m: m.weight, self.linear, replace_fn=change)(x)
+
+    model = Changed(eqx.nn.Linear(D, K, key=KEYS[3]))
+    with pytest.raises(ValueError, match="example="):
+        curvature(base, kfac.convert(model), X, Y)
+    converted = kfac.convert(model, example=X[0])
+    report = kfac.verify(base, converted, X[:1], Y[:1])
+    tags = [tag for _, tag, _ in kfac._tag.trained_layers(converted)]
+    assert all(check.unseen == 0 for check in report.layers)
+    assert (tags[0].form.mask is not None) == (how == "masked")
+    assert how == "scaled" or report.exact
 
 
 @pytest.mark.parametrize("loss_fn, make, path", BESIDE + CHANGED)

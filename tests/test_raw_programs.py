@@ -75,12 +75,12 @@ class Doubled(eqx.nn.Linear):
         return 2 * super().__call__(x)
 
 
-def masked_blocks(m, x):
+def masked_blocks(m, x, masks=1.0):
     def block(x, layer):
         w, b = layer
         return jnp.tanh(w @ x + b), None
 
-    return jax.lax.scan(block, x, (jnp.tril(m.w), m.b))[0]
+    return jax.lax.scan(block, x, (jnp.tril(m.w) * masks, m.b))[0]
 
 
 def masked_in_loop(m, x, masks):
@@ -121,6 +121,13 @@ CASES = {
         masked_blocks,
         VECTORS,
         {"w": "Masked(Dense)[2] 3x3+1"},
+        w=(2, 3, 3),
+        b=(2, 3),
+    ),
+    "a mask for each of the layers": case(
+        lambda m, x: masked_blocks(m, x, np.stack([np.tri(3), np.tri(3).T])),
+        VECTORS,
+        {"others": "Parameters 24"},
         w=(2, 3, 3),
         b=(2, 3),
     ),

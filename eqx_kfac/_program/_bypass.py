@@ -5,7 +5,7 @@ from .._misc import names
 from .._tag import Tag, TaggedLayer
 from ..nn._convert import has_own_tag, is_followed
 from ._interpreter import all_sources
-from ._trace import parameter_bit, Trace, unseen_bit
+from ._trace import misused_bit, parameter_bit, Trace, unseen_bit
 
 
 def check_uses(trace: Trace, trains: bool) -> None:
@@ -13,6 +13,7 @@ def check_uses(trace: Trace, trains: bool) -> None:
     Names all such layers, each with the first of these reasons that applies."""
     outputs = all_sources(trace.outputs)
     unseen, outside, uncalled, penalised, unused, bypassed = [], [], [], [], [], []
+    misused = []
     for number, tagged in enumerate(trace.layers):
         uses = trace.uses_of(number)
         allowed = trace.may_bypass(number)
@@ -20,6 +21,9 @@ def check_uses(trace: Trace, trains: bool) -> None:
         # A derivative of the layer that its tag does not see.
         if outputs & unseen_bit(number):
             unseen.append(tagged)
+        # A layer that is called with something else in the place of its parameters.
+        elif outputs & misused_bit(number):
+            misused.append(tagged)
         # Arrays of any module, which the program also uses where no tag follows them.
         elif bypassing and is_followed(tagged.layer) and not allowed:
             outside.append(tagged)
@@ -39,6 +43,7 @@ def check_uses(trace: Trace, trains: bool) -> None:
     if unseen:
         raise ValueError(_through_derivatives(unseen))
     reasons = (
+        (misused, _MISUSED),
         (outside, _OUTSIDE),
         (uncalled, _UNCALLED),
         (bypassed, _BYPASSED),
@@ -50,6 +55,12 @@ def check_uses(trace: Trace, trains: bool) -> None:
         raise ValueError(" ".join(messages))
 
 
+_MISUSED = (
+    "The {layers} {are} called with something else in the place of {parameters}: what is "
+    "computed of them (masked, scaled, normalised), so that {a_tag} would see another "
+    "gradient than theirs. Use the array in a method of a module of your own instead of "
+    "changing the layer; or {otherwise}"
+)
 _OUTSIDE = (
     "Arrays of the {layers} reach the losses in a way that no tag follows: {parameters} "
     "are used outside of the methods of their module, or in another way than "

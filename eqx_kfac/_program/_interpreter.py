@@ -100,6 +100,10 @@ class Expressions:
         self.nonnegative = set()
         self.padded = set()
 
+    def stopped(self, number: int) -> int | None:
+        """The number of an expression in a `stop_gradient`, if there is one."""
+        return self.numbers.get(("of", "stop_gradient", (number,), (), (), 0))
+
 
 class Interpreter:
     """Interprets jaxprs: values in, values out.
@@ -117,6 +121,8 @@ class Interpreter:
         multiplied: marks of what must not happen, rather than dependences.
     - `cleared`: `cleared(records)` are the sources that the values which these records
         are of do not depend on any more.
+    - `combined`: `combined(eqn, values)` are the sources on which the results of an
+        operation on arrays depend.
     - `records`: what `visit` has recorded so far, such as uses of tags.
     - `opaque`: whether there was any operation whose inside could not be interpreted.
     """
@@ -128,12 +134,14 @@ class Interpreter:
         cleared: Callable,
         tracked: int,
         sticky: int,
+        combined: Callable,
     ):
         self.expressions = expressions
         self.visit = visit
         self.cleared = cleared
         self.tracked = tracked
         self.sticky = sticky
+        self.combined = combined
         self.records = []
         self.opaque = False
 
@@ -226,7 +234,7 @@ class Interpreter:
         """The results of an operation on arrays."""
         name, expressions = eqn.primitive.name, self.expressions
         zero = [v.expression == ZERO.expression for v in values]
-        sources = all_sources(values)
+        sources = self.combined(eqn, values)
         marks = sources & self.sticky
         if values and _is_zero(eqn, zero):
             return [ZERO._replace(sources=marks)] * len(eqn.outvars)
@@ -295,7 +303,7 @@ class Interpreter:
             number = len(opened(jaxpr)[0].invars)
             self._call(jaxpr, [self.value_of("unknown", i) for i in range(number)], worst)
         operands = tuple(v.expression for v in values if v.expression != ZERO.expression)
-        sources = all_sources(values)
+        sources = self.combined(eqn, values)
         if any(map(is_program, eqn.params.values())):
             # Whatever tags there are in a function of Python, nobody can see here.
             sources &= self.tracked

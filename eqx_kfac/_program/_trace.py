@@ -7,7 +7,9 @@ makes statistics, which are the gradient in what its tags hold. Two bits are for
 the first for the parameters that the tag covers, the second for derivatives of the layer
 that the tag does not see. A tag takes the first bit away from the output of its layer.
 If a result depends on this bit all the same, the parameters reach it by another way than
-through the tag: they *bypass* the tag."""
+through the tag: they *bypass* the tag. A third bit is set while a value is computed of
+the parameters, and is not these themselves any more; and a fourth, for good, where the
+layer is called with such a value in their place."""
 
 import itertools
 import math
@@ -23,16 +25,32 @@ from ._reach import LACKING, parts_of, POOLED, Reach, SUMMED, terms_of
 
 DATA, STATISTIC = 1, 2
 FIRST_BIT_OF_TAGS = 2  # The place of the first bit that belongs to a tag.
+_BITS = 4  # How many belong to each.
 
 
 def parameter_bit(number: int) -> int:
     """The bit of the parameters that a tag covers."""
-    return 1 << (FIRST_BIT_OF_TAGS + 2 * number)
+    return 1 << (FIRST_BIT_OF_TAGS + _BITS * number)
 
 
 def unseen_bit(number: int) -> int:
     """The bit of the derivatives of a layer that its tag does not see."""
     return parameter_bit(number) << 1
+
+
+def changed(parameters: int) -> int:
+    """The bits of values that are computed of parameters, given the bits of these."""
+    return parameters << 2
+
+
+def unchanged(sources: int) -> int:
+    """The sources without the bits of those parameters of which the value is computed."""
+    return sources & ~(sources >> 2)
+
+
+def misused_bit(number: int) -> int:
+    """The bit of results for which a layer is called with changed parameters."""
+    return parameter_bit(number) << 3
 
 
 def axes_of_terms(shapes: Sequence[tuple[int, ...]]) -> list[range]:

@@ -37,12 +37,15 @@ from ._jaxpr import contains, equations
 from ._run import example_weights, run
 from ._trace import (
     axes_of_terms,
+    changed,
     DATA,
     may_bypass,
+    misused_bit,
     parameter_bit,
     STATISTIC,
     TagUse,
     Trace,
+    unchanged,
     unseen_bit,
 )
 
@@ -170,7 +173,7 @@ def _followed(
 
 def bypassed(call: Callable, model: Model) -> list[TaggedLayer]:
     """The tagged layers whose parameters reach what `call(model)` returns by another way
-    than through their tag."""
+    than through their tag, or that are called with changed parameters."""
     labelled = LabelledModel.of(model)
     params, static = eqx.partition(labelled.with_labels(), eqx.is_inexact_array)
 
@@ -190,7 +193,8 @@ def bypassed(call: Callable, model: Model) -> list[TaggedLayer]:
     return [
         layer
         for number, layer in enumerate(labelled.layers)
-        if sources & parameter_bit(number) and not may_bypass(uses, number, covered)
+        if sources & misused_bit(number)
+        or (sources & parameter_bit(number) and not may_bypass(uses, number, covered))
     ]
 
 
@@ -207,9 +211,13 @@ def _interpreted(
     covering = labelled.covering
     visit = ft.partial(_visit, covering)
     cleared = lambda uses: ft.reduce(operator.or_, [covering[u.number] for u in uses], 0)
+    numbers = range(len(labelled.layers))
+    of_all = lambda bit: ft.reduce(operator.or_, map(bit, numbers), 0)
     # A derivative that no tag sees must not be lost where a layer is tagged at a zero.
-    unseen = ft.reduce(operator.or_, map(unseen_bit, range(len(labelled.layers))), 0)
-    rules = dict(visit=visit, cleared=cleared, tracked=DATA | STATISTIC, sticky=unseen)
+    marks = of_all(unseen_bit) | of_all(misused_bit)
+    combined = ft.partial(_combined, of_all(parameter_bit), expressions)
+    rules = dict(visit=visit, cleared=cleared, combined=combined)
+    rules |= dict(tracked=DATA | STATISTIC, sticky=marks)
     new = ft.partial(Interpreter, **rules)
     interpreter = new(expressions)
     inputs = list(_inputs(interpreter, params, labelled.sources))
@@ -280,6 +288,8 @@ def _visit(
         number, rightly = eqn.params["number"], eqn.params["rightly"]
         if rightly:
             sources = value.sources & ~covering[number]
+            if eqn.params["whole"] and value.sources & changed(parameter_bit(number)):
+                sources |= misused_bit(number)
         else:
             sources = value.sources | parameter_bit(number)
         return [value._replace(sources=sources)], []
@@ -315,6 +325,53 @@ def _visit(
     # goes on. (An array of which several tags cover parts has the bits of all of them.)
     covered = covering[label.number]
     return [y._replace(sources=y.sources & ~covered | x.sources & covered)], [use]
+
+
+def _combined(
+    parameters: int, expressions: Expressions, eqn: Equation, values: list[Value]
+) -> int:
+    """The sources of the results of an operation, given the bits of all `parameters`.
+    Those of them that the results are computed of are changed, unless they are only
+    moved, chosen from, or added to. (Of a step on the parameters, as in meta-learning, a
+    layer sees the derivative in what the step leads to: the identity, and more.)"""
+    sources, name = all_sources(values), eqn.primitive.name
+    used = sources & parameters
+    sources &= ~changed(parameters)
+    if not used:
+        return sources
+    as_they_are = [unchanged(value.sources) & used for value in values]
+    if name in ("add", "add_any", "sub"):
+        terms = as_they_are[:1] if name == "sub" else as_they_are
+        kept = ft.reduce(operator.or_, terms)
+    elif name in _MOVING or (name == "select_n" and _chooses(expressions, eqn, values)):
+        pairs = zip(values, as_they_are, strict=True)
+        kept = used & ~ft.reduce(operator.or_, [v.sources & ~own for v, own in pairs])
+    else:
+        kept = 0
+    return sources | changed(used & ~kept)
+
+
+def _chooses(expressions: Expressions, eqn: Equation, values: list[Value]) -> bool:
+    """Whether a selection has parameters for all of its entries: all or none of an array
+    is chosen, or another array of them, or the same without a derivative (which JAX makes
+    of a `cond` for each example)."""
+    which: Any = eqn.invars[0].aval
+    if which.ndim == 0:
+        return True
+    _, *cases = values
+    used = ft.reduce(operator.or_, [case.sources for case in cases])
+    with_one = [case for case in cases if case.sources]
+    stopped = {expressions.stopped(case.expression) for case in with_one}
+    return all(c.sources == used or c.expression in stopped for c in cases)
+
+
+# What leaves parameters what they are, or moves their entries.
+_MOVING = frozenset(
+    "all_gather broadcast_in_dim concatenate convert_element_type copy copy_p "
+    "dynamic_slice dynamic_update_slice expand_dims gather name optimization_barrier pad "
+    "pcast psum pvary reduce_precision reshape reshard rev sharding_constraint slice "
+    "split squeeze stop_gradient transpose".split()
+)
 
 
 def _sources(model: Model, numbers: Model) -> list[int]:

@@ -397,7 +397,7 @@ class Binder(AbstractVisitor):
 
     def covered(self, site: Site, array: Array) -> Array:
         bound = self._bound_at(site)
-        covered = None if bound is None else bound.tag.cover(array)
+        covered = None if bound is None else bound.tag.cover(array, whole=False)
         return array if covered is None else covered
 
     def accepts(self, site: Site, bias: Term) -> bool:

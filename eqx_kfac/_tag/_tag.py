@@ -202,28 +202,33 @@ class Tag(PlainModule):
         layout = Layout(self.form, collector, self.swapped, treedef, shared_treedef)
         return tag_p.bind(y, x, *shared, *leaves, layout=layout, stack=0, examples=0)
 
-    def cover(self, array: Array | None) -> Array | None:
+    def cover(self, array: Array | None, whole: bool = True) -> Array | None:
         """For a layer that is tagged at a zero beside its result: to be called with each
         of its parameters, where the result is computed from it.
+
+        **Arguments:**
+
+        - `array`: the parameter.
+        - `whole`: whether it is the parameter itself, and not what is computed of it.
 
         **Returns:** `array`. While a program is analysed, it is marked as used rightly;
         any other use of the parameter is an error then.
         """
-        return None if array is None else self._marked(array, rightly=True)
+        return None if array is None else self._marked(array, True, whole)
 
     def uncover(self, array: Array) -> Array:
         """What was computed from a parameter that was marked as used rightly, marked as
         used wrongly after all."""
         return self._marked(array, rightly=False)
 
-    def _marked(self, array: Array, rightly: bool) -> Array:
+    def _marked(self, array: Array, rightly: bool, whole: bool = False) -> Array:
         if self.owner is not None:
-            array = self.owner._marked(array, rightly)
+            array = self.owner._marked(array, rightly, whole)
         label = self.contents.label
         if label is None:
             return array
         number = Label.read(label.shape).number
-        return covered_p.bind(array, number=number, rightly=rightly)
+        return covered_p.bind(array, number=number, rightly=rightly, whole=whole)
 
     def memory(self, layer: Layer) -> Any:
         """What [`remember`][eqx_kfac.Tag.remember] passes on from one time step to the
