@@ -208,7 +208,7 @@ def test_parameters_that_are_what_they_were(loss_fn):
 
 @pytest.mark.parametrize("how", ["masked", "scaled"])
 def test_changed_layers_within_a_model(how):
-    """They are converted with an example, and what is done with them is followed."""
+    """With an example, what is done with them is followed."""
 
     class Changed(eqx.Module):
         linear: eqx.nn.Linear

@@ -285,14 +285,9 @@ def _visit(
         return [value._replace(sources=value.sources | unseen)], []
     if eqn.primitive is covered_p:
         (value,) = values
-        number, rightly = eqn.params["number"], eqn.params["rightly"]
-        if rightly:
-            sources = value.sources & ~covering[number]
-            if eqn.params["whole"] and value.sources & changed(parameter_bit(number)):
-                sources |= misused_bit(number)
-        else:
-            sources = value.sources | parameter_bit(number)
-        return [value._replace(sources=sources)], []
+        return [
+            value._replace(sources=_marked(covering, value.sources, **eqn.params))
+        ], []
     if eqn.primitive is not tag_p:
         return None
     label = label_of(eqn)
@@ -325,6 +320,17 @@ def _visit(
     # goes on. (An array of which several tags cover parts has the bits of all of them.)
     covered = covering[label.number]
     return [y._replace(sources=y.sources & ~covered | x.sources & covered)], [use]
+
+
+def _marked(
+    covering: dict[int, int], sources: int, number: int, rightly: bool, whole: bool
+) -> int:
+    """The sources of a value that is marked as used rightly, or wrongly, by a layer; and
+    that is to be the `whole` parameter."""
+    if not rightly:
+        return sources | parameter_bit(number)
+    misused = whole and sources & changed(parameter_bit(number))
+    return sources & ~covering[number] | (misused_bit(number) if misused else 0)
 
 
 def _combined(
