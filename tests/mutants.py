@@ -576,7 +576,7 @@ MUTANTS = [
     M("_program/_reach.py", "elif length == 1 and call.name in _REPEATING:", "elif False:", "reach"),
     M("_program/_backwards.py", "reach._replace(loops=(*outer, 0)).doubting(rounds)", "reach", "reach"),
     M("_program/_backwards.py", "if others or any(map(is_program, params.values())):", "if others:", "reach"),
-    M("_program/_tracing.py", "sources = value.sources & ~covering[number]", "sources = value.sources", "reach"),
+    M("_program/_tracing.py", "return sources & ~covering[number] | (", "return sources | (", "reach"),
     M("_program/_program.py", "if self.shared and not fisher.separates_examples:", "if False:", "reach"),
     M("_program/_trace.py", 'if use.example_shape == () or self.counts_examples(use):', 'if use.example_shape == ():', "reach"),
     M("_program/_trace.py", "return False if own is None and any(others) else own", "return own", "reach"),

@@ -17,6 +17,7 @@ VECTORS = normal(3, 3)
 WORDS = jnp.array([1, 4, 4])
 SEQUENCES = normal(2, 3, 4)
 HALF = np.array([[1, 0, 1], [1, 1, 0], [0, 0, 0], [0, 1, 1]], bool)
+OTHERS = 1 - np.eye(3)
 KEPT = HALF.astype(float)
 IMAGES = normal(2, 2, 4, 4)  # Channels first.
 
@@ -525,6 +526,12 @@ CASES = {
         VECTORS,
         {"others": "Parameters 12"},
         w=(4, 3),
+    ),
+    "a symmetric mask there and back": case(
+        lambda m, x: (m.w * OTHERS).T @ jnp.tanh((m.w * OTHERS) @ x),
+        VECTORS,
+        {"others": "Parameters 9"},
+        w=(3, 3),
     ),
     "a mask for a part": case(
         lambda m, x: (m.w[:2] * KEPT[:2]) @ x + jnp.tanh(m.w[2:] @ x),

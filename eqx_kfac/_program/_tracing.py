@@ -13,9 +13,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 
 from .._custom_types import Args, Kwargs, Model
-from .._jax import Equation, Jaxpr, number_of_parts, part_of, varying
+from .._jax import Equation, Jaxpr, Literal, number_of_parts, part_of, varying
 from .._loss import L2
 from .._tag import (
     covered_p,
@@ -349,7 +350,11 @@ def _combined(
     if name in ("add", "add_any", "sub"):
         terms = as_they_are[:1] if name == "sub" else as_they_are
         kept = ft.reduce(operator.or_, terms)
-    elif name in _MOVING or (name == "select_n" and _chooses(expressions, eqn, values)):
+    elif (
+        name in _MOVING
+        or (name == "select_n" and _chooses(expressions, eqn, values))
+        or (name in ("mul", "div") and _is_one(eqn.invars[1]))
+    ):
         pairs = zip(values, as_they_are, strict=True)
         kept = used & ~ft.reduce(operator.or_, [v.sources & ~own for v, own in pairs])
     else:
@@ -369,6 +374,10 @@ def _chooses(expressions: Expressions, eqn: Equation, values: list[Value]) -> bo
     with_one = [case for case in cases if case.sources]
     stopped = {expressions.stopped(case.expression) for case in with_one}
     return all(c.sources == used or c.expression in stopped for c in cases)
+
+
+def _is_one(atom: Any) -> bool:
+    return isinstance(atom, Literal) and bool(np.all(atom.val == 1))
 
 
 # What leaves parameters what they are, or moves their entries.
