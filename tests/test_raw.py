@@ -457,6 +457,33 @@ CASES = {
         w=(4, 3),
         b=(4,),
     ),
+    "a mask of ones": case(
+        lambda m, x: (m.w * np.ones((4, 3))) @ x + m.b,
+        VECTORS,
+        {"w": "Dense 4x3+1"},
+        w=(4, 3),
+        b=(4,),
+    ),
+    "a bias and ones": case(
+        lambda m, x: m.w @ x + m.b * np.ones(4),
+        VECTORS,
+        {"w": "Dense 4x3+1"},
+        w=(4, 3),
+        b=(4,),
+    ),
+    "a masked bias": case(
+        lambda m, x: (m.w * KEPT) @ x + m.b * KEPT[:, 0],
+        VECTORS,
+        {"others": "Parameters 4", "w": "Masked(Dense) 4x3"},
+        w=(4, 3),
+        b=(4,),
+    ),
+    "a masked table": case(
+        lambda m, i: jnp.tanh((m.w * KEPT)[i]),
+        WORDS % 4,
+        {"others": "Parameters 12"},
+        w=(4, 3),
+    ),
     "replaced by zeros": case(
         lambda m, x: jnp.where(HALF, 0.0, 2 * m.w) @ x,
         VECTORS,

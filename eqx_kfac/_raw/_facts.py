@@ -180,6 +180,8 @@ def bias_order(pending: Pending, bias: Term) -> Order | None:
     (site, *_), axes = pending
     if bias.scale is not None or bias.axes.flips or site.stack != bias.stack:
         return None
+    if bias.mask is not None:
+        return None
     if len(bias.axes.shape) != len(axes.shape) or not bias.axes.is_whole:
         return None
     entries = bias.axes.factors

@@ -30,6 +30,8 @@ def masked_term(
     is_mask = np.all((entries == 0) | (entries == 1))
     if not is_mask or any(np.any(np.asarray(value) != 0) for value in elsewhere):
         return None
+    if np.all(entries == kept):
+        return term
     own = _along_own_axes(term, entries == kept)
     if own is not None and term.mask is not None:
         own = own & term.mask.entries

@@ -416,8 +416,9 @@ class Binder(AbstractVisitor):
         self, term: Term, mask: Any, kept: int, elsewhere: Sequence[Any]
     ) -> Term | None:
         # What the mask is has been looked at when the tag was made.
-        bound = self.bound.get(term.parameter, ())
-        return term if any(own.tag.form.mask for own in bound) else None
+        bound = itertools.chain(*self.bound.values())
+        known = {*self.bound, *(own.bias for own in bound)}
+        return term if term.parameter in known else None
 
     def computed(self, eqn: Equation, inputs: Sequence[tuple[Any, Fact]]) -> Fact | None:
         result = Computed.of(eqn, inputs, self.others)
