@@ -339,8 +339,9 @@ def _combined(
 ) -> int:
     """The sources of the results of an operation, given the bits of all `parameters`.
     Those of them that the results are computed of are changed, unless they are only
-    moved, chosen from, or added to. (Of a step on the parameters, as in meta-learning, a
-    layer sees the derivative in what the step leads to: the identity, and more.)"""
+    taken apart, chosen from, or added to. (Of a step on the parameters, as in
+    meta-learning, a layer sees the derivative in what the step leads to: the identity,
+    and more.)"""
     sources, name = all_sources(values), eqn.primitive.name
     used = sources & parameters
     sources &= ~changed(parameters)
@@ -380,12 +381,13 @@ def _is_one(atom: Any) -> bool:
     return isinstance(atom, Literal) and bool(np.all(atom.val == 1))
 
 
-# What leaves parameters what they are, or moves their entries.
+# What leaves parameters what they are, or takes them out of other arrays and puts them
+# together again. (That they are in their places then, nobody looks at.)
 _MOVING = frozenset(
     "all_gather broadcast_in_dim concatenate convert_element_type copy copy_p "
     "dynamic_slice dynamic_update_slice expand_dims gather name optimization_barrier pad "
-    "pcast psum pvary reduce_precision reshape reshard rev sharding_constraint slice "
-    "split squeeze stop_gradient transpose".split()
+    "pcast psum pvary reduce_precision reshape reshard sharding_constraint slice "
+    "split squeeze stop_gradient".split()
 )
 
 

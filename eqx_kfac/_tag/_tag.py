@@ -223,7 +223,8 @@ class Tag(PlainModule):
 
     def _marked(self, array: Array, rightly: bool, whole: bool = False) -> Array:
         if self.owner is not None:
-            array = self.owner._marked(array, rightly, whole)
+            # The owner's weight may be transposed here.
+            array = self.owner._marked(array, rightly, whole and not self.owner.swapped)
         label = self.contents.label
         if label is None:
             return array
