@@ -131,7 +131,7 @@ class Masked(eqx.Module):
 
 
 class MaskedAutoregressive(eqx.Module):
-    """As `Autoregressive`, with one masked network for all coordinates (G. Papamakarios
+    """One masked network for all coordinates in turn (G. Papamakarios
     et al., *Masked Autoregressive Flow*, NeurIPS 2017)."""
 
     conditioners: list[list[Masked]]
