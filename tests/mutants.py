@@ -87,7 +87,7 @@ MUTANTS = [
     M("_program/_tracing.py", 'as_they_are[:1] if name == "sub" else as_they_are', "as_they_are", "program"),
     M("_program/_tracing.py", "all(c.sources == used or c.expression in stopped for c in cases)", "True", "program"),
     M("_program/_tracing.py", "c.sources == used or c.expression in stopped", "c.sources == used", "program"),
-    M("_program/_tracing.py", '"split squeeze stop_gradient"', '"split squeeze"', "program"),
+    M("_program/_tracing.py", '"split squeeze stop_gradient transpose"', '"split squeeze transpose"', "program"),
     M("_program/_tracing.py", "[v.sources & ~own for v, own in pairs]", "[0]", "program"),
     # What JAX has for finding mistakes.
     M("_optimizer/_trial.py", "jnp.full_like(self.value, jnp.inf))", "jnp.full_like(self.value, jnp.nan))", "debugging"),

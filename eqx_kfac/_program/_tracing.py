@@ -382,12 +382,13 @@ def _is_one(atom: Any) -> bool:
 
 
 # What leaves parameters what they are, or takes them out of other arrays and puts them
-# together again. (That they are in their places then, nobody looks at.)
+# together again. (That they are in their places then, nobody looks at: a `vmap` moves
+# axes of stacks, too.)
 _MOVING = frozenset(
     "all_gather broadcast_in_dim concatenate convert_element_type copy copy_p "
     "dynamic_slice dynamic_update_slice expand_dims gather name optimization_barrier pad "
     "pcast psum pvary reduce_precision reshape reshard sharding_constraint slice "
-    "split squeeze stop_gradient".split()
+    "split squeeze stop_gradient transpose".split()
 )
 
 
