@@ -94,11 +94,11 @@ def solvable(
     state: Any,
     solver: AbstractDampedSolver,
     damping: Array,
-    bias: bool,
+    bias: bool = False,
 ) -> tuple[Any, Any, dict[str, Any]]:
     """The operator of one layer, which may have a `bias` beside weights, and the solver's
     state and options for it."""
-    options = {"damping": damping, "bias": bias}
+    options = {"damping": damping}
     factors, state = unpacked((factors, state))
     operator = tag.operator(factors)
     if state is None:

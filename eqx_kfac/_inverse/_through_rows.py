@@ -14,7 +14,7 @@ from .._custom_types import Model, PerLayer
 from .._devices import gathered, over_stack
 from .._solver import AbstractDampedSolver
 from .._tag import blank, map_tags
-from ..form import has_bias, join
+from ..form import join
 from ._factorise import damping_of, for_each
 from ._precondition import moving, precondition, solutions, solvable, with_matrices
 
@@ -34,11 +34,9 @@ def precondition_through_rows(
     def layer_solution(tag, layer, rows, factors, state, damping, still):
         if rows is None:
             return None
-        with_bias = has_bias(tag.form, layer)
 
         def solve(x, g, factors, state, damping, still):
-            own = tag, factors, state, solver, damping, with_bias
-            _, state, options = solvable(*own)
+            _, state, options = solvable(tag, factors, state, solver, damping)
             x, g = (a.reshape(-1, a.shape[-1]).astype(factors.l2.dtype) for a in (x, g))
             weight, bias = tag.form.parameters(layer)
             ones = None if bias is None else jnp.ones_like(x[:, :1])

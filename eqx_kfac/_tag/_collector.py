@@ -138,8 +138,7 @@ class GradientCollector(AbstractCollector):
         size = jnp.sum(norms, axis=tuple(range(rows.stack, norms.ndim)))
         gradient = moment(g, x, rows.stack, like.gradient)
         if rows.mask is not None:
-            mask = rows.mask.of_columns(gradient.shape[-1])
-            gradient = jnp.where(mask, gradient, 0)
+            gradient = rows.mask.project(gradient)
         outputs = CollectedGradient(gradient, number, size)
         return Statistics(zeros_of(slots.inputs), outputs)
 

@@ -90,8 +90,7 @@ class Captured(eqx.Module):
         def product(g):
             g = g.reshape(*g.shape[:axes], -1, g.shape[-1]).astype(x.dtype)
             whole, mask = matmul(g.mT, x), self.form.mask
-            used = True if mask is None else mask.of_columns(x.shape[-1])
-            return jnp.where(used, whole, 0)
+            return whole if mask is None else mask.project(whole)
 
         return jax.lax.map(product, g) if self.several else product(g)
 

@@ -1,6 +1,6 @@
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float
 
 
 class Mask:
@@ -34,6 +34,12 @@ class Mask:
     def is_repeated(self) -> bool:
         """Whether it is the same everywhere along its first axis."""
         return bool(np.all(self.entries == self.entries[:1]))
+
+    def project(
+        self, matrices: Float[Array, "*lead d_out columns"]
+    ) -> Float[Array, "*lead d_out columns"]:
+        """Canonical matrices with zeros where entries are not used."""
+        return jnp.where(self.of_columns(matrices.shape[-1]), matrices, 0)
 
     def of_columns(self, columns: int) -> Bool[Array, "d_out columns"]:
         """Which entries of a canonical matrix of so many columns are used. A bias is not
